@@ -46,16 +46,15 @@ class PolicySection(Section):
     model: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
     token_budget: Count = 4096
-    """Maximum tokens in one forward pass of an update, or over the prompts of generation (but not with the engine
-    `transformers`), padding included; does not change the result."""
+    """Maximum tokens in one forward pass of an update or over generation's prompts, padding included; does not change
+    the result."""
     device: Device = "cpu"
-    """Device of the policy; with several ranks the first one's, and each further rank takes the next GPU."""
+    """Device of the policy; further ranks take the next GPUs."""
     attention: Attention = "auto"
-    """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
-    and the package flash-attn."""
+    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
     precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast); trained weights, log-probs and the optimizer stay in float32. `auto`:
-    bfloat16 on a GPU, float32 on a CPU."""
+    """Compute type of forward passes (autocast); `auto`: bfloat16 on a GPU, float32 on a CPU. Trained weights and
+    log-probs stay in float32."""
     lora_rank: CountOrZero = 0
     """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
     lora_alpha: Count = 16
@@ -100,19 +99,17 @@ class PromptsSection(Section):
     """The training prompts."""
 
     path: Path = Path("data/prompts.jsonl")
-    """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`. Each row has `text`, chat `messages`,
-    or a `prompt` that is either; other columns are metadata for reward functions. See docs/prompts.md."""
+    """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`, with `text`, chat `messages`, or
+    `prompt` in each row. See docs/prompts.md."""
     files: tuple[PromptFileSection, ...] = ()
     """Several files instead of `path`, with weights and a curriculum: a list of {path, weight, from_step,
     until_step}."""
     max_tokens: Count = 512
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """A longer prompt: `error` ends the run with a checkpoint; `skip` takes the next prompt of the file; `truncate`
-    keeps BOS and the last tokens."""
+    """A longer prompt: `error` ends the run, `skip` takes the next prompt, `truncate` keeps BOS and the last tokens."""
     add_special_tokens: bool = True
-    """Begin a plain-text prompt with what the tokenizer puts before a text, such as BOS, unless it is there. A chat is
-    as its template renders it."""
+    """Begin a plain-text prompt with what the tokenizer puts before a text, such as BOS."""
 
     @property
     def sources(self) -> tuple[PromptFileSection, ...]:
@@ -141,8 +138,8 @@ class VllmSection(Section):
     deadline_s: Seconds = 600.0
     """Timeout of one response, and of loading a version of the weights."""
     compare_weights: bool = False
-    """Compare the SHA-256 of each parameter in the server with the published tensors before a version generates: about
-    a second per GB. Not with adapters or tensor parallelism; needs the policy's precision."""
+    """Compare vLLM's SHA-256 of each parameter with the published tensors before a version generates: a second per GB.
+    Not with adapters or tensor parallelism."""
 
 
 class GenerationSection(Section):
@@ -227,8 +224,8 @@ class AlgorithmSection(Section):
     max_resampled: CountOrZero = 0
     """Dynamic sampling: how often per step prompts whose responses all have the same score are replaced; 0: off."""
     prompt_candidates: Count = 1
-    """Value-guided prompts: read this many times the prompts of a step and draw those whose scores will probably
-    differ, by the critic's prediction. Needs a critic. 1: off."""
+    """Value-guided prompts: read this many times a step's prompts and draw those whose scores will probably differ, by
+    the critic. 1: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95
@@ -325,8 +322,7 @@ class RewardsSection(Section):
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Subtracted from the score of a response of the maximum length."""
     max_failed_fraction: Fraction = 0.1
-    """Maximum fraction of a rollout's rows that may be masked because a score is unavailable; above it the run
-    stops."""
+    """Maximum fraction of a rollout's rows that may be masked for lack of a score; above it the run stops."""
 
 
 class UpdateSection(Section):
@@ -335,8 +331,8 @@ class UpdateSection(Section):
     epochs: Count = 1
     """Passes over one rollout."""
     max_kl: Annotated[float, Field(gt=0)] | None = None
-    """Stop a step's update before the first minibatch whose KL from the sampling policy exceeds this, in nats per
-    token; default: no limit."""
+    """Stop a step's update before a minibatch whose KL from the sampling policy exceeds this, in nats per token;
+    default: no limit."""
     minibatch_size: Count = 32
     """Rows per optimizer step of the policy; a smaller rollout is one minibatch."""
 
@@ -359,17 +355,16 @@ class ClientSection(Section):
 
     servers: tuple[Address, ...] = ()
     """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name; default: that of
-    `server`. All serve all models and share one weights store and one journal."""
+    `server`."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long to wait for a healthy server after the start, and to repeat training requests while the sidecar is
-    away."""
+    """How long to wait for a healthy server, and to repeat training requests while the sidecar is away."""
     deadline_s: Seconds = 60.0
     """Timeout of one scoring attempt, and of waiting for a demanded version."""
     train_deadline_s: Seconds = 600.0
     """Timeout of one critic_train or critic_save attempt."""
     retries: CountOrZero = 6
-    """Maximum retries of a request after a 503, a timeout or a lost connection, also limited by a shared budget: each
-    request adds a fifth of a retry."""
+    """Maximum retries of a request after a 503, a timeout or a lost connection, within a shared budget of a fifth of
+    the requests."""
     backoff_s: Seconds = 0.25
     """First pause between attempts; doubles up to 8 s, with jitter."""
     max_in_flight: Count = 256
@@ -392,13 +387,11 @@ class ActorSection(Section):
     max_staleness: CountOrZero = 1
     """How many critic updates sent before a row is scored may be missing from the weights that score it."""
     one_step_off_policy: bool = False
-    """Generate the next step's responses while the policy is updated, from the policy before that update. Needs a
-    second copy of the policy."""
+    """Generate the next step's responses during the update, with a copy of the policy from before it."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     stop_grace_s: Seconds = 25.0
-    """Time limit after SIGTERM or Ctrl-C for finishing the update and writing a checkpoint. A scheduler's grace period
-    must be longer."""
+    """Time limit after SIGTERM or Ctrl-C for finishing the update and writing a checkpoint."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints to keep."""
     threads: Count = 1
@@ -406,8 +399,7 @@ class ActorSection(Section):
     logged_texts: CountOrZero = 1
     """Responses per step logged to rollouts.jsonl and the trackers' table."""
     trackers: tuple[Tracker, ...] = ()
-    """Experiment trackers of accelerate that also get settings and metrics. Each must be installed and configured by
-    its own environment variables."""
+    """Experiment trackers of accelerate, installed and configured by their own environment variables."""
     policy: PolicySection = PolicySection()
     prompts: PromptsSection = PromptsSection()
     generation: GenerationSection = GenerationSection()

@@ -17,13 +17,13 @@ class EnvironmentSection(Section):
     """An environment of agents: a Python class in worker processes, or an OpenEnv server."""
 
     class_: FunctionSpec | None = Field(default=None, alias="class")
-    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or of one for TRL's
+    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or for TRL's
     `environment_factory`; one instance per trajectory."""
     url: Annotated[str, Field(pattern=r"^(ws|http)s?://[^\s/]+")] | None = None
     """An OpenEnv server, `ws://` or `http://`, in place of `class`; one session per trajectory."""
     agent: FunctionSpec | None = None
-    """An agent, in place of `class`: `run(base_url, task)`, sync or async, which calls the policy at `base_url` as
-    OpenAI's or Anthropic's API and returns a reward or None. See docs/environments.md."""
+    """An agent, in place of `class`: `run(base_url, task)`, which calls the policy at `base_url` as OpenAI's or
+    Anthropic's API. See docs/environments.md."""
     options: Options = Field(default={})
     """Keyword arguments of the class or agent. With `url`: `action` and `observation`, the names of the text fields."""
     reward: FunctionSpec | None = None

@@ -23,7 +23,7 @@ class GateSection(Section):
     pairs: Path
     """JSONL with `chosen`, `rejected` and optionally `prompt`: texts, or lists of chat messages."""
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """How far the accuracy (share of pairs whose `chosen` has the higher reward) may be below the served version's."""
+    """How far the share of pairs whose `chosen` has the higher reward may be below the served version's."""
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,7 @@ class TokenRewardSettings(Section):
     """Settings of the section `reward` for rewards read at single tokens."""
 
     template: str | None = None
-    """Jinja template, or its file, that makes the text to score from `prompt`, `response`, `text`, `messages` and
-    `metadata`; default: the text, or the chat template's rendering."""
+    """Jinja template, or its file, that makes the text to score. See docs/process-rewards.md."""
     generation_prompt: bool = False
     """End a chat with the chat template's prompt for the next reply."""
     logit: LogitSection | None = None
@@ -151,8 +150,8 @@ class TokenRewardSettings(Section):
     process: ProcessSection | None = None
     """Reward every step or token. Default: one reward per response."""
     score: Literal["auto", "logit", "probability"] = "auto"
-    """For `logit` and `process`: `probability` is the sigmoid. `auto`: `probability` for steps of a model with two
-    labels or with `logit.against`, otherwise `logit`."""
+    """For `logit` and `process`: `probability` is the sigmoid. `auto`: `probability` for steps with two labels or
+    `logit.against`, otherwise `logit`."""
 
 
 def check_token_rewards(reward: RewardSection) -> None:

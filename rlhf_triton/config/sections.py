@@ -100,25 +100,23 @@ class RunSection(Section):
     run_id: str | None = None
     """Name of the run in the journal; default: the name of `dir`."""
     integrity: Algorithm = DEFAULT
-    """Digest of versions, checkpoints and journal entries: `xxh3` (xxh3-128) detects damage; `sha256`, ten times
-    slower, also forgery. A change applies to new files only."""
+    """Digest of versions, checkpoints and journal entries: `xxh3` detects damage; `sha256`, ten times slower, also
+    forgery."""
     access: Literal["owner", "group"] = "owner"
-    """Who can read and write the run's files, prompts and responses included: `owner` (umask 077) or also the `group`
-    (umask 007)."""
+    """Who can read and write the run's files: `owner` (umask 077) or also the `group` (umask 007)."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway; `json`: one object a line."""
     trace_endpoint: str | None = None
-    """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`, that receives the spans of each step.
-    Needs the extra `tracing`; default: no tracing."""
+    """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`. Needs the extra `tracing`; default: no
+    tracing."""
     share_cards: bool = False
     """Allow a role with several GPUs to share one of them with another role on the same machine. See
     docs/scaling.md."""
     seed: Seed = 0
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
-    """Make the run bit-identical on a CPU, even if processes are killed and restarted. Slower: each row is scored in
-    its own forward pass by the critic of the previous step, workers have one thread, and a row without a score stops
-    the run."""
+    """Make the run bit-identical on a CPU, even if processes are killed. Slower: one forward pass per row, staleness 0,
+    one thread per worker; a row without a score stops the run."""
 
     @field_validator("trace_endpoint")
     @classmethod
@@ -177,8 +175,8 @@ class ServerSection(Section):
     metrics_port: Port = 8002
     """Port for Prometheus metrics."""
     dir: Path | None = None
-    """Folder of this server's rendered model repository and log; default: `run.dir`. Servers that share a `run.dir`
-    need one each."""
+    """Folder of the rendered model repository and log; default: `run.dir`. Servers that share a `run.dir` need one
+    each."""
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
@@ -194,8 +192,8 @@ class ServerSection(Section):
     max_queue_size: CountOrZero = 0
     """Maximum queued requests of a model; further ones get a 503. 0: no limit."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long a request may wait for its first forward pass before it gets a 503; a request's own `timeout` takes
-    precedence. 0: no limit."""
+    """How long a request may wait for its first forward pass before it gets a 503; its own `timeout` takes precedence.
+    0: no limit."""
     max_request_tokens: Count = 4_000_000
     """Maximum tokens of one request, padding included, and of a critic's response."""
     max_request_bytes: Count = 4_000_000
@@ -242,7 +240,7 @@ class ModelSection(Section):
     GPU."""
     forward_overhead_tokens: CountOrZero | None = None
     """Fixed cost of a forward pass, in tokens: a row joins a pass only if that adds no more padding. Default: measured
-    at load; 64 with `compile` or `tensor_parallel`."""
+    at load."""
     max_length: Count | None = None
     """Maximum tokens of a row; a longer one is refused, never truncated. Default: the model's limit, or 32768."""
     dtype: Precision = AUTO_PRECISION
@@ -284,24 +282,23 @@ class RewardSection(ModelSection, TokenRewardSettings):
     standardization: Literal["model", "off"] | Standardization = "model"
     """Constants of `(score - mean) / std`: `model` (from its config.json, if any), `off`, or {mean, std}."""
     pooling: Pooling = "auto"
-    """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`: `last`, and for `sentences` the last token
-    that is not padding. Encoders with a pooled head take only `auto`; other heads on encoders need `last` or `mean`."""
+    """Pooling of a linear head: `last`, `mean`, or `auto` (`last`, without padding in `sentences`). Encoders with a
+    pooled head take only `auto`; other heads on encoders need `last` or `mean`."""
     attribute_weights: list[float] | dict[str, float] | None = None
-    """Weights with which a model's A labels add up to the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE:
-    1}. A model of several labels needs these or `merge_attributes`."""
+    """Weights of a model's A labels in the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE: 1}. Several
+    labels need these or `merge_attributes`."""
     merge_attributes: bool | None = None
     """`true`: the labels' weighted sum, by default their mean, [B, 1]; `false`: all A labels, [B, A]."""
     text: Literal["joined", "pair"] = "joined"
     """What the model was trained on: `joined`, prompt and response as one text or chat; `pair`, as `tokenizer(prompt,
     response)`."""
     add_special_tokens: bool = True
-    """Add the tokenizer's [CLS], [SEP], BOS or EOS to `sentences` that lack them; a chat has its template's BOS and EOS
-    alone. `false`: add none, as NeMo-Aligner's server did."""
+    """Add the tokenizer's special tokens to `sentences` that lack them; a chat has its template's alone. `false`: none,
+    as NeMo-Aligner's server."""
     append_eos: bool = False
     """End `sentences` other than chats with the end-of-sequence token, as TRL's RewardTrainer does."""
     store: bool = False
-    """Serve the model from a weights store: `rlhf-triton weights publish --model reward` replaces it while the server
-    runs. See docs/live-reward.md."""
+    """Serve the model from a weights store, whose versions can be replaced. See docs/live-reward.md."""
     reload: Literal["swap", "triton"] = "swap"
     """With `store`: as `critic.reload`."""
     gate: GateSection | None = None
@@ -333,8 +330,7 @@ class CriticSection(ModelSection):
     reload: Literal["swap", "triton"] = "swap"
     """How instances switch to a version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
     pretrain: tuple[Path, ...] = ()
-    """Train the critic before step 1: folders of earlier runs, and JSONL files with `prompt`, `response` and `return`.
-    See docs/live-critic.md."""
+    """Train the critic before step 1 on folders of earlier runs and JSONL files. See docs/live-critic.md."""
     pretrain_epochs: Count = 3
     """Passes over that training set."""
 
@@ -356,8 +352,8 @@ class PublishSection(Section):
     keep: Count = 3
     """Newest versions to keep, besides version 0 and those being served."""
     format: Literal["merged", "adapter"] = "merged"
-    """Content of a version trained with LoRA: `merged`, all weights; `adapter`, the adapters and the value head, which
-    each instance merges into version 0."""
+    """A version trained with LoRA: `merged`, all weights; `adapter`, adapters and value head, merged into version 0 by
+    each instance."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of a version's weights except the head, with `format: merged`; default: `critic.dtype`."""
 
@@ -383,8 +379,8 @@ class TrainerSection(Section):
     device: Device = "cpu"
     """Device that the critic trains on; further ranks take the next GPUs."""
     precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast); `auto`: bfloat16 on a GPU, float32 on a CPU. Trained weights and the
-    optimizer stay in float32; frozen matrices are held in this type."""
+    """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
+    Trained weights stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, same result."""
     attention: Attention = "auto"
@@ -397,7 +393,7 @@ class TrainerSection(Section):
     """Layers with adapters, as in `actor.policy.lora_targets`."""
     freeze: Patterns = ()
     """Regular expressions, searched in parameter names as in `weights/critic/0`; matches are not trained:
-    [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers. A checkpoint resumes only with the same list."""
+    [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
     checkpoint_every: Count = 20
     """Steps between checkpoints, besides those of critic_save."""
     keep_entries: CountOrZero = 200
@@ -405,14 +401,13 @@ class TrainerSection(Section):
     archive_entries: CountOrZero = 100
     """Newest trained steps kept for `critic.pretrain` of later runs, at 20 bytes a token."""
     reload_on_save: Literal["triton", "none"] = "triton"
-    """`triton`: also reload through Triton at every critic_save. On a GPU the default is `none`, because the reload
-    holds a third copy of the weights."""
+    """`triton`: also reload through Triton at every critic_save, which holds a third copy of the weights. Default on a
+    GPU: `none`."""
     servers: list[Address] = Field(default=[])
     """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for every address of the name; default:
     that of `server`."""
     serve_timeout_s: Seconds = 60.0
-    """Timeout for every instance to serve a version, after which the model is reloaded through Triton, and of that
-    reload."""
+    """Timeout for every instance to serve a version, after which the model is reloaded through Triton."""
     nice: Annotated[int, Field(ge=0, le=19)] = 10
     """Increment of the sidecar's niceness, so that the server takes priority on shared cores."""
     heartbeat_timeout_s: Seconds = 15.0
