@@ -57,16 +57,17 @@ from rlhf_triton.actor.data.rollout import Prompt, Rollout, Scores
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.judge import Judge, NoVerdict
+from rlhf_triton.rewards.function import BadScore
+from rlhf_triton.rewards.judge import Judge
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.render_configs import parse_config, render_configs, render_repository
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.healthcheck import check as healthcheck
-from rlhf_triton.tools.server.tritonserver import TritonServer, probe
-from rlhf_triton.trainer.control_plane import ControlPlane
+from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
@@ -227,7 +228,7 @@ def test_health_checks_and_probes_run_no_function(server: TritonServer, endpoint
     before, num_judged = counters(server, "verdict")["calls"], len(endpoint.requests)
     with server.control() as control:
         for model in (REWARD_MODEL, "reward_function_verdict"):
-            probe(control, model, 120.0)
+            control.probe(model, 120.0)
         executed = settled_statistics(control, "reward_function_verdict").execution_count
         assert healthcheck(server.repository, f"http://{server.section.http_url}") == 0
         assert settled_statistics(control, "reward_function_verdict").execution_count == executed + 1
@@ -478,7 +479,7 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
     assert set.union(*(each.result() for each in found)) == {"INVALID_ARGUMENT"}
     with ControlPlane(at.grpc_url) as control:
         assert control.answers_inference(120.0)
-        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 120.0)
+        probed = control.probe(CRITIC_INFER, 120.0, (REWARDS, VALUES, REWARD_ERRORS))
     assert errors_of(probed) == [""], "a function would miss the label"
 
 
@@ -545,8 +546,8 @@ def test_a_reward_model_with_any_tokenizer_or_a_template_is_sent_sentences(
     rows = [np.asarray(ours(text)["input_ids"]) for text in texts]
     np.testing.assert_allclose(scores.rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
     with ControlPlane(finished.run.config.server.grpc_url) as control:  # its refusal of tokens is a sign of life
-        assert control.probe_scoring(REWARD_MODEL, ("rewards",), 30.0) == {}
-        assert control.probe_scoring(CRITIC, ("values",), 30.0)
+        assert control.probe(REWARD_MODEL, 30.0, ("rewards",)) == {}
+        assert control.probe(CRITIC, 30.0, ("values",))
 
 
 @pytest.mark.slow
@@ -725,7 +726,7 @@ def verdicts(model: Path) -> list[float | None]:
         print(repr(answer), len(out))
         try:
             found.append(reader.read(answer) if len(out) < MAX_TOKENS else None)
-        except NoVerdict:
+        except BadScore:
             found.append(None)
     return found
 
