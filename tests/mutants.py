@@ -59,9 +59,10 @@ def copy_tree(target: Path) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
     for name in names:
-        if (ROOT / name).is_file():
+        source = ROOT / name
+        if source.is_file() or source.is_symlink():  # else the linked folders would be the original
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(source, target / name, follow_symlinks=False)
 
 
 def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int, str]:
