@@ -40,6 +40,7 @@ from benchmarks.processes import ON_FREE_PORTS, SERVED, SPAWN, running_pool, run
 from benchmarks.workload import SIZES, make_checkpoint, make_trace
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ClientSection, RunConfig, TrainerSection
 from rlhf_triton.digests import digest_of_mapped
@@ -48,7 +49,6 @@ from rlhf_triton.tools.report.curves import figure_of
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerAborted
-from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
 if TYPE_CHECKING:

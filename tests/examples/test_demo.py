@@ -147,7 +147,7 @@ class TestReport:
 
     def test_the_page_has_the_gold_score(self, tmp_path: Path) -> None:
         run = load_run(write_run(tmp_path / "run", report="examples.demo.gold:sections"))
-        write_page([run], tmp_path / "page.html")
+        write_page(run, tmp_path / "page.html")
         page = (tmp_path / "page.html").read_text(encoding="utf-8")
         for text in ("The gold score, which PPO never saw, rose by 0.", "before, 0.", "<code>gold_ci95</code>"):
             assert text in page

@@ -28,9 +28,17 @@ from triton_python_backend_utils import Request
 from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
 from rlhf_triton.rewards import count
 from rlhf_triton.rewards import pool as pool_module
-from rlhf_triton.rewards.function import NOT_APPLICABLE, FunctionError, Sample, checked, load_function, take_counts
+from rlhf_triton.rewards.function import (
+    NOT_APPLICABLE,
+    BadScore,
+    FunctionError,
+    Sample,
+    checked,
+    load_function,
+    take_counts,
+)
 from rlhf_triton.rewards.groups import BadGroup, group_key
-from rlhf_triton.rewards.judge import Judge, NoVerdict
+from rlhf_triton.rewards.judge import Judge
 from rlhf_triton.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
 from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
 
@@ -41,7 +49,7 @@ LIMIT_S = 60.0
 SPEC = "rlhf_triton.rewards.judge:Judge"
 KEY = "sk-very-secret-0123456789"
 WRONG_URLS = (
-    *("ftp://host/v1", "file:///etc/passwd", "host:8000/v1", "http://h/é", "http://h:99999/v1", "http://h/v1?k=1"),
+    *("ftp://host/v1", "file:///etc/passwd", "host:8000/v1", "http://h/v1?k=1"),
     f"http://user:{KEY}@h/v1",
 )
 MakePool = Callable[..., WorkerPool]
@@ -342,7 +350,6 @@ def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
         (SPEC, {"pattern": "("}, "options.pattern: '(': missing )"),
         (SPEC, {"pattern": "a"}, "options.pattern: 'a', must be a regular expression with one group"),
         (SPEC, {"pattern": "(a)", "json_key": "b"}, "options.pattern: set together with json_key"),
-        (SPEC, {"rubric": "{{ respons }}"}, "options.rubric: no field 'respons'; the fields: prompt, response, text"),
         (SPEC, {"rubric": "a\n{% if %}"}, "options.rubric: line 2: "),
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
@@ -646,7 +653,7 @@ def row(response: str, prompt: str | None = "Why?", **metadata: Any) -> Sample:
 
 
 def test_an_answer_of_slashes_is_read_at_once() -> None:
-    """A step for each of its characters, not for each three of them: a cubic pattern would not end here."""
+    """A cubic pattern would not end here."""
     for between in ("/" * 100_000 + "x", " " * 50_000 + "/" * 50_000 + "x ", "of " * 30_000 + "x", "-" * 100_000 + "x"):
         assert reader().read(f"8 {between} 10") == 10
 
@@ -683,13 +690,9 @@ JSON, PATTERN = {"json_key": "grade"}, {"pattern": r"VERDICT: (\w+)"}
         (JSON, '```json\n{"grade": "4.5", "why": "{x}"}\n```', 4.5),
         (JSON, '{"grade": 2} {"grade": 3}', 3),
         (JSON, '{"a": {"b": 1}, "grade": 5} {"other": 1}', 5),
-        (JSON, "4", "no JSON object with 'grade'"),
-        (JSON, '{"grade": null}', "score None is not"),
-        (JSON, '{"grade": true}', "score True is not"),
-        (JSON, '{"grade": NaN}', "nan"),
-        (JSON, '{"grade": ', "no JSON object"),
-        (JSON, "{" * 9999, "no JSON object"),
-        (JSON, '{"grade": [4]}', "score [4] is not"),
+        (JSON, "4", "no number as 'grade' of a JSON object"),
+        *((JSON, f'{{"grade": {value}', "no number as 'grade'") for value in ("null}", "true}", "NaN}", "", "[4]}")),
+        (JSON, '{"grade": 99}', "score 99 is outside 1 to 10"),
         (PATTERN, "VERDICT: 9 or rather VERDICT: 2 3", 2),
         (PATTERN, "1", "does not match options.pattern"),
         (PATTERN, "VERDICT: yes", "'yes' is not a number"),
@@ -699,7 +702,7 @@ def test_the_last_score_on_the_scale(settings: dict[str, Any], answer: str, scor
     if not isinstance(score, str):
         assert reader(**settings).read(answer) == score
     else:
-        with pytest.raises(NoVerdict, match=re.escape(score)) as caught:
+        with pytest.raises(BadScore, match=re.escape(score)) as caught:
             reader(**settings).read(answer)
         assert settings or " ".join(answer.split())[-50:] in str(caught.value), "the excerpt"
 
@@ -732,13 +735,13 @@ def test_the_request(server: ChatServer) -> None:
 
 
 def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
-    with pytest.raises(NoVerdict, match="not one score"):  # the server repeats the rubric's last line
+    with pytest.raises(BadScore, match="not one score"):  # the server repeats the rubric's last line
         shipped_judge(server)(row("Because.", "Why not?"))
     message = server.requests[-1]["messages"][0]["content"]
     assert "# Prompt\nWhy not?\n\n# Response\nBecause.\n" in message
     assert message.endswith("a number from 1 to 10.")
     asked = [{"role": "user", "content": "Go?"}, {"role": "assistant", "content": "No."}, QUESTION[0]]
-    with pytest.raises(NoVerdict):
+    with pytest.raises(BadScore):
         shipped_judge(server)(Sample("42", [], {"messages": asked, "response": "42"}))
     message = server.requests[-1]["messages"][0]["content"]
     assert "# Prompt\nuser: Go?\nassistant: No.\n6 times 7?\n\n# Response\n42\n" in message
@@ -768,7 +771,7 @@ def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
 )
 def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str) -> None:
     before = len(server.requests)
-    with pytest.raises(NoVerdict, match=re.escape(cause)):
+    with pytest.raises(BadScore, match=re.escape(cause)):
         judge(server, max_retries=2, request_timeout_s=0.2 if what == "hang" else 60.0)(row(what))
     counts = take_counts()
     assert (counts["requests"], counts["failures"]) == (requests, 1)
@@ -778,13 +781,13 @@ def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests:
 def test_no_answer_is_awaited_beyond_the_deadline_or_from_a_dead_endpoint(server: ChatServer) -> None:
     server.retry_after = "30"
     for what, settings in (("broken", {}), ("hang", {"request_timeout_s": 30.0})):
-        with pytest.raises(NoVerdict, match=r"/v1: no answer within 0\.45 s"):
+        with pytest.raises(BadScore, match=r"/v1: no answer within 0\.45 s"):
             judge(server, timeout_s=0.5, **settings)(row(what))
     assert take_counts()["failures"] == 2
     server.retry_after = "0"
     dead = ChatServer()
     dead.stop()
-    with pytest.raises(NoVerdict, match=r"Connection error\. \(All connection attempts failed\)"):
+    with pytest.raises(BadScore, match=r"Connection error\. \(All connection attempts failed\)"):
         judge(dead, max_retries=1)(row("7"))
     assert take_counts()["requests"] == 2
 
@@ -803,9 +806,9 @@ def test_the_key_is_sent_and_never_shown(
     asked = judge(server, api_key_env="JUDGE_KEY")
     assert asked(row("Score: 3")) == 3
     assert server.headers["Authorization"] == f"Bearer {KEY}"
-    with pytest.raises(NoVerdict, match=re.escape("Error code: 401 - Incorrect API key: Bearer ***")) as caught:
+    with pytest.raises(BadScore, match=re.escape("Error code: 401 - Incorrect API key: Bearer ***")) as caught:
         asked(row("echo the key"))
-    with pytest.raises(NoVerdict, match=r"x Bearer \*\*\*") as cut:  # before the message is truncated
+    with pytest.raises(BadScore, match=r"x Bearer \*\*\*") as cut:  # before the message is truncated
         asked(row("echo the key late"))
     assert KEY[:3] not in str(cut.value)
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
@@ -819,11 +822,11 @@ def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer
     before = len(server.requests)
     shipped = shipped_judge(server)
     for sample, cause in ((Sample("x"), "'prompt' is undefined"), (row("x", None), "'prompt' is undefined")):
-        with pytest.raises(NoVerdict, match=cause):
+        with pytest.raises(BadScore, match=cause):
             shipped(sample)
-    with pytest.raises(NoVerdict, match="has no attribute 'answer'"):
+    with pytest.raises(BadScore, match="has no attribute 'answer'"):
         judge(server, rubric="{{ metadata.answer }}")(row("x"))
-    with pytest.raises(NoVerdict, match="unsafe"):
+    with pytest.raises(BadScore, match="unsafe"):
         judge(server, rubric="{{ response.__class__.__mro__ }}")(row("x"))
     assert len(server.requests) == before
 

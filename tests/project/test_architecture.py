@@ -59,7 +59,7 @@ WITHOUT_TORCH = [
     "rlhf_triton.python_backend.serving.reward_reader",
     "rlhf_triton.store.weights",
     "rlhf_triton.trainer.__main__",
-    "rlhf_triton.trainer.control_plane",
+    "rlhf_triton.client.control_plane",
     "rlhf_triton.actor.__main__",
     "rlhf_triton.client.client",
     "rlhf_triton.critic_client",

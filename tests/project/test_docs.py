@@ -30,7 +30,17 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 OURS = ("rlhf-triton", ".venv/bin/rlhf-triton")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Not ours, and not installed everywhere.
-OTHER_PROGRAMS = ("docker", "apt", "pip", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
+OTHER_PROGRAMS = (
+    ".venv/bin/tensorboard",
+    "docker",
+    "apt",
+    "pip",
+    "tritonserver",
+    "kubectl",
+    "sbatch",
+    "echo",
+    "prometheus",
+)
 MODULES = {
     "pytest": None,
     "torch.distributed.run": None,

@@ -35,10 +35,10 @@ from safetensors.torch import load_file, save_file
 from sidecar_rig import Rig
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.python_backend.models.modeling import load_critic
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.weights import main
-from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,

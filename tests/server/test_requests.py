@@ -36,9 +36,9 @@ from pytriton.client import FuturesModelClient
 from settled import settled_statistics
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.store.control_key import GRPC_HEADER, HEADER, control_key
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
-from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
 TOLERANCE = 1e-5

@@ -32,9 +32,9 @@ from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.render_configs import parse_config, render_configs
-from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.wire.contract import (
     CRITIC_INFER,
     REWARD_ERRORS,
@@ -140,7 +140,7 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
     assert set.union(*(each.result() for each in found)) == {"INVALID_ARGUMENT"}
     with ControlPlane(at.grpc_url) as control:
         assert control.answers_inference(120.0)
-        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 120.0)
+        probed = control.probe(CRITIC_INFER, 120.0, (REWARDS, VALUES, REWARD_ERRORS))
     assert errors_of(probed) == [""], "a function would miss the label"
 
 

@@ -45,6 +45,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import load_config
 from rlhf_triton.critic_client import CriticClient
 from rlhf_triton.errors import RlhfError
@@ -52,7 +53,6 @@ from rlhf_triton.store.journal import Entry
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
-from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -81,7 +81,7 @@ def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
     phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
     assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
     assert not (folder / "summary.json").exists()  # `rlhf-triton run` writes it, which did not start this actor
-    write_page([load_run(folder)], tmp_path / "page.html")
+    write_page(load_run(folder), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<p>After 3 steps of PPO, starting from policy, on " in page
     assert "On the same held-out rollouts critic version 3 explains" in page

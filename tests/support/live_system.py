@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from benchmarks.workload import random_llama, train_bpe
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import ActorSection, RunConfig, TrainerSection, load_config
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.control_key import GRPC_HEADER, control_key
@@ -32,8 +33,6 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
-from rlhf_triton.tools.server.tritonserver import probe
-from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.trainer.publish import initialise_stores
 from tests.support.settings import nested
 
@@ -311,7 +310,7 @@ class System:
         try:
             with ControlPlane(self.run.config.server.grpc_url) as control:
                 for model in models:  # wait for the supervisor's last probe
-                    probe(control, model, 120.0)
+                    control.probe(model, 120.0)
             yield
         finally:
             self.server.process.send_signal(signal.SIGCONT)
