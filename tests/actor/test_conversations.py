@@ -2,12 +2,12 @@
 
 import asyncio
 import copy
-import dataclasses
 import string
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,16 @@ from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
 from benchmarks.workload import random_llama
+from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.batch import (
-    make_batch,
     rollout_metrics,
     score_returns,
     sequence_kl,
     text_metrics,
     with_limits,
 )
-from rlhf_triton.actor.algorithms.inputs import ClipRange, LossInputs
-from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.capture.dialects import Asked, reply_to
-from rlhf_triton.actor.capture.sessions import Sampled, Sampling
-from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError, tool_calls
+from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, Trajectory, join_rollouts
 from rlhf_triton.actor.generation import conversations
@@ -48,6 +44,8 @@ from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import Sample, load_function
 from tests.actor.test_generation import one_response
+from tests.support.messages import assistant, user
+from tests.support.scored_rollout import make_batch, method_of
 from tests.support.settings import actor_section
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -67,7 +65,14 @@ FORGETFUL = make_text_tokenizer(
 TOKENIZER = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=CHATML, model_max_length=512)
 EOS = TOKENIZER.eos_token_id
 BANNED = [token for token in TOKENIZER.all_special_ids if token != EOS]
-PROMPT = Prompt("7", "", np.zeros(0, np.int64), {"messages": [{"role": "user", "content": "Play."}], "turns": 2})
+
+
+def asked(text: str = "Play.", **columns: Any) -> Prompt:
+    """A chat that begins with this text."""
+    return Prompt("7", "", np.zeros(0, np.int64), {"messages": [user(text)], **columns})
+
+
+PROMPT = asked(turns=2)
 
 
 def section(name: str, **settings: Any) -> EnvironmentSection:
@@ -87,12 +92,12 @@ def agents() -> Iterator[Callable[..., Agent]]:
         agent.close()
 
 
-def ids(text: str) -> list[int]:
-    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"]]
+def ids(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def talk(
-    agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True
+    agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True, tokenizer: Any = TOKENIZER
 ) -> tuple[Response, list[int]]:
     """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each."""
     left, seen = [*replies], list[Sequence[int]]()
@@ -102,7 +107,7 @@ def talk(
 
         async def sampled(self, before: Sequence[int]) -> Response:
             seen.append(before)
-            reply = ids(left.pop(0)) + [EOS] * ends
+            reply = ids(left.pop(0), tokenizer) + [EOS] * ends
             return Response(reply, ends, [-1.0] * len(reply))
 
         def renew(self) -> None:
@@ -113,7 +118,7 @@ def talk(
 
 
 def sampled_of(response: Response) -> list[int]:
-    return [token for token, is_theirs in zip(response.tokens, response.observed or (), strict=True) if not is_theirs]
+    return [token for token, is_theirs in zip(response.tokens, response.observed, strict=True) if not is_theirs]
 
 
 # ---- one conversation, with a scripted policy ----
@@ -121,14 +126,12 @@ def sampled_of(response: Response) -> list[int]:
 
 def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[..., Agent]):
     found, _ = talk(agents("Countdown"), ["one", "two", "three"])
-    assert found.prompt is not None
-    assert found.trajectory is not None
     text = TOKENIZER.decode([*found.prompt.tokens, *found.tokens])
     messages = [
-        {"role": "user", "content": "Play. 2 left, seed 5."},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "1 left after one"},
-        {"role": "assistant", "content": "two"},
+        user("Play. 2 left, seed 5."),
+        assistant("one"),
+        user("1 left after one"),
+        assistant("two"),
     ]
     assert text + "\n" == TOKENIZER.apply_chat_template(messages, tokenize=False)
     assert sampled_of(found) == [*ids("one"), EOS, *ids("two"), EOS]
@@ -138,7 +141,7 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
         assert row[turn.start : turn.end] == [*ids(reply), EOS]
     assert (found.ended, found.trajectory.truncated, found.trajectory.error) == (True, "", "")
     assert [*found.trajectory.messages] == messages[1:]
-    assert found.logprobs == [0.0 if is_theirs else -1.0 for is_theirs in found.observed or ()]
+    assert found.logprobs == [0.0 if is_theirs else -1.0 for is_theirs in found.observed]
 
 
 @pytest.mark.parametrize(
@@ -150,27 +153,22 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
     ],
 )
 def test_limits_end_it_and_say_so(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
-    prompt = dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 50})
+    prompt = asked(turns=50)
     found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
-    assert found.trajectory is not None
-    assert found.prompt is not None
     assert (found.trajectory.truncated, found.ended, found.trajectory.error) == (limit, False, "")
     assert len(found.prompt.tokens) + len(found.tokens) <= settings.get("max_tokens", 200)
-    assert found.observed is not None
     assert not found.observed[-1]
 
 
 def test_a_turn_without_an_end_is_the_last(agents: Callable[..., Agent]):
     found, _ = talk(agents("Countdown"), ["one", "two"], ends=False)
-    assert found.trajectory is not None
     assert (found.trajectory.truncated, len(found.trajectory.turns)) == ("actor.generation.max_new_tokens", 1)
 
 
 @pytest.mark.parametrize(("turns", "num_turns"), [(-1, 0), (-2, 1)])
 def test_a_failure_is_recorded_and_nothing_is_invented(agents: Callable[..., Agent], turns: int, num_turns: int):
     agent = agents("Countdown")
-    found, _ = talk(agent, ["one", "two"], dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": turns}))
-    assert found.trajectory is not None
+    found, _ = talk(agent, ["one", "two"], asked(turns=turns))
     assert (len(found.trajectory.turns), found.ended) == (num_turns, False)
     assert f"ValueError: {turns} turns (environment_classes.py:" in found.trajectory.error
     assert talk(agent, ["one", "two"])[0].ended
@@ -178,13 +176,11 @@ def test_a_failure_is_recorded_and_nothing_is_invented(agents: Callable[..., Age
 
 def test_tools_are_called_in_the_templates_format(agents: Callable[..., Agent]):
     """TRL's own example, and a policy that calls it rightly and wrongly."""
-    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
+    prompt = asked("")
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
     replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
     agent = agents("IncrementEnv", max_tokens=2000)
     found, _ = talk(agent, replies, prompt)
-    assert found.trajectory is not None
-    assert found.prompt is not None
     assert row_metadata(ServedModel(), found.prompt, "Done.", 0)["tools"] == agent._chat.tools
     assert found.prompt.text.startswith("<|im_start|>system\nincrement<|im_end|>")
     said = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
@@ -196,20 +192,10 @@ def test_tools_are_called_in_the_templates_format(agents: Callable[..., Agent]):
     assert found.trajectory.turns[-1].reward == (int(found.prompt.text.split("counter by ")[1][0]) == 4)
 
 
-def test_calls_are_found_in_a_reply():
-    found = tool_calls(
-        'I look. <tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call> <tool_call>{"name": 1}'
-    )
-    assert (found[0].name, found[0].arguments, found[0].error) == ("look", {"where": "up"}, "")
-    assert '"name", a text' in found[1].error
-    assert tool_calls("no call") == []
-
-
 @pytest.mark.parametrize("name", ['"\\ud800", "arguments": {}', '"look", "arguments": {"at": NaN}', "[" * 5000])
 def test_a_call_that_has_no_encoding_is_answered(agents: Callable[..., Agent], name: str):
-    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
+    prompt = asked("")
     found, _ = talk(agents("IncrementEnv", max_tokens=9000), [f'<tool_call>{{"name": {name}}}</tool_call>', ""], prompt)
-    assert found.trajectory is not None
     assert found.trajectory.messages[1]["content"].startswith("the tool call ")
     assert found.ended
 
@@ -226,7 +212,7 @@ def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, openi
     """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
     text = CHATML.replace("{{ m.content }}", template).replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
     chat = Chat(make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=text, model_max_length=512))
-    said, more = [{"role": "user", "content": "Hi."}], [{"role": "user", "content": "Go on."}]
+    said, more = [user("Hi.")], [user("Go on.")]
     reply = "Hm.\n</think>\n\nYes." if opening else "Yes."
     if opening and not keeps:
         with pytest.raises(HistoryChanged):
@@ -235,7 +221,7 @@ def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, openi
     chat.check()
     row = chat.tokenizer(chat.prompt(said) + reply, add_special_tokens=False)["input_ids"]
     row += [EOS, *chat.after_reply(more, EOS, reply)]
-    written = {"role": "assistant", "content": opening + reply}
+    written = assistant(opening + reply)
     assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
 
 
@@ -251,7 +237,7 @@ def test_a_space_before_a_reply_changes_no_history():
 
 
 def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture):
-    agent, chats = agents("IncrementEnv"), [dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
+    agent, chats = agents("IncrementEnv"), [replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     agent.check_prompts(chats)
     assert not caplog.records
     for seen, unseen in (
@@ -266,8 +252,7 @@ def test_tools_that_the_policy_would_not_see_are_named(agents: Callable[..., Age
                 agent.check_prompts(chats)
         else:
             agent.check_prompts(chats)
-            found, _ = talk(agent, ["Done."], dataclasses.replace(PROMPT, metadata={"messages": [ASKED]}))
-            assert found.prompt is not None
+            found, _ = talk(agent, ["Done."], replace(PROMPT, metadata={"messages": [ASKED]}))
             assert "tools" not in found.prompt.metadata, "a reward model would read what the policy does not"
     agent.check_prompts([Prompt("0", "Count.", np.array([5]))])
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
@@ -294,10 +279,9 @@ def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Calla
             "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
         },
     }
-    prompt = dataclasses.replace(PROMPT, metadata={"messages": [{"role": "user", "content": ""}]})
+    prompt = asked("")
     replies = ["<call><function=increment><step>2</step></call>", "<call><function=fly></call>", "Done."]
     found, _ = talk(agents("IncrementEnv", tokenizer, max_tokens=2000), replies, prompt)
-    assert found.trajectory is not None
     said = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
     assert said[0] == "2"
     assert "there is no tool fly; the tools: increment" in said[1]
@@ -307,7 +291,6 @@ def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Calla
 def test_texts_without_roles_are_joined(agents: Callable[..., Agent]):
     prompt = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 2})
     found, _ = talk(agents("Countdown"), ["one", "two"], prompt)
-    assert found.prompt is not None
     text = TOKENIZER.decode([*found.prompt.tokens, *found.tokens])
     assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
 
@@ -323,37 +306,30 @@ def test_a_template_that_cannot_render_a_conversation_is_refused(agents: Callabl
 def test_a_template_that_removes_thoughts_begins_another_row(
     agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ):
-    agent, prompt = (
-        agents("Countdown", FORGETFUL),
-        dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, "turns": 4}),
-    )
+    agent = agents("Countdown", FORGETFUL)
+    prompt = asked(turns=4)
     agent.check_prompts([prompt])
     assert not caplog.records
     thought = "<think>\nHm.\n</think>\n\n"
     found, seen = talk(agent, ["one", f"{thought}two", "three", f"{thought}four"], prompt)
     messages = [
-        {"role": "user", "content": "Play. 4 left, seed 5."},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "3 left after one"},
-        {"role": "assistant", "content": f"{thought}two"},
-        {"role": "user", "content": f"2 left after {thought}two"},
-        {"role": "assistant", "content": "three"},
-        {"role": "user", "content": "1 left after three"},
-        {"role": "assistant", "content": f"{thought}four"},
+        user("Play. 4 left, seed 5."),
+        assistant("one"),
+        user("3 left after one"),
+        assistant(f"{thought}two"),
+        user(f"2 left after {thought}two"),
+        assistant("three"),
+        user("1 left after three"),
+        assistant(f"{thought}four"),
     ]
-    assert found.trajectory is not None
     assert [*found.trajectory.messages] == messages[1:]
     (first,) = found.others
-    assert first.prompt is not None
     for row, until, given in ((first, 4, 1), (found, 8, 5)):
-        assert row.prompt is not None
-        assert row.trajectory is not None
         text = FORGETFUL.decode([*row.prompt.tokens, *row.tokens])
         assert text + "\n" == FORGETFUL.apply_chat_template(messages[:until], tokenize=False)
         assert len(row.trajectory.turns) == 2
         assert row.prompt.metadata["messages"] == messages[:given]
-    assert found.prompt is not None
-    theirs = [token for token, is_theirs in zip(found.tokens, found.observed or (), strict=True) if is_theirs]
+    theirs = [token for token, is_theirs in zip(found.tokens, found.observed, strict=True) if is_theirs]
     assert seen == [*found.prompt.tokens, *theirs]
     assert (first.trajectory.later, found.trajectory.later) == (0.5 + 2.0, 0.0)
     left_out, another = caplog.messages
@@ -365,52 +341,40 @@ def test_a_template_that_removes_thoughts_begins_another_row(
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
 def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., Agent], tokenizer: Any, num_rows: int):
     """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
-    replies, turns = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"], {"turns": 3}
-    prompt = dataclasses.replace(PROMPT, metadata={**PROMPT.metadata, **turns})
-    plain = Prompt("1", "Play.", np.array(ids("Play.")), turns)
-    found = [talk(agents("Countdown", tokenizer), replies, each)[0] for each in (prompt, plain)]
+    replies = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"]
+    plain = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 3})
+    found = [talk(agents("Countdown", tokenizer), replies, each)[0] for each in (asked(turns=3), plain)]
     assert len(found[0].others) == num_rows - 1
-    rollout = join_rollouts([row_of(each.prompt, each) for each in found if each.prompt], 0)
-    scorer = Scorer(None, tokenizer, rows_per_request=1)  # type: ignore[arg-type]
+    rollout = join_rollouts([row_of(each.prompt, each) for each in found], 0)
+    scorer = Scorer(None, tokenizer, rows_per_request=1)
     scorer.reward = ServedModel(components=("a",))
     scorer.sends_sentences = True
     (chat, text), sentences, _ = scorer._texts(rollout, range(2), 1)
-    echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
-    begun = [{"role": "user", "content": "Play. 3 left, seed 5."}]
     completion = [
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "2 left after one"},
-        {"role": "assistant", "content": replies[1]},
-        {"role": "user", "content": f"1 left after {replies[1]}"},
-        {"role": "assistant", "content": "three"},
+        assistant("one"),
+        user("2 left after one"),
+        assistant(replies[1]),
+        user(f"1 left after {replies[1]}"),
+        assistant("three"),
     ]
     assert chat["reply_messages"] == completion
-    assert chat["messages"] == [*begun, *completion[:-1]]
+    assert chat["messages"] == [user("Play. 3 left, seed 5."), *completion[:-1]]
     assert (chat["response"], sentences[0]) == ("three", "three")
     assert Sample("", metadata=chat).prompt == completion[-2]["content"]
-    found_ends = scorer._on_tokens(rollout, range(1), {"step_ends": np.array([[3, 5]])})["step_ends"][0]
-    last = rollout.trajectories[0].turns[-1] if rollout.trajectories else None
-    assert last is not None
-    assert found_ends.tolist() == [last.start + 2, int(rollout.lengths[0]) - 1]
-    expected = {"prompts": [begun], "completions": [completion], "turns": [3]}
-    assert echo(Sample("", metadata={**chat, "expected": expected})) == 1
-    said = "one2 left after one<think>\nHm.\n</think>\n\ntwo1 left after <think>\nHm.\n</think>\n\ntwothree"
-    expected = {"prompts": ["Play. 3 left, seed 5."], "completions": [said], "turns": [3]}
-    assert echo(Sample("", metadata={**text, "expected": expected})) == 1
-
-
-def test_with_a_template_that_only_knows_the_last_message_every_turn_is_a_row(agents: Callable[..., Agent]):
-    template = "{{ messages[-1].content }}"
-    tokenizer = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=template)
-    agent = agents("Countdown", tokenizer)
-    agent.check_prompts([PROMPT])
-    found, _ = talk(agent, ["one", "two"])
-    assert [len(row.trajectory.turns) for row in (found, *found.others) if row.trajectory] == [1, 1]
+    ends = scorer._on_tokens(rollout, range(1), {"step_ends": np.array([[3, 5]])})["step_ends"][0]
+    assert ends.tolist() == [rollout.trajectories[0].turns[-1].start + 2, int(rollout.lengths[0]) - 1]
+    echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
+    for metadata, prompt, said in (
+        (chat, [user("Play. 3 left, seed 5.")], completion),
+        (text, "Play. 3 left, seed 5.", "".join(message["content"] for message in completion)),
+    ):
+        expected = {"prompts": [prompt], "completions": [said], "turns": [3]}
+        assert echo(Sample("", metadata={**metadata, "expected": expected})) == 1
 
 
 def test_another_end_than_the_templates_is_completed():
     chat = Chat(TOKENIZER)
-    answer = [{"role": "user", "content": "b"}]
+    answer = [user("b")]
     rest = ids("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
     assert chat.after_reply(answer, EOS) == rest
     assert chat.after_reply(answer, ids("!")[-1]) == [EOS, *rest]
@@ -431,7 +395,6 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Callable[..., 
                 reply = [*ids("<|extra|>"), EOS]
                 talks.take(row, Response(reply, True, [-1.0] * len(reply)))
     found = done[0].trajectory
-    assert found is not None
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
 
@@ -449,7 +412,7 @@ def model() -> Any:
 
 
 def prompts_of(count: int) -> list[Prompt]:
-    said = [{"role": "user", "content": "Play." * (i % 3)} for i in range(count)]
+    said = [user("Play." * (i % 3)) for i in range(count)]
     return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
 
 
@@ -475,8 +438,6 @@ def unscored(whole: Rollout) -> Scores:
 @pytest.mark.parametrize("engine", ["slots", "transformers"])
 def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, engine: str):
     whole = generated(model, agents("Countdown"), prompts_of(9), engine=engine)
-    assert whole.trajectories is not None
-    assert whole.observed is not None
     assert {trajectory.truncated for trajectory in whole.trajectories} == {"", "actor.generation.max_new_tokens"}
     assert max(len(trajectory.turns) for trajectory in whole.trajectories) > 2
     for i, (row, trajectory) in enumerate(zip(whole.rows(), whole.trajectories, strict=True)):
@@ -489,7 +450,6 @@ def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[...,
             inside[turn.start : turn.end] = True
         assert torch.equal(whole.mask[i, : len(row) - 1] > 0, inside[1:])
     if engine == "slots":
-        assert whole.logprobs is not None
         assert not whole.logprobs[whole.mask == 0].any()
     else:
         assert whole.logprobs is None
@@ -517,7 +477,6 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
     assert max(len(response.others) for response in found.values()) > 1
     for i, response in found.items():
         for number, row in enumerate((*response.others, response)):
-            assert row.prompt is not None
             decoder = Decoder(model, Rules(8, [EOS], BANNED), slots=1)
             draws = uniform_draws(3, i + number * ROW_STEP)
             assert row.tokens == one_response(decoder, row.prompt.tokens, draws, 8)
@@ -537,7 +496,6 @@ def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
     monkeypatch.setattr(Talks, "sampled", slowly)
     monkeypatch.setattr(conversations, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     whole = generated(model, agents("Countdown", timeout_s=500), prompts_of(4)[2:3], max_new_tokens=50)
-    assert whole.trajectories is not None
     assert (len(whole.trajectories[0].turns), whole.trajectories[0].truncated) == (3, "")
 
 
@@ -546,7 +504,7 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(agents: Ca
     agent = agents("Fragile", options={"losses": 2}, concurrent=1)
     agent.in_step = True
     whole = generated(model, agent, prompts_of(3))
-    assert [trajectory.error for trajectory in whole.trajectories or ()] == [""] * 3
+    assert [trajectory.error for trajectory in whole.trajectories] == [""] * 3
 
 
 @pytest.mark.timeout(120)
@@ -554,7 +512,6 @@ def test_conversations_in_step_do_not_await_those_that_have_no_room(agents: Call
     agent = agents("Countdown", concurrent=2)
     agent.in_step = True
     one = generated(model, agent, prompts_of(5))
-    assert one.trajectories is not None
     assert all(trajectory.turns for trajectory in one.trajectories)
     assert torch.equal(one.tokens, generated(model, agent, prompts_of(5)).tokens)
 
@@ -563,16 +520,15 @@ def test_the_same_seed_gives_the_same_conversations(agents: Callable[..., Agent]
     agent, prompts = agents("Countdown", workers=2), prompts_of(9)
     one, two = generated(model, agent, prompts), generated(model, agent, prompts, generation_batch_size=9)
     assert torch.equal(one.tokens, two.tokens)
-    assert seed_of(3, prompts[0]) == seed_of(3, dataclasses.replace(prompts[0], text="x")) != seed_of(4, prompts[0])
+    assert seed_of(3, prompts[0]) == seed_of(3, replace(prompts[0], text="x")) != seed_of(4, prompts[0])
     assert seed_of(3, prompts[0]) != seed_of(3, prompts[1])
 
 
 def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], model: Any):
     prompts = prompts_of(6)
     for i, turns in ((1, -1), (4, -2)):
-        prompts[i] = dataclasses.replace(prompts[i], metadata={**prompts[i].metadata, "turns": turns})
+        prompts[i] = replace(prompts[i], metadata={**prompts[i].metadata, "turns": turns})
     whole = generated(model, agents("Countdown"), prompts)
-    assert whole.trajectories is not None
     assert [bool(trajectory.error) for trajectory in whole.trajectories] == [i in (1, 4) for i in range(6)]
     assert int(whole.mask[1].sum()) == 0
     found = with_environment(whole, unscored(whole), 1.0)
@@ -586,7 +542,6 @@ def test_a_conversation_whose_environment_is_lost_begins_again(
     agents: Callable[..., Agent], model: Any, losses: int, failed: int
 ):
     whole = generated(model, agents("Fragile", options={"losses": losses}, restarts=4), prompts_of(6))
-    assert whole.trajectories is not None
     assert sum(bool(each.error) for each in whole.trajectories) == failed
     assert sum(each.restarts for each in whole.trajectories) == (4 * 6 if failed else losses)
     assert whole.exact_turns == 1.0
@@ -628,15 +583,9 @@ def scored_of(*rows: Rollout, served: float = 0.0, weight: float = 1.0) -> Score
     return ScoredRollout(rollout, with_environment(rollout, scores, weight), logprobs, None)
 
 
-def method_of(name: str) -> Method:
-    given = {"name": name, "responses_per_prompt": 2, "whiten_advantages": False, "mask_unfinished": False}
-    actor = actor_section(algorithm=given, kl={"coef": 0.0}, rollout_size=2)
-    return Method.of(actor.algorithm, actor.kl)
-
-
-def batch_of(scored: ScoredRollout, name: str) -> PPOBatch:
-    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
-    return make_batch(scored, method_of(name), shaper, kl_coef=0.0, responses_per_prompt=2)
+def batch_of(scored: ScoredRollout, name: str, **settings: Any) -> PPOBatch:
+    plain = {"responses_per_prompt": 2, "rollout_size": 2, "whiten_advantages": False, "mask_unfinished": False}
+    return make_batch(scored, **{"algorithm_name": name, "kl_coef": 0.0, **plain, **settings})
 
 
 ROWS = row((2, 4, 1.0), (6, 7, 2.0), length=7), row((2, 3, 0.0), (5, 6, 4.0), length=6)
@@ -661,90 +610,48 @@ def test_rewards_beyond_float32_fail_their_conversation(reward: float, weight: f
     assert "beyond float32" in scored.scores.failures[0]
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce++", "grpo", "rloo"])
-def test_nothing_at_a_token_of_the_environment_trains(name: str):
-    """Values and log-probs of 999 there change no advantage, no return and no gradient."""
-    scored = scored_of(*ROWS, served=0.5)
-    mask = scored.rollout.mask
-    outside = torch.nn.functional.pad(1 - mask, (0, 1), value=1.0) > 0
-    wrong = dataclasses.replace(
-        scored,
-        logprobs=scored.logprobs.masked_fill(mask == 0, 999.0),
-        scores=dataclasses.replace(scored.scores, values=scored.scores.values.masked_fill(outside, 999.0)),
-    )
-    found = []
-    for each in (scored, wrong):
-        batch = batch_of(dataclasses.replace(each, logprobs=each.logprobs.double()), name)
-        logprobs = (each.logprobs.double() - 0.1).requires_grad_()
-        loss, _ = method_of(name).loss(
-            LossInputs(
-                logprobs,
-                batch.logprobs,
-                batch.advantages.double(),
-                batch.policy_weights.double(),
-                float(batch.policy_weights.sum()),
-                ClipRange(),
-                batch.mask,
-                batch.groups,
-                batch.versions,
-            )
-        )
-        loss.backward()
-        found.append((logprobs.grad, batch.advantages * mask, batch.returns * mask))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert found[0][0].any()
-    assert not found[0][0][mask == 0].any()
-
-
 def with_other() -> ScoredRollout:
     """Two conversations; the second has another row, which came first: a turn with the reward 3, and 4 after it."""
-    other = dataclasses.replace(row((2, 5, 3.0), length=5), owners=torch.tensor([1]))
-    assert other.trajectories is not None
-    other = dataclasses.replace(other, trajectories=[dataclasses.replace(other.trajectories[0], later=4.0)])
+    other = replace(row((2, 5, 3.0), length=5), owners=torch.tensor([1]))
+    other = replace(other, trajectories=[replace(other.trajectories[0], later=4.0)])
     scored = scored_of(*ROWS, served=0.5, weight=2.0)
     values = scored_of(other).scores
-    values = dataclasses.replace(values, values=torch.full((1, 5), 0.25), rewards=torch.zeros(1))
+    values = replace(values, values=torch.full((1, 5), 0.25), rewards=torch.zeros(1))
     main, theirs = scores_of_others(other, scored.scores, values, 2.0)
     logprobs = torch.full((1, 4), -1.0)
-    return dataclasses.replace(scored, scores=main, others=ScoredRollout(other, theirs, logprobs, None))
+    return replace(scored, scores=main, others=ScoredRollout(other, theirs, logprobs, None))
 
 
 def test_another_row_has_what_came_after_it():
     scored = with_other()
     assert scored.scores.rewards.tolist() == [6.5, 8.5 + 6.0]
     assert scored.scores.components["environment"].tolist() == [6.0, 14.0]
-    assert scored.others is not None
     process = scored.others.scores.process
-    assert process is not None
     assert (process.rewards.tolist(), process.outcome.tolist()) == ([[0, 0, 0, 0, 14.0]], [0.5])
-    lost = dataclasses.replace(scored.scores, scored=torch.tensor([True, False]))
+    lost = replace(scored.scores, scored=torch.tensor([True, False]))
     assert not scores_of_others(scored.others.rollout, lost, None, 1.0)[1].scored.any()
     chosen = join_scored([scored, scored], 0).select(torch.tensor([3, 0]))
-    assert chosen.others is not None
-    assert chosen.others.rollout.owners is not None
     assert chosen.others.rollout.owners.tolist() == [0]
     assert scored.select(torch.tensor([0])).others is None
 
 
 async def test_a_conversation_is_scored_whole_or_not_at_all():
     """The critic refuses the second one's first row, of two others; the first conversation has another, too."""
-    rows = [dataclasses.replace(ROWS[1], owners=torch.tensor([owner])) for owner in (1, 1, 0)]
+    rows = [replace(ROWS[1], owners=torch.tensor([owner])) for owner in (1, 1, 0)]
     scored = scored_of(*ROWS, served=0.5)
-    whole = dataclasses.replace(scored.rollout, others=tuple(rows))
+    whole = replace(scored.rollout, others=tuple(rows))
 
     async def values(rollout: Rollout, _: object) -> Scores:
-        return dataclasses.replace(scored_of(*rows).scores, scored=torch.tensor([False, True, True]), failures=["no"])
+        return replace(scored_of(*rows).scores, scored=torch.tensor([False, True, True]), failures=["no"])
 
     found = await with_others(
         types.SimpleNamespace(pad_id=0),  # type: ignore[arg-type]
         types.SimpleNamespace(has_critic=True, environment_weight=1.0, values=values),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        dataclasses.replace(scored, rollout=whole, logprobs=None),
+        replace(scored, rollout=whole, logprobs=None),
         versions=None,
         in_thread=asyncio.to_thread,  # type: ignore[arg-type]
     )
-    assert found.others is not None
     assert found.scores.scored.tolist() == [True, False]
     assert found.others.scores.scored.tolist() == [False, False, True]
 
@@ -753,18 +660,13 @@ async def test_a_conversation_is_scored_whole_or_not_at_all():
 def test_all_rows_of_a_conversation_train(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
     scored = with_other()
-    others = scored.others
-    assert others is not None
     dropped = scored_of(*ROWS, served=0.5)
-    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
-    whole = all_rows(scored, [dropped], 0)
-    batch = make_batch(whole, method_of(name), shaper, kl_coef=0.0, responses_per_prompt=2, num_dropped=2)
+    batch = batch_of(all_rows(scored, [dropped], 0), name, num_dropped=2)
     alone = batch_of(scored, name)
-    assert batch.groups is not None
     assert batch.groups[:3].tolist() == [0, 0, 0]
     assert not (batch.groups[3:] == 0).any()
     assert torch.equal(batch.advantages[:2], alone.advantages)
-    if method_of(name).loss_mean == "sequence":
+    if name == "grpo":
         assert batch.policy_weights[:3].sum(-1).tolist() == pytest.approx([1, 2 / 5, 3 / 5])
     assert torch.equal(batch.policy_weights.any(-1), torch.tensor([True, True, True, False, False]))
     mine = batch.advantages[2, 1:4]
@@ -781,36 +683,27 @@ def test_all_rows_of_a_conversation_train(name: str):
 def test_the_divergence_of_another_row_counts_for_its_conversation():
     """The KL penalty of all rows is part of a total; normalised are the scores of conversations alone."""
     scored = with_other()
-    assert scored.others is not None
-    theirs = dataclasses.replace(scored.others, ref_logprobs=torch.full((1, 4), -1.5))
-    whole = all_rows(dataclasses.replace(scored, others=theirs, ref_logprobs=scored.logprobs), [], 0)
-    given = {"name": "rloo", "responses_per_prompt": 2, "mask_unfinished": False}
-    actor = actor_section(algorithm=given, rewards={"normalization": "running"}, rollout_size=2)
-    method = Method.of(actor.algorithm, actor.kl)
-    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
-    found, plain = (make_batch(whole, method, shaper, kl_coef=coef, responses_per_prompt=2) for coef in (0.1, 0.0))
+    theirs = replace(scored.others, ref_logprobs=torch.full((1, 4), -1.5))
+    whole = all_rows(replace(scored, others=theirs, ref_logprobs=scored.logprobs), [], 0)
+    found, plain = (batch_of(whole, "rloo", kl_coef=coef) for coef in (0.1, 0.0))
     lost = plain.advantages[1].max() - found.advantages[1].max()
-    assert found.kl is not None
     assert lost == pytest.approx(0.1 * float((found.kl * found.mask).sum()), abs=1e-5)
     assert lost > 0
-    normalised = RewardShaper(actor.rewards, max_new_tokens=8)
-    make_batch(whole, method, normalised, kl_coef=0.0, responses_per_prompt=2)
-    assert normalised.moments.count == 2
+    shaper = RewardShaper(actor_section(rewards={"normalization": "running"}).rewards, max_new_tokens=8)
+    method = method_of(algorithm_name="rloo", responses_per_prompt=2, rollout_size=2)
+    batches.make_batch(whole, method, shaper, kl_coef=0.0, responses_per_prompt=2)
+    assert shaper.moments.count == 2
 
 
 def test_metrics_count_all_rows_of_the_conversations_in_the_update():
     """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
     parts, limited = with_other(), row((2, 5, 1.0), length=5, truncated="environment.max_turns")
-    assert parts.others is not None
     scored = join_scored([parts, scored_of(limited)], 0)
-    assert scored.others is not None
-    assert scored.logprobs is not None
-    own = dataclasses.replace(scored, ref_logprobs=scored.logprobs - torch.tensor([[0.5], [1.0], [9.0]]))
-    theirs = dataclasses.replace(scored.others, ref_logprobs=scored.others.logprobs - 1.0)
-    own = dataclasses.replace(own, others=theirs)
+    own = replace(scored, ref_logprobs=scored.logprobs - torch.tensor([[0.5], [1.0], [9.0]]))
+    theirs = replace(scored.others, ref_logprobs=scored.others.logprobs - 1.0)
+    own = replace(own, others=theirs)
     whole = all_rows(own, (), 0)
-    taught, shaper = with_limits(whole, "mask", 1.0), RewardShaper(actor_section().rewards, max_new_tokens=8)
-    batch = make_batch(taught, method_of("ppo"), shaper, kl_coef=0.0)
+    batch = batch_of(with_limits(whole, "mask", 1.0), "ppo")
     distance = (3 * 0.5 + 2 * 1.0 + 3 * 1.0) / 2
     assert sequence_kl(whole, batch.mask) == pytest.approx(distance)
     assert sequence_kl(whole, torch.zeros_like(batch.mask)) is None
@@ -830,45 +723,38 @@ def test_metrics_count_all_rows_of_the_conversations_in_the_update():
     assert validation.explained_variance == pytest.approx(float(by_hand), abs=1e-5)
 
 
-def test_lines_and_metrics_of_conversations():
+def test_lines_and_metrics_say_how_conversations_ended():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
     scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1], weight=2.0)
     metrics = text_metrics(scored.rollout, scored.scores)
-    found = {name: metrics[name] for name in ("turns", "truncated", "failed_environments", "reward_environment")}
     by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 20 / 3}
-    assert found == pytest.approx(by_hand)
-    assert "turns" not in text_metrics(dataclasses.replace(scored.rollout, trajectories=None), scored.scores)
+    assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
     lines = read_texts(scored.rollout, scored.scores, TOKENIZER)
-    assert lines[0]["turn_rewards"] == [1.0, 2.0]
-    assert lines[0]["turn_values"] == pytest.approx([(0.1 + 0.2) / 2, 0.5])
+    assert (lines[0]["turn_rewards"], lines[0]["turn_values"]) == ([1.0, 2.0], pytest.approx([0.15, 0.5]))
     assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)
-    without = dataclasses.replace(scored.scores, versions=torch.full((4,), -1))
-    assert "turn_values" not in read_texts(scored.rollout, without, TOKENIZER)[0]
 
 
 def test_lines_have_the_turns_of_all_rows():
     """The first row's prompt, and the turns of both; the other conversation has its own alone."""
     whole = all_rows(with_other(), (), 0)
-    trajectories = [*(whole.rollout.trajectories or ())]
+    trajectories = [*whole.rollout.trajectories]
     for i, text in ((0, "alone"), (1, "later"), (2, "first")):
-        message = {"role": "assistant", "content": text}
-        trajectories[i] = dataclasses.replace(trajectories[i], messages=(message,))
-    prompts = [dataclasses.replace(prompt, text=str(i)) for i, prompt in enumerate(whole.rollout.prompts)]
-    rollout = dataclasses.replace(whole.rollout, trajectories=trajectories, prompts=prompts)
+        message = assistant(text)
+        trajectories[i] = replace(trajectories[i], messages=(message,))
+    prompts = [replace(prompt, text=str(i)) for i, prompt in enumerate(whole.rollout.prompts)]
+    rollout = replace(whole.rollout, trajectories=trajectories, prompts=prompts)
     alone, both = read_texts(rollout, whole.scores, TOKENIZER, 2)
     assert (alone["prompt"], alone["turn_rewards"], len(alone["turns"])) == ("0", [1.0, 2.0], 1)
     assert (both["prompt"], both["turn_rewards"]) == ("2", [3.0, 0.0, 4.0])
     assert [message["content"] for message in both["turns"]] == ["first", "later"]
     values = whole.scores.values[1]
     assert both["turn_values"] == pytest.approx([0.25, float(values[1]), float(values[4])])
-    batch = batch_of(dataclasses.replace(whole, rollout=rollout), "ppo")
+    batch = batch_of(replace(whole, rollout=rollout), "ppo")
     found = turn_tokens(rollout, batch, TOKENIZER, 1)
     assert [len(turn) for turn in found] == [3, 1, 1]
     assert [value for _, value, _ in found[0]] == [0.25] * 3
     assert [advantage for *_, advantage in found[0]] == batch.advantages[2, 1:4].tolist()
-    validation = Validation(
-        with_other().rollout, with_other().scores, None, None, dataclasses.replace(whole, rollout=rollout)
-    )
+    validation = Validation(with_other().rollout, with_other().scores, None, None, replace(whole, rollout=rollout))
     assert [line["turn_rewards"] for line in samples(validation, "after", TOKENIZER)] == [[1.0, 2.0], [3.0, 0.0, 4.0]]
 
 
@@ -882,15 +768,14 @@ def test_limits_mask_bootstrap_or_score():
     assert kept.scores.rewards.tolist() == [3.0, 4.0]
     assert kept.rollout.is_end.tolist() == [True, True]
     process = with_limits(scored, "bootstrap", 0.5).scores.process
-    assert process is not None
     assert process.rewards[0].tolist() == pytest.approx([0, 0, 0, 1, 0, 0, 2 + 0.5 * 0.8, 0, 0])  # V of token 8: 0.8
     other = row((2, 4, 0.5), length=4, truncated="environment.max_turns")
     joined_rows = scored_of(ROWS[1], limited, other)
-    owned = dataclasses.replace(joined_rows.rollout, owners=torch.tensor([0, 1, 1]))
-    process = with_limits(dataclasses.replace(joined_rows, rollout=owned), "bootstrap", 0.5).scores.process
-    assert process is not None
+    owned = replace(joined_rows.rollout, owners=torch.tensor([0, 1, 1]))
+    process = with_limits(replace(joined_rows, rollout=owned), "bootstrap", 0.5).scores.process
     tail = 0.5 * float(joined_rows.scores.values[1, 8])
-    assert process.rewards[2, 3] == pytest.approx(0.5 + tail), "of its conversation's end, not of its own"
+    found = process.rewards[[1, 2], [6, 3]].tolist()
+    assert found == pytest.approx([2 + tail, 0.5 + tail]), "of its conversation's end, not of its own"
     assert not with_limits(scored_of(limited), "mask", 0.5).scores.scored.any()
 
 
@@ -908,10 +793,8 @@ def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unf
         4 - 4 * differs,
     ]
     assert group_metrics([scored], settings, truncated, None) == {"train_rollouts/useful_prompts": float(differs)}
-    taught = with_limits(scored, truncated, 1.0)
-    method = Method.of(settings, actor_section().kl)
-    shaper = RewardShaper(actor_section().rewards, max_new_tokens=8)
-    batch = make_batch(taught, method, shaper, kl_coef=0.0, responses_per_prompt=4)
+    more = {"responses_per_prompt": 4, "rollout_size": 4, "mask_unfinished": mask_unfinished}
+    batch = batch_of(with_limits(scored, truncated, 1.0), "grpo", **more)
     assert bool(batch.advantages.any()) == differs
 
 
@@ -922,36 +805,18 @@ THOUGHTS.add_tokens([AddedToken(f"<{name}>", special=True) for name in ("think",
 
 
 def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Callable[..., Agent]):
-    """Functions, environments, parsers of tool calls, agents' clients and reports; none gets the end of the turn."""
+    """Functions, environments, parsers of tool calls and reports; none gets the end of the turn."""
     call = '{"name": "look", "arguments": {"at": "it"}}'
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"
     tokens = [*THOUGHTS(text, add_special_tokens=False)["input_ids"], EOS]
     assert len({*tokens} & {*THOUGHTS.added_tokens_decoder}) == 5
     (found,) = Chat(THOUGHTS).calls([], tokens)
     assert (found.name, found.arguments) == ("look", {"at": "it"})
-
-    asked = Asked("policy", [], [], Sampling(9), calls_tools=True, stream=False)
-    reply = reply_to(asked, "1", 1, Sampled(tokens, [], True, []), THOUGHTS)
-    assert (reply.text, reply.calls[0]["function"]["name"]) == ("<think>Hm.</think>a", "look")
-
     prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
-    row = torch.tensor([[*prompt.tokens, *tokens]])
-    length = torch.tensor([row.shape[1]])
-    rollout = Rollout([prompt], row, length, length - len(tokens), torch.ones(1).bool())
-    scores = Scores(torch.zeros(1), torch.zeros_like(row).float(), torch.full((1,), -1), torch.ones(1).bool(), [])
-    assert read_texts(rollout, scores, THOUGHTS)[0]["response"] == text
-    scorer = Scorer(None, THOUGHTS, rows_per_request=1)  # type: ignore[arg-type]
+    rollout = join_rollouts([row_of(prompt, Response(tokens, True, None))], 0)
+    assert read_texts(rollout, unscored(rollout), THOUGHTS)[0]["response"] == text
+    scorer = Scorer(None, THOUGHTS, rows_per_request=1)
     scorer.reward = ServedModel(components=("a",))
-    metadata, _, _ = scorer._texts(rollout, range(1), 1)
-    assert metadata == [{"prompt": "Play.", "response": text}]
-
-    class Scripted:
-        clock = staticmethod(time.monotonic)
-
-        async def sampled(self, before: Sequence[int]) -> Response:
-            return Response(tokens, True, [-1.0] * len(tokens))
-
-    agent = agents("Countdown", THOUGHTS)
-    said = asyncio.run_coroutine_threadsafe(agent.talk(PROMPT, 5, Scripted()), agent.loop).result().trajectory  # type: ignore[arg-type]
-    assert said is not None
+    assert scorer._texts(rollout, range(1), 1)[0] == [{"prompt": "Play.", "response": text}]
+    said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0].trajectory
     assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]

@@ -2,11 +2,11 @@
 order of ends; what ends a response; and the log-probs of what was generated.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.rollout import Prompt, Rollout
-from rlhf_triton.actor.generation import cache, engine, slots
+from rlhf_triton.actor.generation import cache, slots
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, Prompts, Response, Rules, draw
@@ -79,7 +79,7 @@ def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, g
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_texts_are_those_of_generate(family: str) -> None:
+def test_greedy_texts_are_those_of_generate(family: str):
     model, prompts = make_model(family, eos_bias=2.0), make_prompts(11)
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
@@ -87,14 +87,14 @@ def test_greedy_texts_are_those_of_generate(family: str) -> None:
     assert written == texts(generation(model, engine="transformers"), prompts, greedy=True)
 
 
-def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots() -> None:
+def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots():
     model, prompts = make_model("learned positions"), [np.full(length, 5) for length in (255, 9)]
     ours, theirs = (generation(model, max_new_tokens=1, engine=name) for name in ("slots", "transformers"))
     assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
     assert ours._decodes
 
 
-def test_a_response_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_response_does_not_depend_on_the_rows_beside_it():
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
     alone = texts(generation(model, generation_batch_size=3), prompts, seed=7)
     for size in (1, 2, 5, 11, 40):
@@ -102,7 +102,7 @@ def test_a_response_does_not_depend_on_the_rows_beside_it() -> None:
         assert texts(generation(model, generation_batch_size=size), prompts, seed=8) != alone
 
 
-def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
     """Rows that go on for long: the columns are used up again and again."""
     sizes, shifts, shift, write_on = set(), [], SlotCache.shift, Decoder._write_on
 
@@ -124,7 +124,7 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     assert [found[i] for i in range(60)] == texts(plain, prompts, greedy=True)
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_draws_follow_the_probabilities():
     """20,000 draws of five tokens: each share within four standard deviations of its probability."""
     torch.manual_seed(0)
     probabilities, count = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
@@ -145,7 +145,7 @@ class Counted(list[int]):
         return super().__iter__()
 
 
-def test_a_penalty_counts_each_token_once_and_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_counts_each_token_once_and_no_padding(monkeypatch: pytest.MonkeyPatch):
     """Against the published rule: logits of seen tokens are divided by it where positive, multiplied where not."""
     row = slots._Row
     monkeypatch.setattr(slots, "_Row", lambda index, start, tokens, *more: row(index, start, Counted(tokens), *more))
@@ -163,29 +163,19 @@ def test_a_penalty_counts_each_token_once_and_no_padding(monkeypatch: pytest.Mon
             assert chosen == int(logits.argmax())
 
 
-def test_draws_depend_on_seed_and_prompt_alone_and_are_made_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_depend_on_seed_and_prompt_alone():
     whole, again = ([list(islice(uniform_draws(7, index), 200)) for index in range(3)] for _ in range(2))
     assert whole == again
     assert len({value for row in [*whole, list(islice(uniform_draws(8, 0), 200))] for value in row}) == 800
     assert 0.45 < np.mean(whole) < 0.55
-    asked: list[int] = []
-
-    def counted(seed: int, index: int) -> Iterator[float]:
-        for value in uniform_draws(seed, index):
-            asked.append(index)
-            yield value
-
-    monkeypatch.setattr(engine, "uniform_draws", counted)
-    monkeypatch.setattr(torch, "rand", None)  # no matrix of all draws that could be needed
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(5)
-    written = texts(generation(model), prompts, seed=7)
-    assert [asked.count(i) for i in range(5)] == [len(text) for text in written]
 
 
-@pytest.mark.parametrize(("size", "token_budget"), [(3, None), (8, None), (16, None), (16, 40), (16, 1)])
+@pytest.mark.parametrize(
+    ("size", "token_budget", "first"), [(3, None, [1]), (16, None, [3]), (16, 40, [2, 1]), (16, 1, [1, 1, 1])]
+)
 def test_prompts_of_a_group_go_through_one_forward(
-    size: int, token_budget: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    size: int, token_budget: int | None, first: list[int], monkeypatch: pytest.MonkeyPatch
+):
     """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
     rows_in: list[list[int]] = []
@@ -200,19 +190,14 @@ def test_prompts_of_a_group_go_through_one_forward(
     monkeypatch.setattr(Decoder, "_logits", watched)
     rules = Rules(16, [EOS], [0, 1], repetition_penalty=1.3)
     decoder = Decoder(make_model("llama", eos_bias=2.0), rules, slots=size, token_budget=token_budget)
-
-    def written(rows: list[int]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        given = {i: prompts[i] for i in rows}
-        partner = Prompts(given, lambda i, turn: found.update({i: turn.tokens}), max_new_tokens=16)
-        decoder.run(partner, functools.partial(uniform_draws, 3))
-        return found
-
-    together, passes = written(list(range(12))), [rows[0] for rows in rows_in if rows]
+    together: dict[int, list[int]] = {}
+    partner = Prompts(dict(enumerate(prompts)), lambda i, turn: together.update({i: turn.tokens}), max_new_tokens=16)
+    decoder.run(partner, functools.partial(uniform_draws, 3))
+    passes = [rows[0] for rows in rows_in if rows]
     assert sum(passes) < 12
-    if size >= 12:
-        assert passes == {None: [3], 40: [2, 1], 1: [1, 1, 1]}[token_budget]
-    assert together == {i: written([i])[i] for i in range(12)}
+    assert passes[: len(first)] == first
+    for i, prompt in enumerate(prompts):
+        assert together[i] == one_response(decoder, prompt, uniform_draws(3, i), 16)
 
 
 # ---- rows of several turns ----
@@ -232,7 +217,6 @@ class Talk:
 
     def take(self, index: int, turn: Response) -> bool:
         parts = self.rows[index]
-        assert turn.logprobs is not None
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
         size = int(self._rng.integers(1, 9))
@@ -271,7 +255,7 @@ def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float]
 )
 def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole_row(
     name: str, slots: int, budget: int | None
-) -> None:
+):
     model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
     for seed in range(2):
         rules = Rules(12, [EOS], [0, 1], min_new_tokens=seed, repetition_penalty=1.0 + seed % 2 / 4)
@@ -282,7 +266,7 @@ def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole
             draws, row = uniform_draws(seed, i), prompt
             for turn, observed in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=()):
                 left = min(12, talk.longest - len(row))
-                decoder = Decoder(model, dataclasses.replace(rules, max_new_tokens=left), slots=1)
+                decoder = Decoder(model, replace(rules, max_new_tokens=left), slots=1)
                 assert turn == one_response(decoder, row, draws, left)
                 row = [*row, *turn, *observed]
 
@@ -290,7 +274,7 @@ def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole
 # ---- models that slots do not support, and lack of memory ----
 
 
-def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytest.LogCaptureFixture):
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     config = transformers.MambaConfig(**sizes, pad_token_id=0, eos_token_id=EOS)
@@ -309,7 +293,7 @@ def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytes
 )
 def test_a_model_that_slots_would_misread_is_found_out(
     lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """It takes positions from the number of columns, which padding shifts. It is found out whatever the first prompts
     are, also those of equal length, and where the likeliest tokens are the same and their probabilities are not."""
     model = make_model("learned positions")
@@ -326,7 +310,7 @@ def test_a_model_that_slots_would_misread_is_found_out(
 @pytest.mark.parametrize(("off", "decodes"), [(0.1, True), (0.5, False)])
 def test_decoding_is_proven_once_more_in_the_precision_that_it_runs_in(
     off: float, decodes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     written_by = generation(make_model("llama"))
     # Another kernel in bfloat16.
     monkeypatch.setattr(Generation, "_distance", lambda *_: off if torch.is_autocast_enabled("cpu") else 0.0)
@@ -335,14 +319,14 @@ def test_decoding_is_proven_once_more_in_the_precision_that_it_runs_in(
     assert written_by._decodes == decodes
 
 
-def test_flash_attention_is_not_used_for_slots() -> None:
+def test_flash_attention_is_not_used_for_slots():
     """It would copy the whole cache for each token."""
     written_by = generation(make_model("llama"))
     written_by._model.config._attn_implementation_internal = "flash_attention_2"
     assert not written_by._is_proven(make_prompts(3))
 
 
-def test_logits_that_are_no_numbers_are_an_error_that_says_so() -> None:
+def test_logits_that_are_no_numbers_are_an_error_that_says_so():
     model = make_model("llama")
     written_by = generation(model)
     texts(written_by, make_prompts(3))
@@ -355,7 +339,7 @@ def test_logits_that_are_no_numbers_are_an_error_that_says_so() -> None:
 @pytest.mark.parametrize("engine_name", ["slots", "transformers"])
 def test_rows_that_lack_of_memory_interrupts_start_again_with_the_same_draws(
     engine_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
     expected = texts(generation(model, engine=engine_name, generation_batch_size=8), prompts, seed=7)
     written_by = generation(model, engine=engine_name, generation_batch_size=8)
@@ -413,7 +397,7 @@ def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
     assert set(ended) == {True, False}
 
 
-def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out() -> None:
+def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out():
     settings = GenerationSection(max_new_tokens=6, min_new_tokens=4)
     model = make_model("llama", eos_bias=2.0)
     written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
@@ -434,6 +418,7 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
     assert len(responses(rollout)[0]) <= 4
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
 def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, decoding: str):
     free = make_policy(checkpoint, engine=decoding)
@@ -467,6 +452,7 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
 # ---- Policy.generate: slots and transformers alike ----
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
@@ -550,6 +536,7 @@ def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeyp
     assert passes == [len(PROMPTS)]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("settings", "scale"),
     [({}, 1.01), ({"precision": "bfloat16"}, 1.0), ({"engine": "transformers"}, None)],
@@ -563,8 +550,8 @@ def test_log_probs_of_generation_that_may_be_wrong_are_not_taken(
     first, other = generate(policy), generate(policy, seed=1)
     assert (first.logprobs is None) == (scale is None)
     if scale is not None:
-        first = dataclasses.replace(first, logprobs=policy.logprobs(first) * scale)
-        other = dataclasses.replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
+        first = replace(first, logprobs=policy.logprobs(first) * scale)
+        other = replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
     for rollout in (first, other):
         assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
 
@@ -592,12 +579,11 @@ def plain_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> 
 
 def shared_hidden(body: Any, *batch: Tensor) -> Tensor:
     passes = shared_passes(*batch)
-    assert passes is not None
     return response_hidden(body, *passes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_prompts_equal_a_plain_forward_and_its_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prompts_equal_a_plain_forward_and_its_gradients(family: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "WORTH_IT", 10.0)
     model, results = make_model(family), []
     assert can_share(model)
@@ -610,7 +596,7 @@ def test_shared_prompts_equal_a_plain_forward_and_its_gradients(family: str, mon
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
 
 
-def test_each_shared_prompt_goes_through_once() -> None:
+def test_each_shared_prompt_goes_through_once():
     model = make_model("llama")
     sizes: list[tuple[int, ...]] = []
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: sizes.append(tuple(inputs[0].shape)))
@@ -621,7 +607,7 @@ def test_each_shared_prompt_goes_through_once() -> None:
     assert shared_passes(tokens, lengths, inside) is None
 
 
-def test_a_model_whose_cache_changes_its_answers_does_not_share_prompts() -> None:
+def test_a_model_whose_cache_changes_its_answers_does_not_share_prompts():
     model = make_model("llama")
     forward = model.model.forward
 

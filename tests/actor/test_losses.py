@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.inputs import ClipRange
-from rlhf_triton.actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss, reinforce
+from rlhf_triton.actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.algorithms import KL_ESTIMATORS, LOSSES
 from rlhf_triton.config.required_files import check_files
@@ -42,23 +42,6 @@ def test_a_loss_is_masked_and_has_the_policy_gradient(loss, seed: int, batch: in
     check_on_policy_gradient(loss, seed, batch, width)
 
 
-def test_loss_of_nemo_rl():
-    """NVIDIA-NeMo/RL, tests/unit/algorithms/test_loss_functions.py, test_clipped_pg_loss_ppo_clipping.
-
-    Ratios 0.5, 1, 1.5 and eps 0.2: per token max(-.5, -.8) = -.5, 1, max(-3, -2.4) = -2.4; the mean is -0.6333.
-    """
-    logprobs, old, advantages = f64([-1.69315, -1.0, -0.59453]), f64([-1.0, -1.0, -1.0]), f64([1.0, -1.0, 2.0])
-    inputs = loss_inputs(logprobs, old, advantages, f64([1, 1, 1]), clip=ClipRange(0.2, 0.2))
-    loss, stats, _ = outcome(clipped, inputs)
-    assert float(loss) == pytest.approx(-1.9 / 3, rel=1e-4)
-    # Ratio 0.5 is outside the clip, but the pessimistic side of it still has its gradient.
-    assert float(stats.pop("clip_fraction")) == 1
-    # rho - 1 - log rho: 0.5 - 1 + 0.69315; 0; 1.5 - 1 - 0.40547
-    assert float(stats.pop("approx_kl")) == pytest.approx(0.19315 + 0.09453, rel=1e-3)
-    expected = pytest.approx(3.0, rel=1e-4)
-    assert {name: float(stat) for name, stat in stats.items()} == {"ppo_ratio": expected, "ppo_ratio_clamped": expected}
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "dual", "loss", "slope"),
     [  # low 0.2, high 0.3; slope is d loss / d logprob, -A * rho where the gradient survives
@@ -84,25 +67,7 @@ def test_each_side_of_the_clip(ratio: float, advantage: float, dual: float | Non
     assert [found.item(), gradient.item()] == pytest.approx([loss, slope])
     assert bool(stats["clip_fraction"]) == (slope == 0)
     assert stats["ppo_ratio_clamped"].item() == pytest.approx(min(max(ratio, 0.8), 1.3))
-
-
-@property_test
-@given(**sizes)
-def test_loss_and_stats_equal_a_loop(seed: int, batch: int, width: int):
-    logprobs, old, advantages, mask = sample(seed, batch, width)
-    loss, stats, _ = outcome(clipped, loss_inputs(logprobs, old, advantages, mask))
-    expected = {"loss": 0.0, "clip_fraction": 0, "approx_kl": 0.0, "ppo_ratio": 0.0, "ppo_ratio_clamped": 0.0}
-    for row, t in mask.nonzero().tolist():
-        rho = math.exp(float(logprobs[row, t] - old[row, t]))
-        clamped = min(max(rho, 0.8), 1.3)
-        a = float(advantages[row, t])
-        expected["loss"] += max(-a * rho, -a * clamped)
-        expected["clip_fraction"] += (a > 0 and rho > 1.3) or (a < 0 and rho < 0.8)
-        expected["approx_kl"] += rho - 1 - math.log(rho)
-        expected["ppo_ratio"] += rho
-        expected["ppo_ratio_clamped"] += clamped
-    assert float(loss) == pytest.approx(expected.pop("loss") / max(float(mask.sum()), 1))
-    assert {name: float(stat) for name, stat in stats.items()} == pytest.approx(expected)
+    assert stats["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
 
 
 def slope(name: str, rho: float, p: float, q: float, a: float) -> float:
@@ -131,14 +96,6 @@ def test_gradients_equal_a_loop(name: str, seed: int, batch: int, width: int):
         p, q = math.exp(logprobs[row, t]), math.exp(old[row, t])
         expected[row, t] = slope(name, rho, p, q, float(advantages[row, t])) / float(mask.sum())
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9)
-
-
-def test_reinforce_by_hand():
-    inputs = loss_inputs(f64([-1.0, -2.0]), f64([-2, -2]), f64([3, 5]), f64([1, 0.5]))
-    loss, stats, (gradient,) = outcome(reinforce, inputs)
-    assert float(loss) == pytest.approx((3 * 1.0 + 0.5 * 5 * 2.0) / 1.5)
-    assert gradient.tolist() == [[-2.0, pytest.approx(-2.5 / 1.5)]]
-    assert float(stats["ppo_ratio"]) == float(stats["ppo_ratio_clamped"]) == pytest.approx(math.e + 0.5)
 
 
 def test_banned_prompt_tokens_give_no_nan_to_the_model():
@@ -195,22 +152,6 @@ def test_k3_of_one_token_is_bounded_and_still_pulls_it_back(distance: float):
     assert logprobs.grad.item() == pytest.approx(slope, rel=1e-3)
 
 
-def test_in_expectation_k1_and_k3_are_the_kl_and_k2_has_its_gradient():
-    """Exactly: every token counts with its probability. The gradient of k1 is 0 in expectation."""
-    generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64) / 2  # within the bound of k3
-    logits, reference = logits.requires_grad_(), other.log_softmax(0)[None]
-    logp = logits.log_softmax(0)[None]
-    weights = logp.detach().exp()
-    exact = (logp.exp() * (logp - reference)).sum()
-    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    for kind in ("k1", "k3"):
-        torch.testing.assert_close((weights * kl_estimate(logp, reference, kind)).sum(), exact)
-    for kind, gradient in (("k2", expected), ("k1", torch.zeros(5, dtype=torch.float64))):
-        loss = kl_loss(logp, reference, weights, kind=kind, total=1.0)
-        torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], gradient)
-
-
 @pytest.mark.parametrize(
     ("target", "kl", "expected"),
     [
@@ -245,7 +186,6 @@ def written(folder: Path, body: str) -> str:
 def test_the_documented_loss_is_masked_and_trains_and_so_is_the_advantage(tmp_path: Path, checkpoint: Path):
     section = PAGE.read_text().partition("## Your own advantage or loss")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert code is not None
     documented = tmp_path / "my_loss.py"
     documented.write_text(code[1])
     loss = method_of(loss=f"{documented}:loss").loss

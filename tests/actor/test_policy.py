@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.rollout import Prompt, Rollout
-from rlhf_triton.actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
+from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -346,6 +346,7 @@ def test_layers_are_merged_within_a_block_only(family: str, tmp_path: Path):
 # ---- checkpoints ----
 
 
+@pytest.mark.device
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(
     "settings",
@@ -383,6 +384,7 @@ def test_a_saved_policy_names_the_ends_of_the_run_and_keeps_doubtful_settings(tm
     assert {**found, **published, "eos_token_id": [1, 5], "pad_token_id": 2} == found
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("family", "settings"),
     [(family, {}) for family in MIXTURES] + [("mixtral", {"lora_rank": 2}), ("granitemoe", {"lora_rank": 2})],
@@ -403,27 +405,20 @@ def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"precision": "bfloat16"}], ids=str)
 def test_frozen_parameters_keep_their_bits(llama: Path, tmp_path: Path, settings: dict[str, Any]):
-    """While the others are trained, in a checkpoint, and in the policy that is written at the end."""
+    """While the others are trained, and in the policy that is written at the end."""
     settings = {**settings, "policy_freeze": ["embed_tokens", r"q_proj\.weight"]}
     start = parameters(make_policy(llama, **settings))
-    one, rollout = trained(llama, **settings)
-    kept = {name for name, parameter in parameters(one).items() if torch.equal(parameter, start[name])}
-    is_frozen = {name for name, parameter in one.model.named_parameters() if not parameter.requires_grad}
-    assert kept == is_frozen
-    assert {name for name in start if "q_proj" in name or "embed_tokens" in name} <= is_frozen
-    save(tmp_path / "checkpoints", one)
-    other = make_policy(llama, **settings)
-    load_checkpoint(tmp_path / "checkpoints", 1, states(other))
-    for policy in (one, other):
-        train(policy, rollout)
-    assert all(torch.equal(mine, parameters(other)[name]) for name, mine in parameters(one).items())
-    one.save(tmp_path / "policy")
-    expected, found = (load_file(folder / "model.safetensors") for folder in (llama, tmp_path / "policy"))
-    moved = {name for name in expected if not torch.equal(found[name].float(), expected[name])}
-    rounded = {name for name in expected if "q_proj" in name} if "precision" in settings else set()
-    assert all(torch.equal(found[name].float(), expected[name].bfloat16().float()) for name in rounded)
-    assert {name for name in moved - rounded if "q_proj" in name or "embed_tokens" in name} == set()
-    assert {name for name in moved if "v_proj" in name}
+    policy, _ = trained(llama, **settings)
+    moved = {name for name, parameter in parameters(policy).items() if not torch.equal(parameter, start[name])}
+    assert moved == {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    policy.save(tmp_path)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (llama, tmp_path))
+    for name in expected:
+        if "q_proj" in name and "precision" in settings:
+            assert torch.equal(found[name].float(), expected[name].bfloat16().float())
+        elif "q_proj" in name or "embed_tokens" in name:
+            assert torch.equal(found[name].float(), expected[name])
+    assert any("v_proj" in name and not torch.equal(found[name].float(), expected[name]) for name in expected)
 
 
 def test_a_pattern_that_matches_no_parameter_of_the_policy_is_refused(llama: Path):
@@ -448,9 +443,7 @@ def test_a_policy_in_shards_is_loaded_and_one_of_another_shape_refused(tmp_path:
     ("saved", "settings", "message"),
     [
         ({}, {"lora_rank": 2}, "do not match actor.policy.lora_rank and actor.policy.lora_targets"),
-        ({}, {"lora_targets": ("q_proj",)}, "do not match actor.policy.lora_rank and actor.policy.lora_targets"),
         ({}, {"lora_alpha": 8}, "was saved with actor.policy.lora_alpha 16, not 8; restore it"),
-        ({}, {"lora_rank": 0}, "was saved by a run that trained adapters, but actor.policy.lora_rank is 0; restore it"),
         ({"lora_rank": 0}, {}, "a full policy without adapters, but actor.policy.lora_rank is 4"),
         ({}, {"model": "other"}, "a run that started from .*llama, but actor.policy.model is now .*other"),
         ({}, {"model": "moved"}, None),  # the same model at another path
@@ -508,17 +501,6 @@ def test_a_damaged_file_is_named(
     assert all(map(torch.equal, parameters(policy).values(), before.values()))
 
 
-@pytest.mark.parametrize("content", ["{}", '{"step": 1', "[]", '{"step": 1, "digest": "0"}'])
-def test_a_damaged_state_is_named(tmp_path: Path, llama: Path, content: str):
-    policy = make_policy(llama)
-    for step in (1, 2):
-        save(tmp_path, policy, step)
-    (tmp_path / "2" / "state.json").write_text(content)
-    with pytest.raises(DamagedCheckpoint, match=r"2/state\.json (is damaged|cannot be read)"):
-        check_checkpoint_of(policy, tmp_path / "2")
-    assert critic_steps(tmp_path) == [1]
-
-
 # ---- bfloat16: frozen matrices are cast neither per token nor per forward pass ----
 
 FAMILIES = ("llama", "gpt2", "mixtral")
@@ -548,6 +530,7 @@ class Casts(TorchDispatchMode):
         return self.of(model).keys() - {n for n, each in named if each.is_cuda and each.data_ptr() == head.data_ptr()}
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
     """The adapters themselves are cast once for all tokens of a rollout; a router is small and may be cast."""
@@ -566,17 +549,6 @@ def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
         assert all("lora_" in name or "mlp.gate." in name for name in frozen), frozen
 
 
-@pytest.mark.parametrize("settings", [{}, {"one_step_off_policy": True}], ids=str)
-def test_a_full_policy_is_cast_once_a_rollout_and_its_copies_never(llama: Path, settings: dict[str, Any]):
-    policy = make_policy(llama, precision="bfloat16", **settings)
-    with Casts() as casts:
-        rollout = policy.generate(PROMPTS, seed=1)
-        policy.logprobs(rollout, reference=True)
-    assert policy.reference is not None
-    assert not casts.of_frozen(policy.reference)
-    assert set(casts.of(policy.sampler).values()) <= ({1} if policy.sampler is policy.model else set())
-
-
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:
     """Load a policy; return it and the dtype of each load of its model; `add_table`: the model has a buffer in it."""
     original, dtypes = AutoModelForCausalLM.from_pretrained, list[torch.dtype]()
@@ -593,13 +565,10 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = F
         return make_policy(folder, **settings), dtypes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The base under adapters has the weights of one that was loaded in float32, and none was float32 in between. A
     family that computes a table in the dtype of its weights would lose digits."""
-    folder = save_policy(tmp_path, family)
+    folder = save_policy(tmp_path)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     narrow, wide, lora = torch.bfloat16, torch.float32, {"lora_rank": 2, "precision": "bfloat16"}
     for settings in ({"precision": "bfloat16"}, {"lora_rank": 2}):
@@ -610,12 +579,12 @@ def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(
     monkeypatch.setattr("rlhf_triton.actor.policy.loading.stored_dtypes", lambda _: {"F32"})
     widened, later = loaded(folder, monkeypatch, **lora)
     assert (dtypes, later) == ([narrow], [wide])
-    for tensors in (plain_tensors, lambda model: dict(model.named_buffers())):
-        found, expected = tensors(policy.model), tensors(widened.model)
-        assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    found, expected = plain_tensors(policy.model), plain_tensors(widened.model)
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.device
 def test_checks_in_float32_do_without_flash_attention(llama: Path, monkeypatch: pytest.MonkeyPatch):
     """It has no float32 kernels; everything else uses it. A stand-in under its name, because it needs CUDA."""
     from transformers import AttentionInterface, PreTrainedModel

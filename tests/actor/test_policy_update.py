@@ -1,9 +1,9 @@
 """`actor.policy.update`: what must never change an update (micro-batches, padding, order of the samples, recomputed
 activations), and what each setting does. Real models of a few thousand weights, in float64 where bits would hide it."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,9 @@ from live_system import make_tokenizer
 from policy_training import load_checkpoint, states
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms import batch as batches
-from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from rlhf_triton.actor.data.rollout import PPOBatch
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.config import RewardsSection
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from tests.support.policy_training import trainable_policy, update_of
 from tests.support.tiny_checkpoints import save_tiny
@@ -50,7 +47,7 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) 
     zeros = [torch.zeros_like(mask)] * 3
     positive = torch.arange(len(LENGTHS)) % 2 == 0
     batch = PPOBatch(tokens, lengths, mask, mask, logprobs, logprobs + 0.1 * ref, advantages, *zeros, positive=positive)
-    return dataclasses.replace(batch, **changes)
+    return replace(batch, **changes)
 
 
 def weights_of(policy: Policy) -> Tensor:
@@ -80,6 +77,7 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
     yield {**groups, **dual, **terms}
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", NAMES)
 def test_neither_micro_batches_nor_padding_nor_the_order_of_samples_matters(checkpoint: Path, name: str):
     for settings in settings_of(name):
@@ -89,7 +87,7 @@ def test_neither_micro_batches_nor_padding_nor_the_order_of_samples_matters(chec
             batch = make_batch(policy, width=width)
             if junk is not None:
                 behind = torch.arange(width)[None] >= batch.lengths[:, None]
-                batch = dataclasses.replace(batch, tokens=batch.tokens.masked_fill(behind, junk))
+                batch = replace(batch, tokens=batch.tokens.masked_fill(behind, junk))
             results.append(updated(policy, batch))
         assert_same(results)
         results = []
@@ -104,20 +102,14 @@ def test_neither_micro_batches_nor_padding_nor_the_order_of_samples_matters(chec
 @pytest.mark.parametrize("name", NAMES)
 def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoint: Path, name: str):
     """Neither the KL and entropy terms nor any statistic, among them the one that `max_kl` compares."""
-    plain, num = next(settings_of(name)), len(LENGTHS)
+    plain = next(settings_of(name))
     terms = {"kl_penalty_in": "loss", "kl_estimator": "k2", "entropy_bonus": 0.01}
-    yes, rewards, unknown = torch.ones(num) > 0, torch.arange(num) ** 2.0, torch.full((num,), -1)
     for settings, kl_coef in ((plain, 0.0), ({**plain, **terms}, 0.1)):
         stats: dict[float, dict[str, float]] = {}
         for weight in (1.0, 0.5, 0.1):
             policy = make_policy(checkpoint, **settings)
-            rows, update = make_batch(policy), update_of(policy)
-            rollout = Rollout([], rows.tokens, rows.lengths, torch.full((num,), PROMPT), yes)
-            scores = Scores(rewards, torch.zeros(rows.tokens.shape), unknown, yes, [])
-            scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs)
-            shaper = RewardShaper(RewardsSection(), max_new_tokens=9)
-            batch = batches.make_batch(scored, update._method, shaper, kl_coef=0.1, responses_per_prompt=2)
-            batch = dataclasses.replace(batch, importance=torch.full_like(rows.mask, weight))
+            batch = make_batch(policy)
+            batch = replace(batch, importance=torch.full_like(batch.mask, weight))
             stats[weight], _ = updated(policy, batch, kl_coef=kl_coef)
         for weight, found in stats.items():
             changed = ("grad_norm", "loss", "importance")
@@ -127,13 +119,14 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
             assert {key: found[key] for key in same} == pytest.approx(same)
 
 
+@pytest.mark.device
 def test_a_correction_compares_the_policy_before_the_update_with_the_one_that_sampled(checkpoint: Path):
     """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
     correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
     policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
     batch = make_batch(policy)
     older = batch.logprobs + batch.mask * torch.linspace(-1, 1, batch.mask.shape[1])
-    batch = dataclasses.replace(batch, logprobs=older, sampled_logprobs=older)
+    batch = replace(batch, logprobs=older, sampled_logprobs=older)
     expected = (make_batch(policy).logprobs - older).exp().clamp(0.5, 1.5)
     found, _ = updated(policy, batch)
     assert found["importance"] == pytest.approx(float((expected * batch.mask).sum() / batch.mask.sum()))
@@ -160,7 +153,7 @@ def test_the_constant_counts_conversations_not_rows(checkpoint: Path):
         policy = make_policy(checkpoint, minibatch_size=3, **settings)
         batch = make_batch(policy)
         taught = batch.mask * torch.tensor([[1.0], [1.0], [0.0], [0.0], [0.0], [0.0]])
-        losses[mean] = updated(policy, dataclasses.replace(batch, policy_weights=taught))[0]
+        losses[mean] = updated(policy, replace(batch, policy_weights=taught))[0]
     assert losses["constant"]["loss"] == pytest.approx(losses["token"]["loss"] * float(taught.sum()) / 40)
 
 
@@ -185,6 +178,7 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("model", ["checkpoint", "dropping"])
 def test_recomputed_activations_change_nothing(request: pytest.FixtureRequest, model: str):
     results, sizes = [], []
@@ -217,7 +211,7 @@ def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kin
     policy = make_policy(checkpoint, kl_penalty_in="loss", kl_estimator=kind, algorithm_name="reinforce++")
     batch = make_batch(policy)
     nothing, ref_logprobs = torch.zeros_like(batch.mask), batch.logprobs + batch.mask
-    batch = dataclasses.replace(batch, advantages=nothing, ref_logprobs=ref_logprobs)
+    batch = replace(batch, advantages=nothing, ref_logprobs=ref_logprobs)
     assert updated(policy, batch, kl_coef=1.0)[0]["scaled_kl"] > 0
     assert float(((make_batch(policy).logprobs - batch.logprobs) * batch.mask).sum()) > 0.1
 
@@ -268,14 +262,15 @@ def test_one_update_needs_no_log_probs_of_sampling(checkpoint: Path, name: str):
         policy = make_policy(checkpoint, kl_coef=0.0, rollout_size=6, **next(settings_of(name)))
         batch = make_batch(policy)
         if change == "unknown":
-            batch = dataclasses.replace(batch, logprobs=None, ref_logprobs=None, kl=None)
+            batch = replace(batch, logprobs=None, ref_logprobs=None, kl=None)
         elif change == "measured":
-            batch = dataclasses.replace(batch, logprobs=batch.logprobs + 0.3 * batch.mask)
+            batch = replace(batch, logprobs=batch.logprobs + 0.3 * batch.mask)
         results.append(updated(policy, batch, kl_coef=0.0))
         assert results[-1][0]["ppo_ratio"] == 1.0
     assert_same(results)
 
 
+@pytest.mark.device
 def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Path):
     """Warm-up over five optimizer steps, two in each update, a checkpoint in the middle of it."""
     schedule = {"lr": 1e-2, "warmup_steps": 5, "minibatch_size": 3, "rollout_size": 6, "double": False}

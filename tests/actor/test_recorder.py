@@ -160,7 +160,6 @@ def test_the_limits_that_leave_conversations_out_are_named(
         ([{"a": [1.0, 1.0]}] * 4, "Why?", ["the reward 'a' is 1 for all 6 responses of the first 3 steps"]),
         ([{"a": [0.0, math.nan], "b": [0.0, 0.5]}] * 4, "<think>\n", ["the reward 'a' is 0 for all 6 responses"]),
         ([{"a": [0.0, 0.0]}, {"a": [0.0, 1.0]}, *[{"a": [0.0, 0.0]}] * 2], "Why?", []),
-        ([{"a": [math.nan] * 2}] * 4, "Why?", []),
         ([{}] * 4, "Why?", ["the reward is 0.5 for all 6 responses"]),
     ],
 )
@@ -325,7 +324,6 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
     ("settings", "lines", "said"),
     [
         ({}, [FINE, CUT_OFF, EQUAL, FINE], ["step 3 has no signal: all advantages are 0; check"]),
-        ({}, [line_of(ended=0.1)] * 4, []),
         ({}, [CUT_OFF] * 4, [NOT_ENDED]),
         (
             GRPO,
@@ -343,7 +341,6 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
             ["of the first 2 steps: there are advantages, so check actor.policy"],
         ),
         ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
-        ({}, [line_of(gradient=0.0)] * 2 + [FINE] * 2, []),
     ],
 )
 def test_a_run_that_learns_nothing_says_so_once(
@@ -455,16 +452,8 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
             ({"environment": GAME}, {"environment": {**GAME, key: new}}, f"environment.{key}: {old} -> {new}", guarded)
             for key, old, new, guarded in (
                 ("class", "game.py:Game", "game.py:Hard", True),
-                ("reward", None, "game.py:score", True),
                 ("weight", 1.0, 2.0, True),
-                ("truncated", "mask", "score", True),
-                ("max_turns", 8, 9, True),
-                ("timeout_s", 600.0, 60.0, True),
-                ("step_timeout_s", 30.0, 60.0, False),
                 ("workers", 1, 2, False),
-                ("concurrent", 256, 64, False),
-                ("memory_mib", 4096, 512, False),
-                ("restarts", 2, 0, False),
             )
         ),
         (
@@ -510,7 +499,6 @@ TWO = [{"path": "a", "until_step": 5}, {"path": "b", "from_step": 3, "weight": 3
             ["actor.steps: 5 -> 10", "actor.optimizer.lr in step 6, after 1.22e-06 in step 5: 0.0 -> 2.5e-05"],
         ),
         ({**COSINE, "optimizer_max_steps": 40, "steps": 5}, {**COSINE, "optimizer_max_steps": 40, "steps": 10}, []),
-        ({"steps": 5}, {"steps": 10}, []),
         ({"steps": 5}, {"steps": 10, "lr": 0.5}, ["actor.optimizer.lr: 9e-07 -> 0.5"]),
         (
             {"steps": 50, "warmup_steps": 20},
@@ -520,7 +508,6 @@ TWO = [{"path": "a", "until_step": 5}, {"path": "b", "from_step": 3, "weight": 3
                 "actor.optimizer.lr in step 6, after 4.5e-07 in step 5: 4.95e-07 -> 2.475e-07",
             ],
         ),
-        ({"steps": 50}, {"steps": 50, "kl_coef": 0.5}, ["actor.kl.coef: 0.01 -> 0.5"]),
         (
             {"steps": 50, "kl_target": 6.0},
             {"steps": 50, "kl_target": 6.0, "kl_coef": 0.5},
@@ -647,7 +634,7 @@ def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetr
     return {s.name.removeprefix("rlhf_actor_") + "".join(s.labels.values()): s.value for s in samples}
 
 
-def test_a_step_is_shown_and_summed(tmp_path: Path) -> None:
+def test_a_step_is_shown_and_summed(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}

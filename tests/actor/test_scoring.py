@@ -4,12 +4,13 @@ Clients stand for a server that answers, fails or changes its version as a test 
 """
 
 import asyncio
-import dataclasses
+import contextlib
 import json
 import re
 import string
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ from rlhf_triton.wire.contract import (
     VersionRange,
     texts_array,
 )
+from tests.support.messages import assistant, user
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
@@ -101,10 +103,8 @@ class Asked:
     [  # rows that end in this order, None: when the first request was answered
         ([3, 0, 4, 1, 2], 8, 1, [[3, 0, 4, 1, 2]]),
         ([3, 0, 4, 1, 2], 2, 1, [[3, 0], [4, 1], [2]]),
-        ([1, 0], 1, 1, [[1], [0]]),
         ([3, 0, 5, 2, 1, 4], 4, 2, [[2, 3, 0, 1], [4, 5]]),
         ([3, 0, 5, 2, 1, 4], 3, 2, [[2, 3], [0, 1], [4, 5]]),
-        ([3, 0, 5, 2, 1, 4], 1, 3, [[0, 1, 2], [3, 4, 5]]),
         ([0, None, 1], 8, 1, [[0], [1]]),
         ([2, 1, 3, None, 0], 8, 2, [[2, 3], [0, 1]]),
     ],
@@ -211,21 +211,16 @@ def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
     assert scores.failures == ["refused"]
 
 
-@pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]]])
-def test_values_of_two_versions_are_never_taken(tokenizer: Any, versions: list[list[int]]) -> None:
+@pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]], [[4], [4]]])
+@pytest.mark.parametrize("texts", [False, True])
+def test_values_are_those_of_one_demanded_version(tokenizer: Any, versions: list[list[int]], texts: bool):
     """A server that broke its promise would mix two critics in one advantage."""
     client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
     scorer = scorer_of(client, tokenizer, with_critic=True)
-    with pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by"):
-        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1])))
-
-
-@pytest.mark.parametrize("texts", [False, True])
-def test_values_are_demanded_of_the_given_versions(tokenizer: Any, texts: bool) -> None:
-    client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: [[4], [4]]})
-    scorer = scorer_of(client, tokenizer, with_critic=True)
     scorer.sends_sentences = texts
-    asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
+    mixed = pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by")
+    with mixed if versions != [[4], [4]] else contextlib.nullcontext():
+        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
     assert client.versions == VersionRange(4)
 
 
@@ -271,17 +266,14 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
     assert scores.scored.tolist() == [True, False]
     process = scores.process
-    assert process is not None
     assert process.rewards[0].nonzero().flatten().tolist() == [first + 1, last]
     assert process.rewards[0, process.ends[0]].tolist() == [1.0, 0.5]  # times the model's weight
     assert process.outcome.tolist() == [6.0, 3.0]
     one_by_one = score(client, tokenizer, rollout, size=1).process
-    assert one_by_one is not None
     torch.testing.assert_close((one_by_one.rewards, one_by_one.ends), (process.rewards, process.ends))
     client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
     assert score(client, tokenizer, rollout).scored.tolist() == [False, True]
     joined = join_scores([scores, scores], rollout.tokens.shape[1] + 2).select(torch.tensor([2]))
-    assert joined.process is not None
     assert joined.process.rewards.tolist() == [[*process.rewards[0].tolist(), 0, 0]]
 
 
@@ -298,7 +290,6 @@ def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
     }
     names = {"reward_components": '["model", "length"]', "reward_weights": "[0.0, 3.0]", "process": "step"}
     scores = score(Client(answer, **names), tokenizer, rollout)
-    assert scores.process is not None
     assert (scores.scored.tolist(), scores.failures) == ([True, True], [])
     assert scores.process.outcome.tolist() == [6.0, 3.0]
     assert not scores.process.rewards.any()
@@ -312,15 +303,14 @@ def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: An
     """Also where the prompt's text is another than that of its tokens, as BOS is none."""
     response = " Return a line. a good day"
     rollout = written(tokenizer, response)
-    rollout.prompts[0] = dataclasses.replace(rollout.prompts[0], text=f"{before}Open it.")
+    rollout.prompts[0] = replace(rollout.prompts[0], text=f"{before}Open it.")
     if is_chat:
-        rollout.prompts[0].metadata["messages"] = [{"role": "user", "content": "Open it."}]
+        rollout.prompts[0].metadata["messages"] = [user("Open it.")]
     text = response if is_chat else f"{before}Open it.{response}"
     ends = [text.index("line.") + 5, len(text)]
     client = Client({"rewards": [[0.5]], "step_rewards": [[0.5, 0.75]], "step_ends": [ends]}, process="step")
     scores = score(client, tokenizer, rollout, texts=True)
     assert (client.asked["texts"], client.asked["metadata"][0]["response"]) == ([text], response)
-    assert scores.process is not None
     places = scores.process.ends[0].nonzero().flatten().tolist()
     assert places[1] == int(rollout.lengths[0]) - 1
     assert tokenizer.decode(rollout.tokens[0, : places[0] + 1]) == "Open it. Return a line."
@@ -377,8 +367,6 @@ def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[lis
         return scores_of(rows, [*answer(len(asked) - 1)] * (len(rows.prompts) // len(answer(len(asked) - 1))))
 
     scores = asyncio.run(with_one_version(again, rows, scores_of(rows, first), group_size=GROUP))
-    assert scores.reward_versions is not None
-    assert scores.process is not None
     for group in range(0, len(first), GROUP):
         versions = {int(scores.reward_versions[i]) for i in range(group, group + GROUP) if scores.scored[i]}
         assert len(versions) <= 1, "a group mixes versions"
@@ -405,7 +393,6 @@ def test_rows_of_an_older_version_are_scored_again(first: Any, later: Any, asked
     requests, scores = agreed(first, lambda number: [later[number]])
     assert requests == asked
     assert scores.scored.tolist() == [version is not None for version in versions]
-    assert scores.reward_versions is not None
     assert scores.reward_versions[scores.scored].tolist() == [version for version in versions if version is not None]
     assert scores.failures == ["503"] * (None in versions)
 
@@ -417,7 +404,7 @@ def test_servers_that_never_agree_end_after_a_few_rounds():
     assert "changed more than" in scores.failures[0]
 
 
-def test_a_step_without_any_reward_has_no_version() -> None:
+def test_a_step_without_any_reward_has_no_version():
     found = [scores_of(rows_of([0], [1]), [None, version]).reward_version for version in (None, 0)]
     assert found == [None, 0]
 
@@ -472,7 +459,7 @@ def collected(run: PPORun, step: int = 1) -> ScoredRollout:
     return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
 
 
-def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints):
     """A response may be empty, and a prompt one token long."""
     run = make_ppo(tmp_path, checkpoints, ReferenceServer())
     alone = asyncio.run(run.reference.ask(rows_of([5], [5, 6, 7])))  # type: ignore[attr-defined]
@@ -480,9 +467,7 @@ def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints) -> No
     torch.testing.assert_close(alone.logprobs, torch.tensor([[0.0, 0.0], [-0.06, -0.07]]))
 
 
-def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(
-    tmp_path: Path, checkpoints: Checkpoints
-) -> None:
+def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(tmp_path: Path, checkpoints: Checkpoints):
     """One is refused, one has an answer that is no number; the others are untouched."""
     without: set[bytes] = set()
 
@@ -511,7 +496,7 @@ def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(
     assert torch.equal(run.make_batch(scored).mask.any(-1), ~masked)
 
 
-def test_a_row_needs_both_score_and_reference() -> None:
+def test_a_row_needs_both_score_and_reference():
     scored, known = torch.tensor([[True, True, False, False], [True, False, True, False]])
     scores = Scores(torch.ones(4), torch.ones(4, 3), torch.full((4,), 7), scored, ["no score"])
     assert only_known(scores, ReferenceLogprobs(torch.zeros(4, 2), torch.ones(4).bool(), [])) is scores
@@ -528,7 +513,7 @@ def test_a_row_needs_both_score_and_reference() -> None:
 )
 def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
     tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any], known: tuple[bool, ...]
-) -> None:
+):
     server = ReferenceServer()
     run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0, **settings)
     assert run.policy.reference is None
@@ -564,8 +549,8 @@ REWARDS_OF = {  # tokenizers of reward models, by what differs from the policy's
     "bos": with_thoughts("qwen2", chat_template=CHATML, added=("<|im_start|>", "")),
     "vocabulary": with_thoughts("llama"),
 }
-QUESTION = {"role": "user", "content": "Open it."}
-ASKED = [QUESTION, {"role": "assistant", "content": "Good day."}, {"role": "user", "content": "Read it."}]
+QUESTION = user("Open it.")
+ASKED = [QUESTION, assistant("Good day."), user("Read it.")]
 REPLIES = {  # text, its tokens, and whether the policy has ended it
     "finished": (" A day.", None, True),
     "cut": (" A day.", None, False),
@@ -600,10 +585,9 @@ def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
     theirs = with_thoughts("qwen2", chat_template=template)
     rollout = with_a_tool(row_of(SHAPES["chat"][0]), "finished")
-    assert rollout.trajectories is not None
     (said,) = rollout.trajectories
     messages = [*said.messages[:-1], {**said.messages[-1], "tool_calls": [{"name": "look"}]}]
-    rollout.trajectories[0] = dataclasses.replace(said, messages=tuple(messages))
+    rollout.trajectories[0] = replace(said, messages=tuple(messages))
     whole = theirs.apply_chat_template([QUESTION, *messages], tokenize=False)
     assert whole.endswith(" A day.(look)<|im_end|>")
     assert scored_ids(Reader(tmp_path, theirs), rollout) == encode_text(theirs, whole, 500)
@@ -619,13 +603,13 @@ def with_a_tool(prompt: Prompt, reply: str) -> Rollout:
     row.observe(chat.after_reply([result], POLICY.eos_token_id))
     row.sample(sampled(reply), None)
     row.messages = [
-        {"role": "assistant", "content": REPLIES["finished"][0]},
+        assistant(REPLIES["finished"][0]),
         result,
-        {"role": "assistant", "content": REPLIES[reply][0]},
+        assistant(REPLIES[reply][0]),
     ]
     tokens, lengths = torch.tensor([row.tokens]), torch.tensor([len(row.tokens)])
     trajectory = Trajectory(tuple(row.turns), tuple(row.messages))
-    return dataclasses.replace(rollout, tokens=tokens, lengths=lengths, trajectories=[trajectory])
+    return replace(rollout, tokens=tokens, lengths=lengths, trajectories=[trajectory])
 
 
 def row_of(columns: dict[str, Any]) -> Prompt:
@@ -682,7 +666,7 @@ def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, othe
         else:
             said = [*before, *(rollout.trajectories[0].messages[:-1] if rollout.trajectories else ())]
             first = theirs.apply_chat_template(said, tokenize=False)
-            whole = theirs.apply_chat_template([*said, {"role": "assistant", "content": text}], tokenize=False)
+            whole = theirs.apply_chat_template([*said, assistant(text)], tokenize=False)
         assert scored_ids(joined, rollout) == encode_text(theirs, whole, 500), reply
         assert scored_ids(pairs, rollout) == (
             theirs(first, text)["input_ids"] if text else encode_text(theirs, first, 500)
@@ -693,7 +677,7 @@ def gate_ids(
     folder: Path, prompt: Any, reply: str | dict[str, Any], max_length: int | None = None, **settings: Any
 ) -> list[int]:
     """The ids of a pair of `reward.gate`."""
-    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    message = assistant(reply) if isinstance(reply, str) else reply
     said = reply if isinstance(prompt, str) else [message]
     return ids_of_line(folder, {"prompt": prompt, "chosen": said, "rejected": said}, max_length, **settings)
 
@@ -732,7 +716,7 @@ def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
     reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
     for reply, (text, *_) in REPLIES.items():
         gateway = reply_row(prompt, text, {})
-        chat = [] if before is None else [*before, {"role": "assistant", "content": text}]
+        chat = [] if before is None else [*before, assistant(text)]
         ways = [
             (gateway.text, gateway.metadata),
             (prompt + text, {"response": text}) if before is None else ("", {"messages": chat}),
@@ -788,7 +772,7 @@ def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, 
     """The same ids as of the whole conversation; functions receive its text, and the message as `reply_messages`."""
     template = "{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}"
     theirs = with_thoughts("qwen2", chat_template=template)
-    reply = {"role": "assistant", "content": " A day.", **more}
+    reply = {**assistant(" A day."), **more}
     text = reply["content"] or ""
     reader = Reader(tmp_path, theirs)
     whole = [QUESTION, reply]
@@ -823,7 +807,7 @@ def test_tools_that_a_reward_models_template_does_not_know_are_refused_or_left_o
     documented = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text().replace("\\|", "|")
     (recipe,) = re.findall(r"`template: \"({% for m .*)\"`", documented)
     reader = RowReader(tmp_path, **known, template=RowTemplate(recipe.replace("\\n", "\n")))
-    whole = POLICY.apply_chat_template([QUESTION, {"role": "assistant", "content": " A day."}], tokenize=False)
+    whole = POLICY.apply_chat_template([QUESTION, assistant(" A day.")], tokenize=False)
     found = [reader.row_of_text(0, *row, "").tokens.tolist() for row in ((" A day.", metadata), ("", metadata))]
     assert found == [encode_text(POLICY, whole.removesuffix("\n"), 500)] * 2
 
@@ -835,9 +819,7 @@ def test_the_columns_of_a_row_for_the_template_reach_both_models(tmp_path: Path)
     columns = {"prompt": [QUESTION], "tools": options["tools"], "chat_template_kwargs": {"effort": "low"}}
     prompt = PromptReader(theirs, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
     assert prompt.text == theirs.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **options)
-    whole = theirs.apply_chat_template(
-        [QUESTION, {"role": "assistant", "content": " A day."}], tokenize=False, **options
-    )
+    whole = theirs.apply_chat_template([QUESTION, assistant(" A day.")], tokenize=False, **options)
     assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole, 500)
     with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which has the tools of"):
         PromptReader(theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))

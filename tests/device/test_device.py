@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import simcuda
 import torch
-from simulated_cuda.device import broken, memory_limit
+from simulated_cuda.device import memory_limit
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 
@@ -41,16 +41,6 @@ def test_memory_is_counted_by_card_and_ends_at_its_limit():
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             large.clone()
     assert large.clone().sum() == kept.sum() == 0
-
-
-def test_a_broken_card_fails_each_kernel():
-    kept = torch.ones(2, device="cuda:1")
-    with broken(1):
-        for work in (lambda: kept + 1, lambda: kept.cpu()):
-            with pytest.raises(torch.AcceleratorError, match="CUDA error"):
-                work()
-        assert torch.ones(2, device="cuda:0").sum() == 2
-    assert kept.sum() == 2
 
 
 def test_the_host_waits_for_copies_unless_non_blocking_and_pinned_and_for_results():

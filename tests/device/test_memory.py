@@ -17,22 +17,18 @@ import triton_python_backend_utils as stub
 from live_system import make_tokenizer
 from recorded_run import RecordedRun
 from served_model import served_model
-from simulated_cuda.device import TOTAL_MEMORY, memory_limit, set_limit
+from simulated_cuda.device import TOTAL_MEMORY, memory_limit
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.rollout import PPOBatch
 from rlhf_triton.config import RunConfig
-from rlhf_triton.learning.ranks import Ranks
-from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes, on_rank
+from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
-from tests.device.test_critic_training import payload, updates_of
-from tests.learning.test_policy_ranks import batch_of, make, settings_of
 from tests.support.policy_training import TrainablePolicy, random_batch, rollout_of, trainable_policy, update_of
-from tests.support.ranks import on_ranks
 
 CARD, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
@@ -116,46 +112,6 @@ def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, refe
     halves = with_room_for(0.6 * most, lambda: policy.logprobs(rollout, reference=reference))
     assert policy.memory.count >= 1
     torch.testing.assert_close(halves, expected, rtol=0, atol=1e-5)
-
-
-def test_a_critic_update_that_runs_out_of_memory_is_that_of_a_larger_card(tmp_path: Path):
-    large, small = updates_of(tmp_path, "llama", 2, device=DEVICE, token_budget=BUDGET, global_batch_size=4)
-    for critic in (large, small):
-        critic.train(payload(0, LENGTHS), lambda _: None)
-    expected, most = needed(lambda: large.train(payload(1, LENGTHS), lambda _: None))
-    report = with_room_for(0.75 * most, lambda: small.train(payload(1, LENGTHS), lambda _: None))
-    assert report.out_of_memory == small.memory.count >= 1
-    assert (report.optimizer_steps, report.skipped_steps) == (2, 0)
-    assert report.loss_mean == pytest.approx(expected.loss_mean, rel=1e-5)
-    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
-    before = weights_of(small.critic.model)
-    torch.testing.assert_close(before, weights_of(large.critic.model), rtol=0, atol=1e-5)
-    with pytest.raises(OutOfMemory, match=r"max_new_tokens or set trainer\.gradient_checkpointing$"):
-        with_room_for(1, lambda: small.train(payload(2, LENGTHS), lambda _: None))
-    assert torch.equal(weights_of(small.critic.model), before)
-    assert all(parameter.grad is None for parameter in small.critic.model.parameters())
-
-
-def update_with_a_full_card(ranks: Ranks, folder: Path) -> None:
-    ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
-    _, of_rank = make(settings_of(folder, "ppo", device="cuda:4"), ranks)
-    of_rank.run(batch_of(0), seed=0, kl_coef=0.1)
-    if ranks.rank == 1:
-        set_limit(5, simcuda.allocated(5) + 1)
-    with on_rank(ranks.rank, ranks.device, "actor.policy.token_budget"):
-        of_rank.run(batch_of(1), seed=1, kl_coef=0.1)
-
-
-def test_a_rank_whose_card_is_full_ends_the_update(tmp_path: Path):
-    """One that lacks memory cannot do with less alone."""
-    save_tiny(tmp_path / "untied", "llama", "language", vocab_size=200)
-    make_tokenizer().save_pretrained(tmp_path / "untied")
-    expected = (
-        r"rank 1: RankOutOfMemory: rank 1 has run out of the memory of cuda:5 \(CUDA out of memory\); lower "
-        r"actor\.policy\.token_budget"
-    )
-    with pytest.raises(RuntimeError, match=expected):
-        on_ranks(2, update_with_a_full_card, tmp_path, device="cuda:4")
 
 
 # ---- where it is shown: metrics, lines of the files, `rlhf-triton status` ----

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rlhf_triton.config import ActorSection, RunConfig
+from rlhf_triton.config import ActorSection
 from rlhf_triton.config.optimizer import scheduled_lr
 from rlhf_triton.learning.step import load_state, make_adamw, state_tensors
 from tests.support.settings import actor_section
@@ -75,19 +75,6 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(tmp_path: Path, kind: str):
     assert decays == [(0.1, [2]), (0.0, [1])]  # matrices only
 
 
-def test_the_real_one_is_what_the_stand_in_stands_for(tmp_path: Path):
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not a dependency")
-    if not torch.cuda.is_available():
-        pytest.skip("bitsandbytes' AdamW8bit needs CUDA")
-    parameters = {"weight": nn.Parameter(torch.randn(128, 128, device="cuda"))}
-    optimizer = make_adamw(parameters, kind="adamw_8bit", **RATES)
-    assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
-    train(parameters, optimizer, 2)
-    save_file(state_tensors(optimizer, parameters), tmp_path / "state")
-    load_state(optimizer, parameters, load_file(tmp_path / "state"))
-    train(parameters, optimizer, 1)
-
-
 # ---- the learning rate ----
 
 
@@ -116,25 +103,3 @@ def test_the_policy_s_cosine_ends_with_the_run():
     assert [rate_of(actor, step) for step in (0, 3, 4, 24, 44, 48, 99)] == pytest.approx([0.25, 1, 1, 0.5, 0, 0, 0])
     longer = actor_section(**sizes, **schedule, max_steps=88)
     assert rate_of(longer, 44) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("actor", "message"),
-    [
-        (
-            {"lr": 1e-6, "min_lr": 1e-5},
-            r"actor.optimizer.min_lr \(1e-05\) is above actor.optimizer.lr \(1e-06\); lower it, or remove it",
-        ),
-        (
-            {"warmup_steps": 5000},
-            r"warmup_steps \(5000\) \+ .*\(0\) is more than .*max_steps \(400, the whole run\)",
-        ),
-        (
-            {"warmup_steps": 6, "constant_steps": 5, "max_steps": 10},
-            r"actor.optimizer.warmup_steps \(6\) \+ actor.optimizer.constant_steps \(5\) is more than actor",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other(actor: dict[str, float], message: str):
-    with pytest.raises(ValueError, match=message):
-        RunConfig.model_validate({"actor": {"optimizer": actor}})

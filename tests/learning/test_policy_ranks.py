@@ -3,6 +3,7 @@
 import string
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rlhf_triton.learning.step import named_state
 from rlhf_triton.python_backend.models import adapters
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from tests.support import ranks as support
-from tests.support.policy_training import load_checkpoint, states
+from tests.support.policy_training import load_checkpoint, random_batch, states
 from tests.support.settings import actor_section
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -72,14 +73,10 @@ def make(section: Any, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
 
 
 def batch_of(seed: int) -> PPOBatch:
-    """Random rows with random advantages and log-probs."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths, width = torch.tensor(LENGTHS), max(LENGTHS)
-    tokens = torch.randint(5, 30, (len(LENGTHS), width), generator=generator)
-    positions = torch.arange(width - 1)
-    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
-    logprobs, ref, advantages = torch.randn(3, len(LENGTHS), width - 1, generator=generator) * mask
-    return PPOBatch(tokens, lengths, mask, mask, logprobs * 0.1 - 5, ref * 0.1 - 5, advantages, advantages, mask, mask)
+    """Random rows with random advantages, and log-probs near those of a new policy."""
+    batch = random_batch(LENGTHS, prompt=PROMPT, seed=seed)
+    near = {name: 0.1 * (getattr(batch, name) + 2) - 5 for name in ("logprobs", "ref_logprobs")}
+    return replace(batch, **near)
 
 
 def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
@@ -279,7 +276,6 @@ def test_float32_stays_near_one_process_and_repeats_its_bits(folder: Path):
 def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: str):
     """Generates the same responses, and leaves checkpoints that any number of ranks resumes from."""
     one, (found, *_) = session(ALONE, folder, case), on_ranks(size, session, folder, case)
-    assert one is not None
     assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
     assert found["failure"].startswith("rank 1: the policy's logits are not finite, so no token can be sampled; check")
     for name in one:
@@ -308,7 +304,6 @@ def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: st
 def test_conversations_on_ranks_are_those_of_one_process(folder: Path, template: str):
     """Also where a template changes replies, so that each turn begins a row."""
     one, (found, _) = conversations(ALONE, folder / template), on_ranks(2, conversations, folder / template)
-    assert one is not None
     for ours, theirs in zip(found, one, strict=True):
         for mine, others in zip(ours.pop("logprobs"), theirs.pop("logprobs"), strict=True):
             assert mine == pytest.approx(others, abs=1e-4)

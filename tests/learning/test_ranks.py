@@ -49,7 +49,6 @@ def failures(ranks: Ranks) -> Any:
 
         def work(failing: int | None = failing, error: Exception | None = error) -> int:
             if ranks.rank == failing:
-                assert error is not None
                 raise error
             return ranks.rank
 
@@ -70,11 +69,11 @@ def broadcasts(ranks: Ranks) -> Any:
 
 
 @pytest.mark.slow
-def test_the_operations_run_on_every_rank_even_after_a_group_timeout() -> None:
+def test_the_operations_run_on_every_rank_even_after_a_group_timeout():
     assert on_ranks(2, operations, 6.0, group_timeout_s=5) == [[2, 4], [2, 4]]
 
 
-def test_the_list_of_operations_does_not_grow_for_ever() -> None:
+def test_the_list_of_operations_does_not_grow_for_ever():
     store = dist.HashStore()
     operations = Operations(0, store)
     for _ in range(KEPT + 100):
@@ -87,7 +86,7 @@ def errors_and_broadcasts(ranks: Ranks) -> Any:
     return failures(ranks), broadcasts(ranks)
 
 
-def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank() -> None:
+def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank():
     (first, sent), (second, received) = on_ranks(2, errors_and_broadcasts)
     assert first == [("OSError", "rank 1: disk full"), ("RankFailed", "no such model"), 0]
     assert second == [("OSError", "disk full"), ("RankFailed", "rank 0: no such model"), 1]
@@ -99,7 +98,7 @@ def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank() -> None:
     ("lost", "errors"),
     [(0, "rank 0: died .*; rank 1: RankLost: rank 0 has ended"), (1, "rank 0: .*; rank 1: died with exit code 1")],
 )
-def test_a_dead_rank_ends_the_job(lost: int, errors: str) -> None:
+def test_a_dead_rank_ends_the_job(lost: int, errors: str):
     with pytest.raises(RuntimeError, match=errors):
         on_ranks(2, dying, lost)
 

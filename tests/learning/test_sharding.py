@@ -89,11 +89,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path):
     assert on_ranks(2, fail_to_write, tmp_path) == [[errno.ENOSPC] * 2] * 2
 
 
-def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path) -> None:
+def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path):
     model = a_model(1)
     read_tensors(model.state_dict(), written / "slices", no_dist=True)
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in a_model(0).state_dict().items())
@@ -101,11 +101,11 @@ def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path) -> N
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_slices_of_two_ranks_are_read_by_others(written: Path, size: int) -> None:
+def test_slices_of_two_ranks_are_read_by_others(written: Path, size: int):
     assert on_ranks(size, read, written / "slices") == [True] * size
 
 
-def test_a_checkpoint_of_two_ranks_is_an_ordinary_one_with_the_same_bytes_each_time(written: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_an_ordinary_one_with_the_same_bytes_each_time(written: Path):
     loaded = LlamaForCausalLM(a_model(0).config)
     names = sorted(path.name for path in (written / "checkpoint").iterdir())
     assert names == [

@@ -33,7 +33,7 @@ def method_of(**settings: Any) -> Method:
     return Method.of(actor.algorithm, actor.kl)
 
 
-def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
+def make_batch(scored: ScoredRollout, *, num_dropped: int = 0, **settings: Any) -> PPOBatch:
     """The batch under these settings of the actor, of the bare scores."""
     actor = actor_section(**settings)
     return batches.make_batch(
@@ -42,4 +42,5 @@ def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
         RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens),
         kl_coef=actor.kl.coef,
         responses_per_prompt=actor.algorithm.responses_per_prompt,
+        num_dropped=num_dropped,
     )

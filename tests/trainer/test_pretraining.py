@@ -96,6 +96,7 @@ def lines_of(config: RunConfig) -> list[dict[str, Any]]:
 # ---- what is trained ----
 
 
+@pytest.mark.device
 def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(root: Path, tmp_path: Path):
     config, again, other = (
         config_of(tmp_path / name, root / "critic", [root / run])
@@ -418,17 +419,6 @@ def test_a_reply_to_messages_ends_as_the_chat_template_ends_it(tmp_path: Path, p
     assert tokenizer.decode(payload.tokens).endswith(f"a good film{end}")
 
 
-def test_the_critic_learns_from_a_file(root: Path, tmp_path: Path):
-    rows = [
-        {"prompt": [5, number % 30 + 6, 7], "response": [36 + number // 30 % 2] * 5, "return": number // 30 % 2}
-        for number in range(300)
-    ]
-    config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)])
-    initialise_stores(config)
-    (line,) = lines_of(config)
-    assert line["pretrain/explained_variance_before"] < 0.5 < 0.7 < line["pretrain/explained_variance"]
-
-
 def test_the_first_rows_are_learned_last(root: Path, tmp_path: Path):
     """A policy's first responses are like those of a run that begins anew; later ones have other returns."""
     rows = [{"prompt": [5, row % 9 + 6], "response": [7], "return": int(row >= 200)} for row in range(400)]
@@ -443,18 +433,14 @@ LINE = {"prompt": [5, 6], "response": [7], "return": 1}
 BAD_LINES: dict[str, Any] = {
     "line 2 is not JSON in UTF-8": "{",
     "line 2 is not an object with `prompt` and `response` and `return`": "[1]",
-    "line 2 must have a prompt": {"response": [7], "return": 1},
     r"line 2 must have a prompt \(text, messages or token ids\), .* got {\"prompt\": \[\]": {**LINE, "prompt": []},
-    "line 2 must have a prompt .*, neither of them empty, .*": {**LINE, "response": []},
     "line 2 must have .* a response": {**LINE, "response": [7, "x"]},
-    "line 2 must have .* and a return .a finite number.": {**LINE, "return": "1"},
     "line 2 must have .*a return .a finite number.*Infinity": {**LINE, "return": float("inf")},
     "line 2 must have .*a return": {**LINE, "return": 10**400},
     r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
     "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
     "line 2: prompt holds messages written as a text; store": {**LINE, "prompt": str([{"role": "user"}])},
     r"line 2: prompt\[0\]: the role 'human' is none of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
-    r"line 2: prompt\[0\].content: missing or null": {**LINE, "prompt": [{"role": "user"}, 3]},
 }
 
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,13 +20,17 @@ import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
 from rlhf_triton.config import load_config
 from rlhf_triton.digests import Algorithm, digest_of
+from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import canary_row, check_canary
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
 from rlhf_triton.python_backend.models.modeling import load_critic as load_on_cpu
+from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore
+from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import VersionRejected, verify_alone, verify_version
+from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 
 ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
@@ -256,16 +259,29 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
     check_canary(served[0], served[0].values(row)[0], critic.values(row)[0].tolist())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a card no weights are mapped")
-def test_a_mapped_version_is_read_once_to_be_verified(
-    store: WeightsStore, critic: CriticModel, monkeypatch: pytest.MonkeyPatch
-):
-    """Its digest, and whether it is finite, come from the tensors that the canary row goes through."""
-    monkeypatch.setattr(
-        "rlhf_triton.trainer.verification.digest_of_mapped", Mock(side_effect=AssertionError("read again"))
-    )
-    monkeypatch.setattr(CriticModel, "check_finite", Mock(side_effect=AssertionError("read again")))
-    verify_version(store, 1, critic)
+def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
+    """Publish a version from two ranks; return whether it holds the critic's weights, before and after training."""
+    ranks.announce = lambda *_, **__: None
+    settings = trainer_section(publish_dtype="bfloat16", **CASES[case])
+    store, update = WeightsStore(root), load_update(root / "0", settings, seed=0, ranks=ranks)
+    ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
+    files = update.critic.write(root / "1", "sha256")
+    if ranks.rank == 0:
+        assert files == {path.name: digest_of(path, "sha256") for path in weights_module.weights_files(root / "1")}
+        manifest = Manifest(version=1, step=1, tensors=WeightsStore._tensor_types(root / "1"), files=files, **ABOUT)
+        write_json(root / "1" / "manifest.json", manifest.to_json())
+    torch.distributed.barrier()
+    publisher = publisher_of(store)
+    publisher.verify(1, update.critic)
+    found = [publisher.holds_weights(update.critic, 1)]
+    train_a_little(update.critic)
+    return [*found, publisher.holds_weights(update.critic, 1)]
+
+
+@pytest.mark.parametrize("case", ["all weights", "merged adapters in bfloat16"])
+def test_ranks_publish_in_bfloat16(llama: WeightsStore, case: str):
+    assert on_ranks(2, published_by_a_rank, llama.root, case) == [[True, False]] * 2
+    assert dtypes_of(llama, 1) == [{"F32"}, {"BF16"}]
 
 
 @pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
@@ -328,7 +344,7 @@ class Publication:
         assert self.store.current() == 0
 
 
-def test_it_waits_until_every_instance_that_serves_has_staged_the_version(llama: WeightsStore) -> None:
+def test_it_waits_until_every_instance_that_serves_has_staged_the_version(llama: WeightsStore):
     publication = Publication(llama)
     publication.wait()  # no instance is there
     publication.say("critic_0")
@@ -344,13 +360,13 @@ def test_it_waits_until_every_instance_that_serves_has_staged_the_version(llama:
         publication.wait()
 
 
-def test_it_does_not_wait_for_instances_that_a_reload_replaces(llama: WeightsStore) -> None:
+def test_it_does_not_wait_for_instances_that_a_reload_replaces(llama: WeightsStore):
     publication = Publication(llama, "triton")
     publication.say("critic_0")
     publication.wait()
 
 
-def test_a_critic_with_other_weights_does_not_reproduce_the_canary_row(llama: WeightsStore) -> None:
+def test_a_critic_with_other_weights_does_not_reproduce_the_canary_row(llama: WeightsStore):
     publication = Publication(llama)
     critic, row = publication.critic, [canary_row(publication.critic)]
     assert publication.store.manifest(1).canary == publication.canary

@@ -34,32 +34,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """Pairs that the checkpoint ranks without a mistake; each in one of the three formats."""
+    """Pairs that the checkpoint ranks without a mistake."""
     reward, tokenizer = load_reward(checkpoint), make_tokenizer()
 
     def score(text: str) -> float:
         return float(reward.score([np.asarray(tokenizer(text)["input_ids"])])[0, 0])
 
-    def message(text: str, role: str = "assistant") -> list[dict[str, str]]:
-        return [{"role": role, "content": text}]
-
-    def chat(text: str) -> str:
-        return str(tokenizer.apply_chat_template([*message(TEXTS[0], "user"), *message(text)], tokenize=False))
-
-    lines: list[dict[str, Any]] = []
-    for worse, better in zip(REPLIES[::2], REPLIES[1::2], strict=True):
-        for made, text in (
-            (lambda reply: {"reply": reply}, lambda reply: reply),
-            (lambda reply: {"prompt": TEXTS[0], "reply": " " + reply}, lambda reply: TEXTS[0] + " " + reply),
-            (lambda reply: {"prompt": message(TEXTS[0], "user"), "reply": message(reply)}, chat),
-        ):
-            rejected, chosen = sorted((worse, better), key=lambda reply, text=text: score(text(reply)))
-            line = made(chosen)
-            lines.append({**line, "chosen": line.pop("reply"), "rejected": made(rejected)["reply"]})
-            del lines[-1]["reply"]
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    lines[0]["note"] = "one\u2028line"  # other columns are ignored
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    ranked = [sorted(pair, key=score) for pair in zip(REPLIES[::2], REPLIES[1::2], strict=True)]
+    path.write_text("".join(json.dumps({"chosen": chosen, "rejected": worse}) + "\n" for worse, chosen in ranked))
     return path
 
 
@@ -113,12 +96,13 @@ def better(tensors: dict[str, torch.Tensor]) -> None:
     tensors["score.weight"].mul_(1.5)
 
 
+@pytest.mark.device
 def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_back(run: Run, capsys: Output):
     new = changed(run, better)
     assert run.tool("publish", str(new)) == 0
     told = capsys.readouterr().out
     print(told)
-    assert "accuracy on 36 pairs: 1.0000, served version 0: 1.0000" in told
+    assert "accuracy on 12 pairs: 1.0000, served version 0: 1.0000" in told
     assert f"version 1 is served, with the weights of {new}" in told
     assert (run.store.current(), run.instance.served) == (1, [0, 1])
     assert (run.store.folder(1) / "model.safetensors").read_bytes() == (new / "model.safetensors").read_bytes()

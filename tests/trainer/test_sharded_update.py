@@ -12,9 +12,7 @@ import torch
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
-from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.safetensors_header import read_header
-from rlhf_triton.config import TrainerSection
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.learning.sharding import MergedSlices
 from rlhf_triton.python_backend.models.adapters import MergedWeights
@@ -25,7 +23,7 @@ from rlhf_triton.trainer import trained_critic
 from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState, deciding_settings
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
 from rlhf_triton.trainer.publish import Publisher
-from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
+from rlhf_triton.trainer.verification import VersionRejected
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
@@ -39,7 +37,6 @@ CASES += [
     ("llama", {"freeze": FROZEN}),
     ("gpt2", {"freeze": [r"c_attn\.weight"], "lora_rank": 2}),
 ]
-FORMATS = ["merged", "adapter"]
 TRAINING = {"token_budget": 60, "global_batch_size": 5}  # 12 rows: two batches of several micro-batches, one small one
 LONG_TRAINING = 5
 SAVING = {"precision": "bfloat16", "gradient_checkpointing": True}
@@ -50,14 +47,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sharded")
     for family in FAMILIES:
         save_with_layers(root / family) if family == "layers" else save_tiny(root / family, family, "critic")
-    for name in ("store", *FORMATS):
-        store = WeightsStore(root / name)
-        store.set_current(store.add(lambda f: save_critic(load_critic(root / "llama"), f), **about(0)).version)
+    store = WeightsStore(root / "store")
+    store.set_current(store.add(lambda folder: save_critic(load_critic(root / "llama"), folder), **about(0)).version)
     return root
 
 
-def lora(format: str) -> TrainerSection:
-    return settings(**TRAINING, lora_rank=2, precision="bfloat16", publish_format=format)
+LORA = {**TRAINING, "lora_rank": 2, "precision": "bfloat16"}
 
 
 def about(step: int) -> dict[str, Any]:
@@ -147,8 +142,8 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
     """Train, write a checkpoint in between, and train on from it: all announced by rank 0."""
     options = settings(**TRAINING)
     if ranks.rank:
-        for each in (options, *map(lora, FORMATS)):
-            follow_rank_0(each, 0, ranks)
+        follow_rank_0(options, 0, ranks)
+        follow_rank_0(settings(**LORA), 0, ranks)
         return None
     folder = CheckpointFolder(root / "checkpoints")
     load_update(root / "llama", options, seed=0, ranks=ranks)
@@ -165,26 +160,25 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
     versions = publish(resumed, WeightsStore(root / "store"))
     damaged = damage(folder, update)
     ranks.operations.announce("end")
-    return same(after, again), versions, damaged, {format: with_adapters(ranks, root, format) for format in FORMATS}
+    return same(after, again), versions, damaged, with_adapters(ranks, root)
 
 
-def with_adapters(ranks: Ranks, root: Path, format: str) -> Any:
-    """The same with LoRA, on rank 0: train, resume, and publish."""
-    store, folder = WeightsStore(root / format), CheckpointFolder(root / f"{format} checkpoints")
-    update = load_update(store.folder(0), lora(format), seed=0, ranks=ranks)
+def with_adapters(ranks: Ranks, root: Path) -> np.ndarray:
+    """The same with LoRA, on rank 0: train and resume; return the values of the canary row."""
+    folder = CheckpointFolder(root / "adapters")
+    update = load_update(root / "llama", settings(**LORA), seed=0, ranks=ranks)
     for each in payloads(3):
         update.train(each, silent)
     folder.save(update, state(1, update))
     update.train(payload(seed=50), silent)
     folder.save(update, state(2, update))
-    resumed = load_update(store.folder(0), lora(format), seed=0, ranks=ranks)
+    resumed = load_update(root / "llama", settings(**LORA), seed=0, ranks=ranks)
     folder.load(1, resumed)
     resumed.train(payload(seed=50), silent)
     folder.save(resumed, state(3, resumed))
     values = resumed.critic.values([np.arange(9)])[0]
-    versions = publish(resumed, store)
     ranks.operations.announce("end")
-    return values, versions
+    return values
 
 
 def load_all(folder: CheckpointFolder, update: CriticUpdate, root: Path, step: int) -> dict[str, torch.Tensor]:
@@ -199,11 +193,11 @@ def read_alone(root: Path, step: int) -> dict[str, torch.Tensor]:
     return everything(alone)
 
 
-def adapters_alone(root: Path, format: str, step: int | None = None) -> CriticUpdate:
+def adapters_alone(root: Path, step: int | None = None) -> CriticUpdate:
     """The critic with adapters in one process, as the ranks' checkpoint of a step has it."""
-    alone = load_update(root / format / "0", lora(format), seed=0)
+    alone = load_update(root / "llama", settings(**LORA), seed=0)
     if step is not None:
-        CheckpointFolder(root / f"{format} checkpoints").load(step, alone)
+        CheckpointFolder(root / "adapters").load(step, alone)
     return alone
 
 
@@ -243,13 +237,13 @@ def damage(folder: CheckpointFolder, update: CriticUpdate) -> str:
 def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
     """Read checkpoints on these ranks, each without and with LoRA; return whether they are what one process reads."""
     update = load_update(root / "llama", settings(**TRAINING), seed=0, ranks=ranks)
-    with_lora = load_update(root / "merged" / "0", lora("merged"), seed=0, ranks=ranks)
+    with_lora = load_update(root / "llama", settings(**LORA), seed=0, ranks=ranks)
     found = []
     for step in steps:
         CheckpointFolder(root / "checkpoints").load(step, update)
         found.append(same(everything(update), read_alone(root, step)))
-        CheckpointFolder(root / "merged checkpoints").load(step, with_lora)
-        found.append(same(everything(with_lora), everything(adapters_alone(root, "merged", step))))
+        CheckpointFolder(root / "adapters").load(step, with_lora)
+        found.append(same(everything(with_lora), everything(adapters_alone(root, step))))
     return found
 
 
@@ -257,7 +251,7 @@ def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int) -> None:
+def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int):
     results = on_ranks(size, in_float64, root)
     for i, (family, changes) in enumerate(CASES):
         options = settings(**TRAINING, **changes)
@@ -295,7 +289,7 @@ def two_ranks(root: Path) -> Any:
     return on_ranks(2, in_float32, root)[0]
 
 
-def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks: Any, root: Path) -> None:
+def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks: Any, root: Path):
     assert two_ranks[0]
     update, _ = trained(root / "llama", payloads(LONG_TRAINING), **TRAINING)
     ranks = read_alone(root, 1)
@@ -305,7 +299,7 @@ def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks:
     assert STATE_FILE in names
 
 
-def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ranks: Any, root: Path) -> None:
+def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ranks: Any, root: Path):
     _, versions, damaged, _ = two_ranks
     assert versions[:3] == [(1, True), (2, True), False]
     assert "of version 0 differs" in versions[3]
@@ -326,43 +320,23 @@ def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ran
     assert same(served, {name: tensor for name, tensor in read_alone(root, 2).items() if name in served})
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_adapters_of_two_ranks_resume_and_are_published_as_those_of_one_process(
-    two_ranks: Any, root: Path, format: str
-) -> None:
-    values, versions = two_ranks[3][format]
-    assert versions[:3] == [(1, True), (2, True), False]
-    assert "differs from the trained weights" in versions[3]
-    assert "version 2" in versions[4]
-    assert "differs from the trained weights" in versions[4]
-    folder = root / f"{format} checkpoints" / "3"
+def test_adapters_of_two_ranks_resume_as_those_of_one_process(two_ranks: Any, root: Path):
+    folder = root / "adapters" / "3"
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
-    update = adapters_alone(root, format, 3)
-    assert same(everything(adapters_alone(root, format, 2)), everything(update))
-    np.testing.assert_allclose(values, update.critic.values([np.arange(9)])[0], atol=1e-7)
-    store = WeightsStore(root / format)
-    assert store.manifest(1).base == (0 if format == "adapter" else None)
-    verify_version(store, 1, update.critic)
-    assert holds_weights(store, 1, update.critic)
-    assert not holds_weights(store, 1, adapters_alone(root, format, 1).critic)
+    update = adapters_alone(root, 3)
+    assert same(everything(adapters_alone(root, 2)), everything(update))
+    np.testing.assert_allclose(two_ranks[3], update.critic.values([np.arange(9)])[0], atol=1e-7)
     stored = {name for path in folder.glob("*.safetensors") for name in read_header(path)}
     assert {name for name in stored if "/" not in name} == update.parameters.keys()  # nothing of the base
-    for options, message in (
-        (settings(lora_rank=3), "do not match trainer.lora_rank and trainer.lora_targets"),
-        (settings(), "was saved while adapters were trained, but trainer.lora_rank is 0"),
-    ):
-        other = load_update(root / format / "0", options, seed=0)
-        with pytest.raises(CheckpointError, match=message):
-            CheckpointFolder(folder.parent).load(3, other)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_checkpoint_of_any_number_of_ranks_is_read_by_others_bitwise(two_ranks: Any, root: Path, size: int) -> None:
+def test_a_checkpoint_of_any_number_of_ranks_is_read_by_others_bitwise(two_ranks: Any, root: Path, size: int):
     update, _ = trained(root / "llama", [payload()], **TRAINING)
     CheckpointFolder(root / "checkpoints").save(update, state(10, update))
     assert "optimizer.safetensors" in {path.name for path in (root / "checkpoints" / "10").iterdir()}
     assert same(read_alone(root, 10), everything(update))
-    update = adapters_alone(root, "merged")
+    update = adapters_alone(root)
     update.train(payload(), silent)
-    CheckpointFolder(root / "merged checkpoints").save(update, state(10, update))
+    CheckpointFolder(root / "adapters").save(update, state(10, update))
     assert on_ranks(size, resume, root, [10, 1]) == [[True] * 4] * size

@@ -63,6 +63,7 @@ def publish(store: WeightsStore, update: CriticUpdate) -> int:
     return store.add(update.critic.write, run_id="run", step=1, parent=0, epoch=1).version
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
 def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: dict[str, Any]):
     """Through the code of the server: a first load, a swap, and peft's own merge agree."""
@@ -209,21 +210,13 @@ def test_frozen_parameters_are_bit_equal_after_ten_steps(tmp_path: Path, case: s
     start = {name: p.detach().clone() for name, p in named.items()}
     plain = {name: tensor.clone() for name, tensor in update.critic.weights().items()}
     train(update, *range(10))
-    frozen = {name for name in plain if any(re.search(pattern, name) for pattern in changes["freeze"])}
-    after = load_critic(store.folder(publish(store, update))).model.state_dict()
-    for name, tensor in plain.items():
-        is_trained = name not in frozen and (case != "adapters" or "score" in name or "proj" in name)
-        is_trained &= case != "adapter versions" or "self_attn" in name or "score" in name
-        assert torch.equal(after[name].cpu(), tensor) == (not is_trained), name
-        in_version_0 = load_file(store.folder(0) / "model.safetensors")[name]
-        is_rounded = case == "bfloat16" and "proj" in name
-        assert is_trained or torch.equal(
-            after[name].cpu(), in_version_0.bfloat16().float() if is_rounded else in_version_0
-        )
     in_optimizer = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
-    trained = {name for name, p in named.items() if id(p) in in_optimizer}
-    assert trained == {name for name, p in named.items() if p.requires_grad} == {*update.parameters}
-    assert {name for name, p in named.items() if not torch.equal(p, start[name])} == trained
+    moved = {name for name, p in named.items() if not torch.equal(p, start[name])}
+    assert moved == {name for name, p in named.items() if id(p) in in_optimizer} == {*update.parameters}
+    after = load_critic(store.folder(publish(store, update))).model.state_dict()
+    kept = {name for name, tensor in plain.items() if torch.equal(after[name].cpu(), tensor)}
+    frozen = {name for name in plain if any(re.search(pattern, name) for pattern in changes["freeze"])}
+    assert set() < frozen <= kept < plain.keys()
     verify_version(store, 1, update.critic)
     folder = CheckpointFolder(tmp_path / "checkpoints")
     folder.save(update, state(1, update))
@@ -276,6 +269,7 @@ def test_what_a_family_lacks_is_refused(tmp_path: Path, family: str, changes: di
 # ---- mixtures of experts ----
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_mixture_goes_on_from_versions_and_checkpoints_bit_for_bit(tmp_path: Path, family: str):
     save_tiny(tmp_path / "start", family, "language")

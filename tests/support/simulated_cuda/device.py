@@ -1,4 +1,4 @@
-"""`torch.cuda` of the simulated cards, and what a test sets: memory limits, broken cards.
+"""`torch.cuda` of the simulated cards, and what a test sets: memory limits.
 
 `install` is called by `hook` when torch has been imported.
 """
@@ -36,26 +36,11 @@ class Properties(NamedTuple):
 def memory_limit(card: int, num_bytes: int) -> Iterator[None]:
     """Let a card have `num_bytes`, what is allocated included: beyond, an allocation raises torch.OutOfMemoryError."""
     before = simcuda.limit(card)
-    set_limit(card, num_bytes)
+    simcuda.set_limit(card, num_bytes)
     try:
         yield
     finally:
         simcuda.set_limit(card, before)
-
-
-def set_limit(card: int, num_bytes: int | None) -> None:
-    """Set the memory of a card; None: `TOTAL_MEMORY` is reported, and nothing is refused."""
-    simcuda.set_limit(card, num_bytes or 0)
-
-
-@contextlib.contextmanager
-def broken(card: int) -> Iterator[None]:
-    """Let each kernel on a card raise torch.AcceleratorError, as after an illegal access in its CUDA context."""
-    simcuda.set_broken(card, True)
-    try:
-        yield
-    finally:
-        simcuda.set_broken(card, False)
 
 
 def total_memory(device: Any = None) -> int:
