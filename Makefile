@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-vllm check check-deploy format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl trl-environment test-vllm check check-deploy format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -62,8 +62,7 @@ crash: $(INSTALLED)
 fuzz: $(INSTALLED)
 	FUZZ_ROUNDS=$${FUZZ_ROUNDS:-20} $(PYTEST) -s tests/fuzz
 
-# Installs TRL, which needs another NumPy, into an environment of its own.
-test-trl: $(INSTALLED)
+test-trl: $(INSTALLED) trl-environment
 	TRL_ENVIRONMENT=runs/trl-environment $(BIN)/python -m pytest -q tests/gateway/test_trl_run.py
 
 # Installs the CPU build of vLLM, which needs Python 3.11 or newer and other packages than ours, into runs/.
@@ -111,4 +110,13 @@ $(INSTALLED): constraints.txt pyproject.toml
 # Apart from the rest: one of its packages has no wheel, so it needs a C compiler and Python's headers.
 $(INSTALLED_RLVR): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[rlvr]'
+	@touch $@
+
+# TRL needs another NumPy, so it has an environment of its own, also for `bench trl`; PPO is in an older TRL beside it.
+trl-environment: runs/trl-environment/complete
+
+runs/trl-environment/complete: benchmarks/trl_requirements.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	$(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/trl-ppo trl==1.12.0
 	@touch $@

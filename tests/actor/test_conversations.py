@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from random_models import random_llama
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
-from benchmarks.workload import random_llama
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.batch import (
     rollout_metrics,

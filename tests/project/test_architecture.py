@@ -98,6 +98,16 @@ def test_packages_are_not_shadowed_by_an_installed_package():
     assert [Path(file).resolve().parent for file in files] == [ROOT / name.rpartition(".")[2] for name in names]
 
 
+def test_tests_import_neither_benchmarks_nor_examples():
+    """They run both as a user does, so that either may change or go without them."""
+    for path in tracked("tests/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {name.partition(".")[0] for name in names} & {"benchmarks", "examples"}, path
+
+
 def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:
     """What a fresh interpreter has loaded after each of `modules`, imported in this order."""
     (tmp_path / "triton_python_backend_utils.py").write_text("")  # exists only inside a stub

@@ -20,10 +20,9 @@ import pytest
 import reward_functions
 import torch
 import yaml
+from random_models import random_llama, word_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.processes import SERVED
-from benchmarks.workload import random_llama, word_tokenizer
 from rlhf_triton.actor.data.rollout import Prompt
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.engine import Generation
@@ -93,7 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
-    served = {**SERVED, "model": str(models / "critic"), "token_budget": 1024}
+    served = {"model": str(models / "critic"), "workers": 1, "threads": 1, "token_budget": 1024}
     generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
     return {
         "run": {"dir": str(folder / "run")},
