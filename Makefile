@@ -2,13 +2,15 @@
 # constraints.txt or pyproject.toml changed.
 PYTHON ?= python3
 SEED ?= 0
-DEVICE_TESTS ?= tests/device tests/actor tests/python_backend tests/trainer tests/learning
+DEVICE_TESTS ?= tests/device tests/actor tests/trainer tests/python_backend/test_models.py \
+	tests/python_backend/test_tensor_parallel.py tests/python_backend/test_published_heads.py::$(PUBLISHED)
+PUBLISHED := test_a_published_shape_scores_by_its_formula_and_a_damaged_one_never_otherwise
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl test-judge test-vllm test-monitoring check check-deploy format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl trl-environment test-vllm check check-deploy format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -31,8 +33,8 @@ test: $(INSTALLED)
 test-all: $(INSTALLED_RLVR) test-device
 	$(PYTEST) -n 2 --dist worksteal
 
-# tests/device, and the tests that take a path of their own on a card, on simulated cards (tests/support/simulated_cuda).
-# Needs g++.
+# On simulated cards (tests/support/simulated_cuda): each code path that differs there once. Of actor and trainer, the
+# tests marked `device`. Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \
@@ -60,17 +62,8 @@ crash: $(INSTALLED)
 fuzz: $(INSTALLED)
 	FUZZ_ROUNDS=$${FUZZ_ROUNDS:-20} $(PYTEST) -s tests/fuzz
 
-# Installs TRL, which needs another NumPy, into an environment of its own.
-test-trl: $(INSTALLED)
+test-trl: $(INSTALLED) trl-environment
 	TRL_ENVIRONMENT=runs/trl-environment $(BIN)/python -m pytest -q tests/gateway/test_trl_run.py
-
-# Installs SmolLM2 (JUDGE_MODEL=FOLDER: another model) into runs/, which `transformers serve` then serves.
-test-judge: $(INSTALLED)
-	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_rewards.py -k real_judge
-
-# Needs prometheus and promtool on the PATH (Debian: `apt install prometheus`): alerts and dashboard on real runs.
-test-monitoring: $(INSTALLED)
-	RLHF_PROMETHEUS=$$(dirname "$$(command -v prometheus)") $(BIN)/python -m pytest -q tests/deploy/test_monitoring.py
 
 # Installs the CPU build of vLLM, which needs Python 3.11 or newer and other packages than ours, into runs/.
 test-vllm: $(INSTALLED)
@@ -117,4 +110,13 @@ $(INSTALLED): constraints.txt pyproject.toml
 # Apart from the rest: one of its packages has no wheel, so it needs a C compiler and Python's headers.
 $(INSTALLED_RLVR): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[rlvr]'
+	@touch $@
+
+# TRL needs another NumPy, so it has an environment of its own, also for `bench trl`; PPO is in an older TRL beside it.
+trl-environment: runs/trl-environment/complete
+
+runs/trl-environment/complete: benchmarks/trl_requirements.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	$(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/trl-ppo trl==1.12.0
 	@touch $@

@@ -5,6 +5,7 @@ yields its numbers as soon as it has them. Without a GPU the same parts run on t
 """
 
 import argparse
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -23,16 +24,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.measurement import Option, Record, Result, Target, peak_rss_bytes, timed
-from benchmarks.workload import SIZES, make_checkpoint, make_trace, noise_payload, trace_lengths, trace_tokenizer
+from benchmarks.measuring import (
+    FREE_PORTS,
+    SIZES,
+    Record,
+    closed_loop,
+    make_checkpoint,
+    make_trace,
+    running_triton,
+    some_of,
+    timed,
+)
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import padded, rows_of
+from rlhf_triton.actor.data.sample import padded
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
@@ -42,25 +54,26 @@ from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import copy_checkpoint, initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire import contract
+from rlhf_triton.wire.training_payload import TrainPayload
 
 ROOT = Path(__file__).resolve().parents[1]
 HUGE = "8b"
-HUGE_GIB = 40  # of the card's memory, and of disk space, with which the largest model is measured
+HUGE_GIB = 40  # of the GPU's memory, and of disk space, with which the largest model is measured
+LLAMA_3 = {
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+}
 IN_FLIGHT = 64
-ROUNDS = 16  # of as many requests, to measure throughput
 REPLY_S = 60.0
 FP32_ERROR = 1e-3  # standard deviations of the scores
 MOST_BF16_ERROR = 2.0  # times transformers' own
 MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
-BAD_EVERY = 8  # requests
 PROMPT = 96  # tokens
 LORA = {"lora_rank": 16, "gradient_checkpointing": True}
-Found = Iterator[Target]
-
-
-BAD = MISSED, FAILED, TIMED_OUT = "OUTSIDE ITS LIMITS", "FAILED", "TIMED OUT"
-SMALL_RUN = "tiny models, as without a GPU or with `--quick`: **its speeds say nothing about a real card**"
-
+SMALL_RUN = "tiny models: its speeds say nothing about a real GPU"
 PARTS = {  # functions of this module, and the most seconds of each
     "environment": 60,
     "device_tests": 120,
@@ -69,22 +82,47 @@ PARTS = {  # functions of this module, and the most seconds of each
     "tritonserver": 60,
     "swap": 60,
     "ppo_step": 90,
-    "mixed_requests": 60,
-}
-OPTIONS = {
-    "device": Option("auto", "cuda, cpu, or auto: cuda if there is a GPU", known=("auto", "cuda", "cpu")),
-    "parts": Option(list(PARTS), f"any of {', '.join(PARTS)}", known=PARTS),
-    "minutes": Option(8.0, "time for all parts together; what is left then is skipped", quick=24.0),
 }
 
 
-def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Run the parts one after the other."""
+@dataclass(frozen=True)
+class Number:
+    """A measured number and the limits within which it should lie; without limits, it is only reported."""
+
+    name: str
+    value: float | None
+    """None: not measured, for the reason in `detail`."""
+    low: float | None = None
+    high: float | None = None
+    detail: str = ""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is below `low` or above `high`."""
+        if self.value is None:
+            return False
+        return (self.low is not None and self.value < self.low) or (self.high is not None and self.value > self.high)
+
+
+Found = Iterator[Number]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU")
+    add("--parts", type=some_of(PARTS), default=list(PARTS), help=f"any of {', '.join(PARTS)}")
+    add("--minutes", type=float, default=8.0, help="time for all parts together; what is left then fails")
+    add("--quick", action="store_true", help="tiny models: only shows that everything works")
+
+
+def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]]:
+    """Run the parts one after the other; return their numbers."""
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     small = settings.quick or device == "cpu"
-    record.result |= {"device": device, "note": SMALL_RUN if small else ""}
+    rows = []
     end = time.monotonic() + 60 * settings.minutes
     with tempfile.TemporaryDirectory() as scratch:
         job = {"device": device, "small": small, "scratch": scratch}
@@ -92,7 +130,10 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             limit_s = min((3 if small else 1) * PARTS[name], end - time.monotonic())
             sample = run_part(name, job, limit_s, record.out / f"{name}.log")
             record.add(sample)
-            record.say(f"{name}: {' '.join([sample['state'], *sample['why'].splitlines()[-1:]])}")
+            record.say(f"{name}: {sample['state']} {sample['why']}")
+            record.has_failed |= sample["state"] != "passed"
+            rows += rows_of(sample, SMALL_RUN if small else "")
+    return rows
 
 
 def run_part(name: str, job: Mapping[str, Any], limit_s: float, log: Path) -> dict[str, Any]:
@@ -101,56 +142,36 @@ def run_part(name: str, job: Mapping[str, Any], limit_s: float, log: Path) -> di
     found.unlink(missing_ok=True)
     start = time.monotonic()
     child = Child(name, ["benchmarks.gpu", name, json.dumps(job), str(found)], log, {})
+    state = "passed"
     why = ""
     try:
-        state = FAILED if child.process.wait(max(0.0, limit_s)) else "passed"
+        if child.process.wait(max(0.0, limit_s)):
+            state = "FAILED"
+            why = child.obituary()
     except subprocess.TimeoutExpired:
-        state, why = TIMED_OUT, f"it did not end within {limit_s:.0f} s"
+        state = "TIMED OUT"
+        why = f"it did not end within {limit_s:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
         child.process.wait()
-    rows = read_jsonl(found)
-    if state == FAILED:
-        why = child.obituary()
-    elif state == "passed":
-        state, why = judged(rows)
-    return {"part": name, "state": state, "why": why, "seconds": time.monotonic() - start, "rows": rows}
+    numbers = read_jsonl(found)
+    if state == "passed" and any(Number(**number).is_outside for number in numbers):
+        state = "OUTSIDE ITS LIMITS"
+    return {"part": name, "state": state, "why": why, "seconds": time.monotonic() - start, "numbers": numbers}
 
 
-def judged(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the state of a part that has ended well, by its numbers, and why it was skipped."""
-    verdicts = {Target(**row).verdict for row in rows}
-    if "miss" in verdicts:
-        return MISSED, ""
-    return ("skipped", str(rows[0]["detail"])) if verdicts == {"not measured"} else ("passed", "")
-
-
-def summarise(result: Result) -> list[dict[str, Any]]:
-    """Return each part's state and time, and the last line of what went wrong."""
-    return [
-        {
-            "part": sample["part"],
-            "state": sample["state"],
-            "seconds": sample["seconds"],
-            "why": "".join(sample["why"].splitlines()[-1:]),
-        }
-        for sample in result["samples"]
+def rows_of(sample: Mapping[str, Any], note: str) -> list[dict[str, Any]]:
+    """Return a row for the part as a whole, and one for each of its numbers."""
+    why = sample["why"].splitlines()[-1:] or [note]
+    rows = [
+        {"part": sample["part"], "": sample["state"], "number": "seconds", "value": sample["seconds"], "of": why[0]}
     ]
-
-
-def targets(result: Result) -> list[Target]:
-    """Return all numbers, those without limits included."""
-    return [
-        Target(**{**row, "name": f"{sample['part']}: {row['name']}"})
-        for sample in result["samples"]
-        for row in sample["rows"]
-    ]
-
-
-def has_failed(result: Result) -> bool:
-    """Return whether a part has failed or taken too long, or a number lies outside its limits."""
-    return any(sample["state"] in BAD for sample in result["samples"])
+    for number in sample["numbers"]:
+        limits = {"at least": number["low"], "at most": number["high"], "of": number["detail"]}
+        state = "OUTSIDE" if Number(**number).is_outside else ""
+        rows.append({"part": "", "": state, "number": number["name"], "value": number["value"], **limits})
+    return rows
 
 
 @dataclass(frozen=True)
@@ -163,8 +184,6 @@ class Job:
     """Whether to use tiny models."""
     scratch: str
     """Folder for checkpoints, which all parts share."""
-    tests: str = "tests/device"
-    """Arguments of pytest, which runs the tests of the device code."""
 
     def config(
         self,
@@ -193,7 +212,7 @@ class Job:
         return RunConfig.model_validate(
             {
                 "run": {"dir": folder / "run", "share_cards": True},
-                "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
+                "server": FREE_PORTS,
                 "reward": {"model": folder / "reward", **scoring},
                 "critic": {"model": folder / "critic", **scoring},
                 "trainer": {"global_batch_size": rows, **training},
@@ -213,7 +232,7 @@ class Job:
     @property
     def num_scored(self) -> int:
         """Number of requests with which scoring is measured."""
-        return IN_FLIGHT * (2 if self.small else ROUNDS)
+        return IN_FLIGHT * (2 if self.small else 16)
 
     def dense_rate(self) -> float:
         """Return the operations per second of a large bfloat16 matrix product of random numbers."""
@@ -224,13 +243,14 @@ class Job:
 
 def make_checkpoints(model: str, folder: Path, device: str) -> None:
     """Write a reward model with random weights, and unless it is huge a policy and a critic of the reward's weights."""
-    make_checkpoint(SIZES[model], folder / "reward", "reward", device=device)
+    shape: dict[str, Any] = {} if model == "tiny" else {**LLAMA_3, "tie_word_embeddings": model != HUGE}
+    make_checkpoint("reward", model, folder / "reward", device=device, **shape)
     if model == HUGE:
         return
-    make_checkpoint(SIZES[model], folder / "policy", "policy", device=device)
+    make_checkpoint("policy", model, folder / "policy", device=device, **shape)
     (folder / "critic").mkdir()
     save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
-    trace_tokenizer().save_pretrained(folder / "critic")
+    AutoTokenizer.from_pretrained(folder / "reward").save_pretrained(folder / "critic")
 
 
 def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
@@ -241,48 +261,47 @@ def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
     return PPOBatch(tokens, lengths, weights, weights, zeros, None, weights, zeros, zeros, None)
 
 
-def reset_peak(device: str) -> int:
-    """Set the peak of `peak_bytes` to what is allocated now; return that."""
-    if device == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")
-        return peak_rss_bytes()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
+    """Return a training payload of the rows, with random targets and a mask of ones."""
+    generator = np.random.default_rng(0)
+    lengths = np.asarray([row.size for row in rows], np.int64)
+    count = int(lengths.sum()) - len(rows)
+    returns, prev_values = (generator.normal(size=count).astype(np.float32) for _ in range(2))
+    return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def peak_bytes(device: str) -> int:
-    """Return the largest memory of this process: that of its tensors on a GPU, or all of it on the CPU."""
-    return peak_rss_bytes() if device == "cpu" else torch.cuda.max_memory_allocated(device)
+def reset_peak(job: Job) -> int:
+    """Set the GPU's peak of allocated memory to what is allocated now; return that."""
+    if job.device == "cpu":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def environment(job: Job) -> Found:
     """The device's rates at best."""
-    yield Target("GPUs", torch.cuda.device_count())
+    yield Number("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
         card = torch.cuda.get_device_properties(0)
-        yield Target("memory, GiB", card.total_memory / 2**30, detail=f"{card.name}, CUDA {torch.version.cuda}")
-    yield Target("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
-    one = torch.zeros(1, device=job.device)
-    kernels = min(timed(lambda: [one.add_(1) for _ in range(1000)][-1].item())[0] for _ in range(3))
-    yield Target("a small kernel, mean of 1,000, us", kernels * 1e3)
+        yield Number("memory, GiB", card.total_memory / 2**30, detail=f"{card.name}, CUDA {torch.version.cuda}")
+    yield Number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
 
 
 def device_tests(job: Job) -> Found:
     """The tests of the device code."""
     if job.device == "cpu":
-        yield Target("skipped", None, detail="there is no GPU")
+        yield Number("skipped", None, detail="there is no GPU")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *job.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/device"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     print(done.stdout)
-    yield Target("exit status of pytest", done.returncode, None, 0, done.stdout.splitlines()[-1])
+    yield Number("exit status of pytest", done.returncode, None, 0, done.stdout.splitlines()[-1])
 
 
 def served_score(job: Job) -> Found:
     """Served scores against transformers' own."""
-    from transformers import AutoModelForSequenceClassification
-
-    rows, folder = make_trace(IN_FLIGHT), job.config().reward.model
+    rows = make_trace(IN_FLIGHT)
+    folder = job.config().reward.model
 
     @torch.no_grad()
     def direct(dtype: torch.dtype) -> np.ndarray:
@@ -295,9 +314,9 @@ def served_score(job: Job) -> Found:
         with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
     own, bf16, fp32 = (float(np.abs(found - exact).max() / exact.std()) for found in scores)
-    yield Target("float32: error of served scores", fp32, None, FP32_ERROR)
-    yield Target("bfloat16: error of transformers' own scores", own)
-    yield Target("bfloat16: error of served scores, times that", bf16 / own, None, MOST_BF16_ERROR)
+    yield Number("float32: error of served scores", fp32, None, FP32_ERROR)
+    yield Number("bfloat16: error of transformers' own scores", own)
+    yield Number("bfloat16: error of served scores, times that", bf16 / own, None, MOST_BF16_ERROR)
 
 
 def scoring(job: Job) -> Found:
@@ -305,7 +324,7 @@ def scoring(job: Job) -> Found:
     rows = make_trace(job.num_scored)
     for model in ["tiny"] if job.small else ["1b", HUGE]:
         if model == HUGE and torch.cuda.mem_get_info()[0] < HUGE_GIB << 30:
-            yield Target(model, None, detail=f"skipped: needs {HUGE_GIB} GiB of the card's memory")
+            yield Number(model, None, detail=f"skipped: needs {HUGE_GIB} GiB of the card's memory")
             continue
         config = job.config(model, algorithm="reinforce++")
         with served(config, contract.REWARD_MODEL, contract.REWARDS) as send, ThreadPoolExecutor(IN_FLIGHT) as threads:
@@ -318,27 +337,34 @@ def scoring(job: Job) -> Found:
 def tritonserver(job: Job) -> Found:
     """Scoring by a real tritonserver."""
     if importlib.util.find_spec("pytriton") is None or np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-        yield Target("skipped", None, detail="needs nvidia-pytriton, whose wheel has a tritonserver, and numpy<2")
+        yield Number("skipped", None, detail="needs nvidia-pytriton, whose wheel has a tritonserver, and numpy<2")
         return
-    from benchmarks.processes import running_triton
-    from benchmarks.scoring import Cell, measure_server
-
     config = job.config(algorithm="reinforce++")
     with running_triton(config) as server:
-        measured = measure_server(Cell(1, IN_FLIGHT, job.num_scored), urls=[server.section.http_url], pids=[])
-        yield from _speed(job, config.reward.model.parent.name, measured["seconds"])
+        seconds = asyncio.run(_closed_loop(server.section.http_url, make_trace(job.num_scored)))
+    yield from _speed(job, config.reward.model.parent.name, seconds)
+
+
+async def _closed_loop(url: str, rows: list[np.ndarray]) -> float:
+    """Return the seconds that requests of one row take, after a warm-up."""
+    from benchmarks.scoring import to_triton
+
+    requests = [[row] for row in rows]
+    async with to_triton(url, 0) as send:
+        await closed_loop(send, requests[:IN_FLIGHT], IN_FLIGHT)
+        seconds, _, _ = await closed_loop(send, requests, IN_FLIGHT)
+    return seconds
 
 
 def _speed(job: Job, model: str, seconds: float) -> Found:
     """Yield tokens/s and, on a GPU, the share of its dense rate that is useful; half of causal attention is."""
-    lengths = trace_lengths(job.num_scored)
-    yield Target(f"{model}: tokens/s", lengths.sum() / seconds)
+    lengths = np.asarray([row.size for row in make_trace(job.num_scored)])
+    yield Number(f"{model}: tokens/s", lengths.sum() / seconds)
     if job.device == "cuda":
-        size = SIZES[model]
-        layers, width, feed_forward = size.layers, size.width, size.feed_forward
+        layers, width, feed_forward = SIZES[model]
         weights = layers * width * (2.5 * width + 3 * feed_forward)  # a quarter as many heads for keys and values
         operations = 2.0 * weights * lengths.sum() + 2.0 * layers * width * (lengths**2).sum()
-        yield Target(f"{model}: share of the dense rate", operations / seconds / job.dense_rate())
+        yield Number(f"{model}: share of the dense rate", operations / seconds / job.dense_rate())
 
 
 def swap(job: Job) -> Found:
@@ -357,20 +383,21 @@ def swap(job: Job) -> Found:
             return list(threads.map(lambda row: timed(lambda: send([row])), make_trace(32)))
 
         replies()
-        quiet, before = replies(), reset_peak(job.device)
+        quiet = replies()
+        before = reset_peak(job)
         start = time.perf_counter()
         store.set_current(version)
         during = replies()
         while during[-1][1][contract.WEIGHTS_VERSION][0, 0] != version:
             during += replies()
-        yield Target("published to served, s", time.perf_counter() - start)
-    yield Target("slowest request before it, ms", 1e3 * max(seconds for seconds, _ in quiet))
-    yield Target("slowest request during the swap, ms", 1e3 * max(seconds for seconds, _ in during))
+        yield Number("published to served, s", time.perf_counter() - start)
+    yield Number("slowest request before it, ms", 1e3 * max(seconds for seconds, _ in quiet))
+    yield Number("slowest request during the swap, ms", 1e3 * max(seconds for seconds, _ in during))
     if job.device == "cuda":
         weights = (config.critic.model / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
-        more = (peak_bytes(job.device) - before) / weights
+        more = (torch.cuda.max_memory_allocated() - before) / weights
         limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
-        yield Target("most memory beside the served version, times its weights", more, None, limit)
+        yield Number("most memory beside the served version, times its weights", more, None, limit)
 
 
 def ppo_step(job: Job) -> Found:
@@ -383,17 +410,18 @@ def ppo_step(job: Job) -> Found:
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
-    found: dict[str, Target] = {}
+    found: dict[str, Number] = {}
 
     def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        reset_peak(job.device)
+        reset_peak(job)
         # `item` waits for the kernels that are still queued.
         seconds, (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
-        found[name] = Target(f"{name}, s", seconds, detail=f"peak {peak_bytes(job.device) / 2**30:.1f} GiB")
+        peak = f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if job.device == "cuda" else ""
+        found[name] = Number(f"{name}, s", seconds, detail=peak)
         return result
 
     for _ in range(2):
-        samples = rows_of(phase("generation", policy.generate, prompts, seed=0))
+        samples = [row for (row,) in phase("generation", policy.generate, prompts, seed=0)]
         rows = [sample.tokens for sample in samples]
         phase("rewards", reward.score, rows)
         phase("values", critic_update.critic.values, rows)
@@ -403,78 +431,35 @@ def ppo_step(job: Job) -> Found:
         batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
     yield from found.values()
-    tokens, new = sum(map(len, rows)), sum(int(sample.sampled.sum()) for sample in samples)
-    whole = sum(target.value or 0.0 for target in found.values())
-    yield Target("all of them, s", whole, detail=f"{num_rows} rows, {tokens} tokens, {new} of them generated")
-    yield Target("decoding, tokens/s", new / (found["generation"].value or 1.0), detail=f"{num_rows} responses at once")
-    yield Target("critic's loss", report.loss_mean, 1e-6)
-    yield Target("norm of the policy's gradient", metrics["train_optim/grad_norm"], 1e-6)
-
-
-def mixed_requests(job: Job) -> Found:
-    """Good and bad requests, many at a time."""
-    pool, count = make_trace(IN_FLIGHT), 200 if job.small else 1000
-    chosen = [[i * 7 % IN_FLIGHT, *range(i % 4)] for i in range(count)]  # rows of each request
-    requests = [inputs_of([pool[k] for k in rows]) for rows in chosen]
-    for i in range(0, count, 5):
-        texts = [" ".join(f"w{token}" for token in pool[k]).encode() for k in chosen[i]]
-        requests[i] = {contract.SENTENCES: np.asarray(texts, np.object_)[:, None]}
-    for i in range(0, count, BAD_EVERY):
-        bad = bad_requests(pool[chosen[i][0]])
-        requests[i] = bad[i // BAD_EVERY % len(bad)]
-    with (
-        served(job.config(dtype="float32"), contract.REWARD_MODEL, contract.REWARDS) as send,
-        ThreadPoolExecutor(16) as threads,
-    ):
-        alone = np.concatenate([send([row])[contract.REWARDS] for row in pool])
-        replies = list(threads.map(send, requests))
-    good = {i: reply for i, reply in enumerate(replies) if i % BAD_EVERY and isinstance(reply, dict)}
-    refused = sum("INVALID_ARG" in reply for reply in replies[::BAD_EVERY])
-    yield Target("good requests with scores", len(good), sum(i % BAD_EVERY > 0 for i in range(count)))
-    yield Target("bad requests refused as invalid", refused, len(replies[::BAD_EVERY]))
-    error = max(np.abs(reply[contract.REWARDS] - alone[chosen[i]]).max() for i, reply in good.items()) / alone.std()
-    yield Target("largest difference from the row scored alone", float(error), None, FP32_ERROR)
-
-
-def bad_requests(row: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """Return requests that a server must refuse, made of a good row."""
-    tokens = row[None]
-    return [
-        inputs_of([np.append(row, 10_000_000)]),  # outside the vocabulary
-        inputs_of([np.append(row, -1)]),
-        inputs_of([np.full(100_000, 3)]),  # more than the model's positions
-        {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[0]])},
-        {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size + 1]])},
-        {contract.TOKENS: tokens.astype(np.float32)},
-        {contract.TOKENS: tokens[:0]},
-        {contract.SENTENCES: np.asarray([[b"\xff"]], np.object_)},
-    ]
-
-
-def inputs_of(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the inputs of a request with these token rows."""
-    lengths = np.asarray([[row.size] for row in rows])
-    tokens = padded_rows(rows, int(lengths.max()), np.int64)
-    return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: lengths}
+    tokens = sum(map(len, rows))
+    new = sum(int(sample.sampled.sum()) for sample in samples)
+    whole = sum(number.value or 0.0 for number in found.values())
+    yield Number("all of them, s", whole, detail=f"{num_rows} rows, {tokens} tokens, {new} of them generated")
+    yield Number("decoding, tokens/s", new / (found["generation"].value or 1.0), detail=f"{num_rows} responses at once")
+    yield Number("critic's loss", report.loss_mean, 1e-6)
+    yield Number("norm of the policy's gradient", metrics["train_optim/grad_norm"], 1e-6)
 
 
 @contextlib.contextmanager
 def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[Any], Any]]:
     """Load a served model into this process as the project's tests do, with their stand-in for Triton's module.
 
-    Yields a function that sends a request, given as token rows or inputs by name, and returns the outputs by name, or
-    the error of a request that was refused. It may be called from any thread.
+    Yields a function that sends token rows and returns the outputs by name. It may be called from any thread.
     """
     os.environ.setdefault("TRITON_SERVER_VERSION", "none")  # the wheel's tritonserver refuses NumPy 2, the stand-in not
     sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "stub")]
     make = importlib.import_module("triton_python_backend_utils").Request
     with importlib.import_module("served_model").served_model(config, name, model_instance_device_id="0") as model:
 
-        def send(sent: Any) -> Any:
-            request = make(sent if isinstance(sent, dict) else inputs_of(sent), outputs)
+        def send(rows: Sequence[np.ndarray]) -> Any:
+            lengths = np.asarray([[row.size] for row in rows])
+            tokens = padded_rows(rows, int(lengths.max()), np.int64)
+            request = make({contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: lengths}, outputs)
             model.execute([request])
             reply = request.responses.get(timeout=REPLY_S)
-            return reply.outputs if reply.error is None else reply.error
+            if reply.error is not None:
+                raise RlhfError(reply.error)
+            return reply.outputs
 
         yield send
 

@@ -10,7 +10,6 @@ RlhfError                    the user can fix it; the message names what is wron
   FunctionError              a reward function, loss or advantage
   BadOption                  an option of one
   BadScore                   what a reward function returned
-    NoVerdict                what a judge returned
     BadEnvironment           what an environment returned or raised
   BadGroup                   the group of a row
   WorkerDied                 the process of a reward function or of environments

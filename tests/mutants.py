@@ -59,9 +59,9 @@ def copy_tree(target: Path) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
     for name in names:
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # links: rlhf_triton has some to folders
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
 
 
 def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int, str]:

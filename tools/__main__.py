@@ -1,10 +1,10 @@
-"""Entry point of `rlhf-triton <command>` and `rlhf-triton <command>`; imports only the chosen command's module.
+"""Entry point of `rlhf-triton <command>`; imports only the chosen command's module.
 
 Exit codes of all commands: 0, done; 1, a check found something; 2, wrong arguments or another error; 130, interrupted.
 """
 
 import difflib
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "report": (
         "rlhf_triton.tools.report.page",
-        "write the page of a run, or of several side by side; --follow while they run",
+        "write the page of a run, also while it runs",
     ),
     "doctor": ("rlhf_triton.tools.doctor", "check the machine, a configuration and its server, with remedies"),
     "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
@@ -48,8 +48,6 @@ COMMANDS = {
 
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
 EXTRAS = {"gateway": "gateway", "serve": "serve"}  # of pyproject.toml, that a command needs; `train` has all
 COMPUTING = ("tokenizers", "torch", "transformers")
 
@@ -70,11 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     module = COMMANDS[name][0]
-    # Neither the wheel nor the image contains the package `benchmarks`; a checkout does, also an editable one,
-    # whose installed packages do not include it.
-    sys.path.append(str(ROOT))
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        print(f"error: {name} needs a checkout of the project; run it from the root of the checkout", file=sys.stderr)
+    is_checkout = (ROOT / "benchmarks").is_dir()
+    if is_checkout and name == "bench":  # this checkout's, whatever else is called so
+        sys.path.insert(0, str(ROOT))
+    elif is_checkout:  # `examples` is no part of the installed package
+        sys.path.append(str(ROOT))
+    elif name == "bench":
+        print("error: bench needs a checkout of the project; run it from the root of the checkout", file=sys.stderr)
         return 2
     sys.argv = [f"{program} {name}", *arguments]  # the command's `main` parses sys.argv
     try:

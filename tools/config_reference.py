@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:  # as a file: the package beside it, not the installed one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from rlhf_triton.checkpoints.heads import FORMS
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES

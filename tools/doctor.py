@@ -4,7 +4,6 @@ Only the standard library is imported here: the packages may be what is broken.
 """
 
 import argparse
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -14,13 +13,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.checks import Finding, Level, failed, found_by, warning
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.tools.server.triton_home import find_tritonserver, libpython_dir, usage
 
@@ -37,7 +35,6 @@ PACKAGES = {  # what every run needs: distribution -> module
     "PyYAML": "yaml",
     "Jinja2": "jinja2",
     "psutil": "psutil",
-    "rich": "rich",
     "matplotlib": "matplotlib",
     "tensorboard": "tensorboard",
 }
@@ -47,54 +44,6 @@ MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB
 MIN_DISK = GIB
 MIN_FILES, ENOUGH_FILES = 256, 4096
 LARGE_SKEW_S = 5.0
-
-
-class Level(Enum):
-    """How serious a finding is; the value is what the report prints."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "FAILED"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    text: str
-    """What was found; of a problem, also what to do."""
-    level: Level = Level.OK
-
-    def __str__(self) -> str:
-        first, *others = self.text.splitlines() or [""]
-        return "\n".join([f"{self.level.value:<8} {self.name:<16} {first}", *(f"{'':<26}{line}" for line in others)])
-
-
-Check = Callable[[], Iterable[Finding]]
-
-
-def failed(name: str, text: str) -> Finding:
-    """Return the finding of a problem that keeps a run from working."""
-    return Finding(name, text, Level.FAILED)
-
-
-def warning(name: str, text: str) -> Finding:
-    """Return the finding of something that works but may not last."""
-    return Finding(name, text, Level.WARNING)
-
-
-def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
-    """Run each named check and yield what it finds; one that raises is a failed check, and the others still run."""
-    for name, check in checks:
-        try:
-            yield from check()
-        except RlhfError as error:
-            yield failed(name, str(error))
-        except OSError as error:
-            yield failed(name, reason_of(error))
-        except Exception as error:  # a broken package may raise anything where it is imported
-            yield failed(name, f"{type(error).__name__}: {error}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,30 +64,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
     """Check the machine and, if `path` is given, the configuration and its server; yield what is found."""
-    installed = [*run_checks([("python", python), ("packages", packages)])]
+    installed = [*found_by("python", python), *found_by("packages", packages)]
     yield from installed
-    checks = {"devices": devices, "shared memory": shared_memory, "open files": open_files}
-    yield from run_checks(checks.items())
-    further: dict[str, Check] = {
-        "tritonserver": functools.partial(tritonserver, None),
-        "disk": functools.partial(disk, Path("runs"), 0),
-    }
-
-    def configuration() -> Iterator[Finding]:
-        """Load the configuration, and check further what it says."""
-        # Imported here, because they need the packages that were checked above.
-        checks = importlib.import_module("rlhf_triton.tools.preflight")
-        config = importlib.import_module("rlhf_triton.config").load_config(path, overrides)
-        further["tritonserver"] = functools.partial(tritonserver, config.server.tritonserver)
-        further["disk"] = functools.partial(disk, config.run.dir, checks.disk_bytes(config))
-        further.update({name: functools.partial(check, config) for name, check in checks.CHECKS.items()})
-        yield Finding("configuration", f"{path}: run {config.run.identity} in {config.run.dir}")
-
+    yield from found_by("devices", devices)
+    yield from found_by("shared memory", shared_memory)
+    yield from found_by("open files", open_files)
     if path is not None and any(each.level is Level.FAILED for each in installed if each.name in PACKAGES):
         yield warning("configuration", "not checked: install the packages above first")
-    elif path is not None:
-        yield from run_checks([("configuration", configuration)])
-    yield from run_checks(further.items())
+        path = None
+    loaded: list[Any] = []
+    if path is not None:
+        yield from found_by("configuration", _loaded, path, overrides, loaded)
+    if not loaded:
+        yield from found_by("tritonserver", tritonserver, None)
+        yield from found_by("disk", disk, Path("runs"), 0)
+        return
+    (config,) = loaded
+    checks = importlib.import_module("rlhf_triton.tools.preflight")  # needs the packages that were checked above
+    yield from found_by("tritonserver", tritonserver, config.server.tritonserver)
+    yield from found_by("disk", disk, config.run.dir, checks.disk_bytes(config))
+    for check in checks.CHECKS:
+        if "doctor" in check.when:
+            yield from found_by(check.name, check.find, config)
+
+
+def _loaded(path: Path, overrides: Sequence[str], loaded: list[Any]) -> Iterator[Finding]:
+    """Load the configuration into `loaded`."""
+    config = importlib.import_module("rlhf_triton.config").load_config(path, overrides)
+    loaded.append(config)
+    yield Finding("configuration", f"{path}: run {config.run.identity} in {config.run.dir}")
 
 
 def python() -> Iterator[Finding]:

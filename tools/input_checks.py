@@ -28,7 +28,7 @@ from rlhf_triton.checkpoints.tokenization import (
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.rewards.function import MESSAGES_KEY
-from rlhf_triton.tools.doctor import Finding, warning
+from rlhf_triton.tools.checks import Finding, warning
 from rlhf_triton.wire.chats import (
     PROBE,
     TEMPLATE_COLUMNS,

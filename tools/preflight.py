@@ -1,4 +1,4 @@
-"""Checks of a configuration, for `rlhf-triton run`, which refuses to start, and `doctor`; and of a running server.
+"""The checks of a configuration: `rlhf-triton run` and `serve` do not start if one fails, `doctor` prints all.
 
 Reads, renders and tokenises the first rows of the prompt files, calls each reward function once, in a worker as on the
 server, on the first prompt of the run, and starts a worker of the environment.
@@ -25,6 +25,7 @@ from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environ
 from rlhf_triton.actor.run.row_limits import REPLY, check_lengths, check_renderings
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
 from rlhf_triton.config.required_files import check_files, has_chat_template, missing_gpus, tokenizer_folder
@@ -35,16 +36,14 @@ from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY,
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
-from rlhf_triton.tools.doctor import Finding, failed, warning
+from rlhf_triton.tools.checks import Check, Finding, Level, failed, warning
 from rlhf_triton.tools.input_checks import reward_findings, template_problem, token_findings, token_problems
-from rlhf_triton.tools.render import reward_parameters
 from rlhf_triton.tools.render_configs import render_configs
+from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
-from rlhf_triton.tools.server.tritonserver import probe
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
-from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.wire.contract import ContractError, Limits
 
 CHECKED_ROWS = 1000  # of each prompt file
@@ -283,18 +282,19 @@ def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
 
 
 def files(config: RunConfig) -> Iterator[Finding]:
-    """Check the files, reward functions and environment that the configuration names, a line for each problem."""
-    try:
-        prompts = check_run(config)
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            yield failed("files", line)
-    else:
-        yield Finding("files", "checkpoints, prompts, reward functions and environment are there")
-        if config.has_actor:
-            yield _text_prompts(config)
-            yield from reward_findings(config, prompts)
-            yield from token_findings(config)
+    """Check the files, reward functions and environment that the configuration names."""
+    prompts = check_run(config)
+    yield Finding("files", "checkpoints, prompts, reward functions and environment are there")
+    if config.has_actor:
+        yield _text_prompts(config)
+        yield from reward_findings(config, prompts)
+        yield from token_findings(config)
+
+
+def served_files(config: RunConfig) -> Iterator[Finding]:
+    """Check the files that the server alone reads."""
+    check_files(config, server=True)
+    yield Finding("files", "checkpoints and reward functions are there")
 
 
 def _text_prompts(config: RunConfig) -> Finding:
@@ -319,6 +319,11 @@ def settings(config: RunConfig) -> Iterator[Finding]:
 def devices(config: RunConfig) -> Iterator[Finding]:
     """Check that torch can use the GPUs that the configuration names."""
     yield from (failed("devices", problem) for problem in missing_gpus(config))
+
+
+def served_devices(config: RunConfig) -> Iterator[Finding]:
+    """Check that torch can use the GPUs of the served models."""
+    yield from (failed("devices", problem) for problem in missing_gpus(config, *config.served_sections))
 
 
 def rendering(config: RunConfig) -> Iterator[Finding]:
@@ -381,7 +386,7 @@ def server(config: RunConfig) -> Iterator[Finding]:
         for model in sorted(render_configs(config)):
             start = time.monotonic()
             try:
-                probe(control, model, PROBE_S)
+                control.probe(model, PROBE_S)
             except (ControlPlaneError, ServerStartError) as error:
                 text = str(error).removeprefix(f"{model}: ")
                 yield failed(model, f"{text}; the log is {config.server_dir / 'logs' / 'tritonserver.log'}")
@@ -397,14 +402,30 @@ def disk_bytes(config: RunConfig) -> int:
     return COPIES * sum(file.stat().st_size for file in files if file.exists())  # a link may dangle
 
 
-CHECKS = {
-    "settings": settings,
-    "files": files,
-    "devices": devices,
-    "rendering": rendering,
-    "server.dir": server_dir,
-    "ports": ports,
-    "monitoring": monitoring,
-    "server": server,
-}
-"""The checks of a configuration by name, in the order in which they run."""
+CHECKS = (
+    Check("settings", ("doctor",), settings),
+    Check("devices", ("doctor", "run"), devices),
+    Check("devices", ("serve",), served_devices),
+    Check("files", ("doctor", "run"), files),
+    Check("files", ("serve",), served_files),
+    Check("rendering", ("doctor",), rendering),
+    Check("server.dir", ("doctor",), server_dir),
+    Check("ports", ("doctor",), ports),
+    Check("monitoring", ("doctor",), monitoring),
+    Check("server", ("doctor",), server),
+)
+"""All checks of a configuration, in their order."""
+
+
+def check(config: RunConfig, command: str) -> list[str]:
+    """Return the warnings of the checks that `command` makes, `run` or `serve`.
+
+    Raises RlhfError with a line for each problem that the first failed check found.
+    """
+    found: list[Finding] = []
+    for each in CHECKS:
+        if command in each.when:
+            found += each.find(config)
+            if problems := [finding.text for finding in found if finding.level is Level.FAILED]:
+                raise ConfigError("\n".join(problems))
+    return [finding.text for finding in found if finding.level is Level.WARNING]

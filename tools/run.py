@@ -19,18 +19,16 @@ import psutil
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
-from rlhf_triton.config.required_files import check_devices
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import REPORTED, RlhfError
 from rlhf_triton.process import StopSignals
 from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
+from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse_or_complete, program
-from rlhf_triton.tools.input_checks import prompt_warnings
-from rlhf_triton.tools.preflight import check_run
 from rlhf_triton.tools.report.data import loading_line
-from rlhf_triton.tools.report.display import RunDisplay
+from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
@@ -57,14 +55,14 @@ class Run:
         path: Path,
         config: RunConfig,
         overrides: Sequence[str],
-        display: RunDisplay,
+        progress: RunProgress,
         signals: StopSignals,
         *,
         accepts_changes: bool,
     ) -> None:
         self._path = path
         self._overrides = list(overrides)
-        self._display = display
+        self._progress = progress
         self._signals = signals
         self._accepts_changes = accepts_changes
         self._started = time.monotonic()
@@ -81,13 +79,13 @@ class Run:
         self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
         if gpus := self.config.gpu_precisions:
-            self._display.log(f"on GPUs: {gpus}")
+            self._progress.log(f"on GPUs: {gpus}")
         changed = find_changes(self.config, accepted=self._accepts_changes)
         for line in (
             *filter(None, [effect_line(self.config)]),
             *(f"resuming with another setting: {change}" for change in describe_changes(changed)),
         ):
-            self._display.log(line)
+            self._progress.log(line)
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, changed)
         if self.config.needs_server:
@@ -96,7 +94,7 @@ class Run:
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
         if self.config.serves_critic:
-            self._display.phase("starting the critic sidecar")
+            self._progress.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
             earlier = journal.heartbeat()
             self._sidecar = Child(
@@ -107,13 +105,13 @@ class Run:
         if starts_vllm(self.config):
             self._start_vllm()
             arguments = ["--config", str(self._path), *self._overrides]
-        self._display.phase(f"training: {self.config.actor.algorithm.name}")
+        self._progress.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["rlhf_triton.actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
             self._look()
         self._actor.raise_if_failed()
         if self._sidecar is not None:
-            self._display.phase("stopping the sidecar, which writes its last checkpoint")
+            self._progress.phase("stopping the sidecar, which writes its last checkpoint")
             if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
                 raise RlhfError(self._sidecar.obituary())
         failures = max(0, self._server_failures() - failures_at_start)  # a restarted server counts from 0
@@ -122,18 +120,18 @@ class Run:
             self._report(failures)
 
     def _start_server(self) -> None:
-        self._display.phase("starting tritonserver")
+        self._progress.phase("starting tritonserver")
         with self._signals.raising():
             ensure_first_version(self.config, self._path, self._overrides)
-        log, check = self._display.log, self._signals.check
+        log, check = self._progress.log, self._signals.check
         self._supervisor = Supervisor(
             lambda: start_server(self.config, log=log, check=check), log=log, lock=lock_of_server(self.config)
         )
         check()
 
     def _start_vllm(self) -> None:
-        self._display.phase("starting vLLM")
-        self._vllm = VllmServer(self.config, log=self._display.log)
+        self._progress.phase("starting vLLM")
+        self._vllm = VllmServer(self.config, log=self._progress.log)
         self._vllm.await_ready(self._look)
         self._override(f"actor.generation.vllm.servers=[{self._vllm.url}]")
 
@@ -178,10 +176,10 @@ class Run:
 
     def _relay_messages(self, child: Child) -> None:
         for message in child.new_messages():
-            self._display.log(f"  | {child.name}: {message}")
+            self._progress.log(f"  | {child.name}: {message}")
 
     def _look_outside(self) -> None:
-        self._display.refresh()
+        self._progress.refresh()
         self._peak_rss = max(self._peak_rss, tree_rss_bytes())
         time.sleep(POLL_S)
         self._signals.check()
@@ -204,7 +202,7 @@ class Run:
         from rlhf_triton.tools.report.data import finish_run
         from rlhf_triton.tools.report.page import write_page
 
-        self._display.phase("writing the report")
+        self._progress.phase("writing the report")
         run_dir = self.config.run.dir
         run = finish_run(
             run_dir,
@@ -213,7 +211,7 @@ class Run:
             seconds_total=time.monotonic() - self._started,
         )
         write_curves(run, run_dir / "curves.png")
-        write_page([run], run_dir / "report.html")
+        write_page(run, run_dir / "report.html")
 
 
 def tree_rss_bytes() -> int:
@@ -255,8 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         if args.dry_run:
             return print_memory(config)
-        check_devices(config)
-        told = prompt_warnings(config, check_run(config))
+        told = preflight.check(config, "run")
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):
                 set_aside(config.run.dir)
@@ -274,15 +271,15 @@ def _supervise(
 ) -> int:
     """Run it to its end; `told`: warnings for the log."""
     try:
-        with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
+        with only_run(config.run.dir), RunProgress(config.run.dir, config.actor.steps) as progress:
             for line in told:
-                display.log(line)
-            run = Run(path, config, overrides, display, signals, accepts_changes=accepts_changes)
+                progress.log(line)
+            run = Run(path, config, overrides, progress, signals, accepts_changes=accepts_changes)
             try:
                 run.execute()
             except BaseException as error:
                 why = " after an error, named below" if isinstance(error, REPORTED) else ""
-                display.phase(f"stopping {run.parts}{why}")
+                progress.phase(f"stopping {run.parts}{why}")
                 with signals.raising():  # the second signal: the kernel then stops what is left, all at once
                     run.stop()
                 if why:

@@ -14,13 +14,13 @@ from pathlib import Path
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, reporting, run_parser
 from rlhf_triton.config.live_models import live_models
-from rlhf_triton.config.required_files import check_devices, check_files
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
+from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse_or_complete
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -101,8 +101,7 @@ def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) ->
     limit_access(config.run)
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
-    check_files(config, server=True)
-    check_devices(config, *config.served_sections)
+    preflight.check(config, "serve")
     if config.gpu_precisions:
         say(f"on GPUs: {config.gpu_precisions}")
     if not config.has_actor and (line := effect_line(config)):

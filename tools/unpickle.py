@@ -4,9 +4,7 @@ Its memory is limited. Reads each file with torch's weights-only loader, without
 as safetensors. Prints JSON lines: what it does (`say`), and why it gave up (`error`).
 """
 
-import itertools
 import json
-import pickletools
 import re
 import resource
 import sys
@@ -26,7 +24,6 @@ from rlhf_triton.checkpoints.tensor_file import STORED_AS, write_tensors
 from rlhf_triton.process import die_with_parent
 
 SHARD_BYTES = 5_000_000_000
-MOST_OPERATIONS = 10_000_000  # of a pickle, read for a message
 SPARE_BYTES = 512 << 20  # of the process itself, and of small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
 TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|hparams\w*|loops|callbacks")
@@ -129,17 +126,14 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 def _refusal(file: Path, error: Exception) -> str:
     # torch's own message recommends to load the file without protection.
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    foreign = (
-        [found[1]] if found else [name for name in _globals(file) if not name.startswith(("torch.", "collections."))]
-    )
-    if foreign:
+    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
         return (
-            f"{file} is refused: its pickle calls {foreign[0]}, which is no part of a tensor and could run any code; "
+            f"{file} is refused: its pickle calls {foreign[1]}, which is no part of a tensor and could run any code; "
             "if you trust the file, load it elsewhere and save its model.state_dict() alone"
         )
     limit = resource.getrlimit(resource.RLIMIT_AS)[0] / 1e6
-    reason = f"{type(error).__name__} {' '.join(str(error).split()).partition(' In PyTorch ')[0][-200:]}"
+    text = " ".join(str(error).split()).partition(" In PyTorch ")[0]
+    reason = type(error).__name__ if "weights_only" in text else f"{type(error).__name__} {text[-200:]}"
     return f"{file} is no file of tensors that torch's weights-only loader reads in {limit:,.0f} MB of memory: {reason}"
 
 
@@ -149,33 +143,6 @@ def _can_be_mapped(file: Path) -> bool:
         return False
     with zipfile.ZipFile(file) as archive:
         return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-
-
-def _globals(file: Path) -> Iterator[str]:
-    """Yield the names that a file's pickles import, without loading them; stops where it is no pickle."""
-    try:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-                with archive.open(name) as stream:
-                    yield from _imports(stream)
-            return
-        with file.open("rb") as stream:
-            while stream.peek(1):
-                yield from _imports(stream)
-    except Exception:  # process edge: a message names what was found, and the file may be damaged in any way
-        return
-
-
-def _imports(stream: Any) -> Iterator[str]:
-    texts: list[str] = []
-    for operation, argument, _ in itertools.islice(pickletools.genops(stream), MOST_OPERATIONS):
-        if operation.name in ("GLOBAL", "INST"):
-            yield str(argument).replace(" ", ".")
-        elif operation.name == "STACK_GLOBAL":
-            yield ".".join(texts[-2:])
-        elif isinstance(argument, str):
-            texts.append(argument)
 
 
 def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:

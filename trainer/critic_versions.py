@@ -3,11 +3,11 @@
 import logging
 import threading
 
+from rlhf_triton.client.control_plane import ControlPlaneError
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.control_plane import ControlPlaneError
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected

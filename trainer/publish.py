@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
+from rlhf_triton.client.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
 from rlhf_triton.config import CriticSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models
@@ -25,7 +26,6 @@ from rlhf_triton.python_backend.models.canary import canary_outputs
 from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
-from rlhf_triton.trainer.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
 from rlhf_triton.trainer.pretraining import pretrained, tokenizer_of
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version

@@ -2,8 +2,12 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # as a file: the package beside it, not the installed one
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from rlhf_triton.monitoring.metrics import TABLES, MetricSpec
 

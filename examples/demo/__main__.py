@@ -30,29 +30,30 @@ LIBRARY_ENV = {
 }
 
 
-def prepared(recipe: str, cache_dir: Path, seed: int, *, quick: bool = False) -> dict[str, Path]:
+def prepared(recipe: str, cache_dir: Path, seed: int, quick: bool) -> dict[str, Path]:
     """Prepare a recipe if needed; return {configuration key: path}. Raises RlhfError."""
     size = "-quick" if quick else ""
     seeded = f"seed-{seed}{size}"
-    if recipe in ("reasoning", "sao", "agent"):
-        out = models = reasoning.prepare(cache_dir / f"reasoning{size}", quick).root
+    if recipe == "sentences":
+        models = prompts = prepare.prepare(cache_dir / seeded, seed, quick)
     elif recipe == "chat":
-        out, models = llm.prepare(cache_dir / f"chat-{seeded}", seed, quick).root, cache_dir / llm.PRETRAINED
+        models = cache_dir / f"pretrained{size}"
+        prompts = cache_dir / f"chat-{seeded}"
+        llm.prepare(prompts, models, seed, quick)
     else:
-        out = models = prepare.prepare(cache_dir / seeded, seed, quick).root
-    trained = {"reward.model": out / "reward", "critic.model": models / "critic"}
+        models = prompts = reasoning.prepare(cache_dir / f"reasoning{size}", quick)
     if recipe == "agent":
-        out = agent.prepare(cache_dir / "agent").root
-    if recipe in ("reasoning", "agent"):
-        trained = {}
-    elif recipe == "sao":
-        trained = {"critic.model": models / "critic"}
-    return {
-        **trained,
+        prompts = agent.prepare(cache_dir / f"agent{size}", models, quick)
+    files = {
+        "reward.model": prompts / "reward",
+        "critic.model": models / "critic",
         "actor.policy.model": models / "policy",
-        "actor.prompts.path": out / "prompts.jsonl",
-        "actor.validation.prompts": out / "validation.jsonl",
+        "actor.prompts.path": prompts / "prompts.jsonl",
+        "actor.validation.prompts": prompts / "validation.jsonl",
     }
+    without = {"reasoning": ("reward.model", "critic.model"), "sao": ("reward.model",)}
+    without["agent"] = without["reasoning"]
+    return {key: file for key, file in files.items() if key not in without.get(recipe, ())}
 
 
 @reporting
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update({key: value for key, value in LIBRARY_ENV.items() if key not in os.environ})
     path = CONFIGS[arguments.recipe]
     seed = load_config(Path(path), arguments.overrides).run.seed
-    files = prepared(arguments.recipe, arguments.cache_dir, seed, quick=arguments.quick)
+    files = prepared(arguments.recipe, arguments.cache_dir, seed, arguments.quick)
     overrides = [*(f"{key}={file}" for key, file in files.items()), *arguments.overrides]
     if arguments.prepare_only:
         print("\n".join(overrides))

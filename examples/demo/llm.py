@@ -4,19 +4,26 @@ Each seed has its own folder; the pretrained models are in one folder beside the
 """
 
 import random
+import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from examples.demo.gold import gold_scorer
-from examples.demo.pretrained import PRETRAINED, Built, Log, build_once, build_pretrained, code_fingerprint
+from examples.demo.prepare import prepare as prepare_sentences
+from examples.demo.pretrained import MINILM, build_once, fetch, save_smollm2
 from rlhf_triton.store.jsonl import write_jsonl
 
-# Chat prompts of `make demo-llm`: everyday topics in a few phrasings; the held-out prompts have other topics.
+CRITIC_LAYERS = 12  # of the policy's 30
+TEMPERATURE = 0.7  # as in configs/smollm2.yaml
+NEW_TOKENS = 24
+PIECES_PER_REPLY = 3  # each sampled reply has this many times NEW_TOKENS tokens and is cut into pieces of NEW_TOKENS
+BATCH = 64
+# The encoder scores only the reply; without a template, a chat prompt would be an error.
+REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"
 
-
+# Everyday topics in a few phrasings; the held-out prompts have other topics.
 SYSTEM = "Reply in one short sentence."
 PHRASINGS = (
     "Write one sentence about {}.",
@@ -155,38 +162,47 @@ def chats(topics: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
         yield {"messages": messages, "prompt_id": f"{name}-{number:05d}"}
 
 
-# The encoder scores only the reply; without a template, a chat prompt would be an error.
-REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"
+def prepare(out_dir: Path, pretrained: Path, seed: int, quick: bool) -> None:
+    """Build `out_dir`, with `reward` and the prompt files, and `pretrained`, unless they exist. Raises RlhfError.
+
+    With `quick`, the models are tiny ones, and nothing is downloaded.
+    """
+    build_once(pretrained, lambda folder: _build_pretrained(folder, quick), quick=quick)
+    build_once(out_dir, lambda folder: _build(folder, pretrained, seed, quick), seed=seed, quick=quick)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlmRecipe:
-    """Settings of the reward model's training; `temperature` and `new_tokens` are those of configs/smollm2.yaml."""
+def _build_pretrained(root: Path, quick: bool) -> None:
+    """Write `policy` (SmolLM2), `critic` (SmolLM2's lowest layers with a zero head) and `encoder` (MiniLM)."""
+    from examples.demo.models import save_critic
+    from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
-    temperature: float = 0.7
-    new_tokens: int = 24
-    pieces_per_reply: int = 3
-    """Each sampled reply has this many times `new_tokens` tokens and is cut into pieces of `new_tokens`."""
-    num_replies: int = 384
-    num_held_out: int = 64
-    batch: int = 64
-    epochs: int = 4
-
-
-FULL = LlmRecipe()
-QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32, epochs=1)
+    quiet_transformers()
+    if quick:
+        _write_tiny_models(root)
+    else:
+        fetch(MINILM, root / "wheels").rename(root / "encoder")
+        shutil.rmtree(root / "wheels")
+        save_smollm2(root / "policy")
+    # The middle layers already encode sentiment, and without the upper ones an update takes less than half the time.
+    save_critic(root / "policy", root / "critic", num_hidden_layers=1 if quick else CRITIC_LAYERS)
 
 
-def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with `reward` and the prompt files; build it and download what it needs. Raises RlhfError."""
-    code = code_fingerprint("torch", "transformers", "tokenizers", "gguf", "vaderSentiment")
-    pretrained = build_once(out_dir.with_name(PRETRAINED), code, lambda folder: build_pretrained(folder, log), log)
-    recipe = QUICK if quick else FULL
-    fingerprint = {"seed": seed, "quick": quick, **code}
-    return build_once(out_dir, fingerprint, lambda folder: _build(folder, pretrained.root, recipe, seed, log), log)
+def _write_tiny_models(root: Path) -> None:
+    """Write the quick policy of `make demo`, and an encoder with random weights and the same tokenizer."""
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    sentences = prepare_sentences(root / "sentences", 0, quick=True)
+    shutil.move(sentences / "policy", root / "policy")
+    shutil.rmtree(sentences)
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    tokenizer.save_pretrained(root / "encoder")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(root / "policy")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(root / "encoder")
 
 
-def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log) -> dict[str, Any]:
+def _build(root: Path, pretrained: Path, seed: int, quick: bool) -> None:
     import torch
     from transformers import AutoTokenizer
 
@@ -195,39 +211,39 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
 
     torch.set_num_threads(2)
     quiet_transformers()
-    start = time.monotonic()
-    training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
+    training = list(chats(TRAINING_TOPICS, "train"))
+    held_out = list(chats(HELD_OUT_TOPICS, "validation"))
     # A run validates on the first prompts, which would otherwise share one phrasing.
     random.Random(seed).shuffle(held_out)
     write_jsonl(root / "prompts.jsonl", training)
     write_jsonl(root / "validation.jsonl", held_out)
-    texts = _sample(pretrained / "policy", root / "prompts.jsonl", recipe.num_replies, recipe, seed, log)
-    unseen = _sample(pretrained / "policy", root / "validation.jsonl", recipe.num_held_out, recipe, seed + 1, log)
+    texts = _sample(pretrained / "policy", root / "prompts.jsonl", 64 if quick else 384, seed)
+    unseen = _sample(pretrained / "policy", root / "validation.jsonl", 64, seed + 1)
     tokenizer = AutoTokenizer.from_pretrained(pretrained / "encoder")
     rows, unseen_rows = (tokenizer(part, truncation=True, max_length=128)["input_ids"] for part in (texts, unseen))
-    log(f"reward model: {len(texts)} texts, ranked by VADER")
-    score = gold_scorer()
+    print(f"reward model: {len(texts)} texts, ranked by VADER")
+    score = _length if quick else gold_scorer()
     gold = [score(text) for text in texts]
-    model = m.train_encoder(pretrained / "encoder", rows, gold, epochs=recipe.epochs, seed=seed, log=log)
+    model = m.train_encoder(pretrained / "encoder", rows, gold, epochs=4, seed=seed)
     accuracy = m.pair_accuracy(m.score_rows(model, unseen_rows), [score(text) for text in unseen])
-    log(f"reward model: pairwise accuracy {accuracy:.3f} on unseen topics")
+    print(f"reward model: pairwise accuracy {accuracy:.3f} on unseen topics")
     tokenizer.chat_template = REPLY_TEMPLATE
-    constants = m.save_reward(model, tokenizer, root / "reward", m.score_rows(model, rows))
-    seconds = time.monotonic() - start
-    log(f"prepared in {seconds:.0f} s")
-    return {"pair_accuracy": accuracy, "num_texts": len(texts), **constants, "seconds": seconds}
+    m.save_reward(model, tokenizer, root / "reward", m.score_rows(model, rows))
 
 
-def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
+def _length(text: str) -> float:
+    """Return a gold score for tiny models, which write no English."""
+    return len(text) / 100.0
+
+
+def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> list[str]:
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
     from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
     from rlhf_triton.actor.policy.policy import Policy
     from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
 
     generation = GenerationSection(
-        max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply,
-        temperature=recipe.temperature,
-        batch_size=recipe.batch,
+        max_new_tokens=NEW_TOKENS * PIECES_PER_REPLY, temperature=TEMPERATURE, batch_size=BATCH
     )
     longest = PromptsSection().max_tokens
     settings = PolicySection(model=policy_folder, lora_rank=1)
@@ -236,17 +252,18 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
     known = read_prompts(prompts_file, PromptReader(policy.tokenizer, longest))
     epochs = range(0, number, len(known))
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
-    texts, start = [], time.monotonic()
-    for done in range(0, number, recipe.batch):
-        for (sample,) in policy.generate(prompts[done : done + recipe.batch], seed=seed + done):
-            texts += _pieces(policy.tokenizer, sample.tokens[sample.sampled].tolist(), recipe.new_tokens)
-        share, seconds = min(1.0, (done + recipe.batch) / number), time.monotonic() - start
-        log(f"sampling replies: {share:4.0%}  {seconds:.0f} s, {seconds / share - seconds:.0f} s to go")
+    texts = []
+    start = time.monotonic()
+    for done in range(0, number, BATCH):
+        for (sample,) in policy.generate(prompts[done : done + BATCH], seed=seed + done):
+            texts += _pieces(policy.tokenizer, sample.tokens[sample.sampled].tolist())
+        share = min(1.0, (done + BATCH) / number)
+        print(f"sampling replies: {share:4.0%}  {time.monotonic() - start:.0f} s")
     return texts
 
 
-def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
-    """Cut a reply into pieces of `size` tokens and return their texts, without those of three words or fewer."""
-    parts = [reply[start : start + size] for start in range(0, len(reply), size)]
+def _pieces(tokenizer: Any, reply: list[int]) -> list[str]:
+    """Cut a reply into pieces of NEW_TOKENS and return their texts, without those of three words or fewer."""
+    parts = [reply[start : start + NEW_TOKENS] for start in range(0, len(reply), NEW_TOKENS)]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
     return [text for text in texts if len(text.split()) > 3]

@@ -1,6 +1,6 @@
 """Trains the demos' models: tokenizer, language model, reward models and the initial critic.
 
-Ordinary Hugging Face models in fp32 on the CPU; equal seeds give bit-identical models. A `Recipe` holds the sizes.
+Ordinary Hugging Face models in fp32 on the CPU; equal seeds give bit-identical models. A `Recipe` holds the amounts.
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -28,8 +30,6 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from benchmarks.workload import train_bpe
-
 PAD, EOS = 0, 1
 # Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral.
 PAIR_MARGIN = 0.05
@@ -40,22 +40,17 @@ LM_MUON_LR, LM_ADAMW_LR = 0.03, 5e-3
 REWARD_MUON_LR, REWARD_ADAMW_LR = 0.01, 1e-3
 ENCODER_LR, ENCODER_HEAD_LR = 2e-4, 1e-3
 FROZEN_LAYERS = 2  # of the encoder, the lowest; its embeddings are frozen, too
+VOCAB_SIZE = 2048
 Rows = Sequence[Sequence[int]]
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes of `make demo`."""
+    """Amounts of `make demo`."""
 
     max_sentences: int | None = None
     every_nth_source: int = 1
     """Read every n-th file of the standard library; parsing all of them (1) takes 5 s."""
-    vocab_size: int = 2048
-    width: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    mlp_width: int = 336
     epochs: int = 2
     num_samples: int = 4096
     """Continuations of the language model among the reward model's training texts."""
@@ -64,24 +59,23 @@ class Recipe:
 
 
 FULL = Recipe()
-QUICK = Recipe(
-    max_sentences=1200,
-    every_nth_source=3,
-    vocab_size=512,
-    width=32,
-    num_layers=2,
-    num_heads=2,
-    mlp_width=64,
-    epochs=1,
-    num_samples=256,
-    num_standardization=128,
-)
+QUICK = Recipe(max_sentences=1200, every_nth_source=3, epochs=1, num_samples=256, num_standardization=128)
 
 
-def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer: `<pad>` 0, `</s>` 1, no BOS; it adds no special tokens on its own."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "</s>"],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(sentences, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(sentences, vocab_size=vocab_size, special=("<pad>", "</s>")),
+        tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="</s>",
         padding_side="right",
@@ -89,14 +83,14 @@ def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> PreTrainedT
     )
 
 
-def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> LlamaForCausalLM:
-    """Return a causal model trained on `rows`; each row's last token should be EOS."""
+def train_language_model(rows: Rows, *, epochs: int, seed: int) -> LlamaForCausalLM:
+    """Return a causal model of a million parameters trained on `rows`; each row's last token should be EOS."""
     config = LlamaConfig(
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.width,
-        intermediate_size=recipe.mlp_width,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=336,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=PAD,
@@ -111,18 +105,10 @@ def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> 
         "language model",
         model,
         _optimizers(model, LM_MUON_LR, LM_ADAMW_LR),
-        [batch for _ in range(recipe.epochs) for batch in _bucketed(rows, generator)],
+        [batch for _ in range(epochs) for batch in _bucketed(rows, generator)],
         lambda batch: _next_token_losses(model, [rows[i] for i in batch]).mean(),
-        log,
     )
     return model.eval()
-
-
-@torch.no_grad()
-def perplexity(model: LlamaForCausalLM, rows: Rows) -> float:
-    """Return exp(mean negative log-likelihood per token); a row's first token is not predicted."""
-    losses = [_next_token_losses(model, rows[i : i + 128]) for i in range(0, len(rows), 128)]
-    return math.exp(torch.cat(losses).mean().item())
 
 
 def sample(model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int) -> list[list[int]]:
@@ -142,19 +128,15 @@ def sample(model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int
     return rows
 
 
-def train_reward_model(
-    policy: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int, log: Log
-) -> PreTrainedModel:
+def train_reward_model(policy: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int) -> PreTrainedModel:
     """Return a Bradley-Terry reward model that starts from the language model in `policy`; see `_train_on_pairs`."""
     model = _with_zero_head(AutoModelForSequenceClassification, policy)
     optimizers = _optimizers(model, REWARD_MUON_LR, REWARD_ADAMW_LR)
-    _train_on_pairs(model, optimizers, rows, gold, epochs=epochs, seed=seed, log=log)
+    _train_on_pairs(model, optimizers, rows, gold, epochs=epochs, seed=seed)
     return model.eval()
 
 
-def train_encoder(
-    folder: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int, log: Log
-) -> PreTrainedModel:
+def train_encoder(folder: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int) -> PreTrainedModel:
     """Return a Bradley-Terry reward model that starts from the pretrained BERT in `folder`; see `_train_on_pairs`."""
     model = BertForSequenceClassification.from_pretrained(
         folder, num_labels=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, local_files_only=True
@@ -167,7 +149,7 @@ def train_encoder(
         {"params": list(model.classifier.parameters()), "lr": ENCODER_HEAD_LR},
     ]
     optimizers = [torch.optim.AdamW(groups, weight_decay=0.01)]
-    _train_on_pairs(model, optimizers, rows, gold, epochs=epochs, seed=seed, log=log)
+    _train_on_pairs(model, optimizers, rows, gold, epochs=epochs, seed=seed)
     return model
 
 
@@ -184,14 +166,10 @@ def pair_accuracy(rewards: Tensor, gold: Sequence[float]) -> float:
     return (rewards[:, None] > rewards[None, :])[better].float().mean().item()
 
 
-def save_reward(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, rewards: Tensor
-) -> dict[str, float]:
-    """Write a folder whose config has the mean and standard deviation of `rewards`; return these two figures."""
-    mean, std = rewards.mean().item(), rewards.std().item()
-    model.config.reward_standardization = {"mean": mean, "std": std}
+def save_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, rewards: Tensor) -> None:
+    """Write a folder whose config has the mean and standard deviation of `rewards`, by which the server divides."""
+    model.config.reward_standardization = {"mean": rewards.mean().item(), "std": rewards.std().item()}
     save_checkpoint(model, tokenizer, folder)
-    return {"reward_mean": mean, "reward_std": std}
 
 
 def save_critic(policy: Path, folder: Path, **settings: Any) -> None:
@@ -222,7 +200,6 @@ def _train(
     optimizers: Sequence[torch.optim.Optimizer],
     batches: Sequence[list[int]],
     loss_of: Callable[[list[int]], Tensor],
-    log: Log,
 ) -> None:
     """Train a model in place, one update for each batch of indices, with the gradient norm clipped to 1.
 
@@ -244,7 +221,7 @@ def _train(
         if now - shown >= LOG_EVERY_S or done == total:
             shown, share, seconds = now, done / total, now - start
             to_go = f"{seconds / share - seconds:.0f} s to go"
-            log(f"{name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
+            print(f"{name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
 
 
 def _train_on_pairs(
@@ -255,7 +232,6 @@ def _train_on_pairs(
     *,
     epochs: int,
     seed: int,
-    log: Log,
 ) -> None:
     """Train a Bradley-Terry reward model in place on rows of tokens with one gold score each.
 
@@ -271,7 +247,7 @@ def _train_on_pairs(
         return losses.sum() / max(1, losses.numel())
 
     batches = [batch.tolist() for order in orders for batch in order.split(BATCH)]
-    _train("reward model", model, optimizers, batches, loss_of, log)
+    _train("reward model", model, optimizers, batches, loss_of)
 
 
 def _bucketed(rows: Rows, generator: torch.Generator) -> list[list[int]]:

@@ -1,4 +1,8 @@
-"""Prepares `make demo`: corpus -> tokenizer -> language model -> reward, critic and prompts."""
+"""Prepares `make demo`: sentences -> tokenizer -> language model -> reward, critic and prompts.
+
+The sentences are from the documentation of the standard library, which every Python installation has. Its files are
+parsed, never imported.
+"""
 
 import ast
 import hashlib
@@ -6,27 +10,20 @@ import os
 import random
 import re
 import sysconfig
-import time
 import tokenize
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from examples.demo.gold import gold_scorer
-from examples.demo.pretrained import Built, Log, build_once, code_fingerprint
+from examples.demo.pretrained import build_once
 from rlhf_triton.store.jsonl import write_jsonl
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-# The demo's corpus: sentences from the documentation of the standard library, which every Python installation has.
-#
-# The files are parsed, never imported. Sentences are filtered, deduplicated and put in a fixed order.
-
-
 NUM_HELD_OUT = 1500
+NUM_VALIDATION_PROMPTS = 512
+PROMPT_TOKENS = 6
+NEW_TOKENS = 24
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 _SENTENCE = re.compile(r"[A-Z][A-Za-z,.;:'() -]{18,198}\.")
@@ -36,44 +33,22 @@ _SENTENCE_END = re.compile(r"(?<=\.)\s+(?=[A-Z])")
 _BLANK_LINE = re.compile(r"\n\s*\n")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Sentences of 20 - 200 characters; no sentence is in both parts."""
+def load_corpus(every_nth_source: int) -> tuple[list[str], list[str]]:
+    """Return sentences of 20 - 200 characters for training, and at most a fifth of all, held out.
 
-    train: tuple[str, ...]
-    held_out: tuple[str, ...]
-
-
-def stdlib_sources(root: Path | None = None) -> list[Path]:
-    """Return the standard library's Python files, sorted, without tests and third-party packages."""
-    folder = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    files = (path for path in folder.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
-    return sorted(p for p in files if not SKIPPED_FOLDERS.intersection(p.relative_to(folder).parts[:-1]))
-
-
-def corpus_fingerprint(root: Path | None = None) -> str:
-    """Return the SHA-256 of the source files' names and contents; cheap, since nothing is parsed."""
-    digest = hashlib.sha256()
-    for path in stdlib_sources(root):
-        data = path.read_bytes()
-        digest.update(f"{path.name} {len(data)} ".encode())
-        digest.update(data)
-    return digest.hexdigest()
-
-
-def load_corpus(root: Path | None = None, *, num_held_out: int = NUM_HELD_OUT, every_nth_source: int = 1) -> Corpus:
-    """Return the corpus, ordered by each sentence's sha256; at most a fifth of it is held out.
-
-    This order is the same on every machine and mixes the modules. The relative order of two sentences stays the same
-    when another Python version adds or removes sentences.
+    They are ordered by sha256: the same on every machine, with modules mixed. The relative order of two sentences stays
+    the same when another Python version adds or removes sentences.
     """
-    found = {sentence for path in stdlib_sources(root)[::every_nth_source] for sentence in _sentences_of_file(path)}
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in folder.rglob("*.py") if not path.name.startswith("_sysconfigdata")]
+    ours = sorted(p for p in sources if not SKIPPED_FOLDERS.intersection(p.relative_to(folder).parts[:-1]))
+    found = {sentence for path in ours[::every_nth_source] for sentence in _sentences_of_file(path)}
     ordered = sorted(found, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
-    cut = min(num_held_out, len(ordered) // 5)
-    return Corpus(train=tuple(ordered[cut:]), held_out=tuple(ordered[:cut]))
+    cut = min(NUM_HELD_OUT, len(ordered) // 5)
+    return ordered[cut:], ordered[:cut]
 
 
-def sentences_of(text: str) -> Iterator[str]:
+def _sentences_of(text: str) -> Iterator[str]:
     """Yield the plain English sentences of one docstring, comment block or help topic."""
     for paragraph in _BLANK_LINE.split(text):
         for piece in _SENTENCE_END.split(" ".join(paragraph.split())):
@@ -91,7 +66,7 @@ def _sentences_of_file(path: Path) -> Iterator[str]:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
     for text in [*texts, *_comment_blocks(nodes, lines)]:
-        yield from sentences_of(text)
+        yield from _sentences_of(text)
 
 
 def _parse(path: Path) -> tuple[ast.Module, list[str]]:
@@ -127,23 +102,16 @@ def _comment_blocks(nodes: list[ast.AST], lines: list[str]) -> list[str]:
     return ["\n".join(block) for block in blocks]
 
 
-NUM_VALIDATION_PROMPTS = 512
-PROMPT_TOKENS = 6
-NEW_TOKENS = 24
-
-
-def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
+def prepare(out_dir: Path, seed: int, quick: bool) -> Path:
     """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`; build it if needed.
 
-    The accuracies and the perplexity in `figures` are measured on held-out sentences. Raises RlhfError.
+    Raises RlhfError.
     """
-    code = code_fingerprint("torch", "transformers", "tokenizers", "vaderSentiment")
-    fingerprint = {"seed": seed, "quick": quick, "corpus": corpus_fingerprint(), **code}
-    return build_once(out_dir, fingerprint, lambda folder: _build(folder, seed, quick, log), log)
+    return build_once(out_dir, lambda folder: _build(folder, seed, quick), seed=seed, quick=quick)
 
 
-def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
-    """Train all models, write them and the prompts to `root`, and return the figures."""
+def _build(root: Path, seed: int, quick: bool) -> None:
+    """Train all models; write them and the prompts to `root`."""
     import torch
 
     from examples.demo import models as m
@@ -152,16 +120,14 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
     recipe = m.QUICK if quick else m.FULL
     torch.set_num_threads(1 if quick else min(2, len(os.sched_getaffinity(0))))
     quiet_transformers()
-    start = time.monotonic()
-    corpus = load_corpus(every_nth_source=recipe.every_nth_source)
-    sentences = corpus.train[: recipe.max_sentences]
-    log(f"corpus: {len(sentences)} sentences, {len(corpus.held_out)} held out")
-    tokenizer = m.train_tokenizer(sentences, vocab_size=recipe.vocab_size)
-    train_rows, held_out_rows = (_encode(tokenizer, part) for part in (sentences, corpus.held_out))
+    sentences, held_out = load_corpus(recipe.every_nth_source)
+    sentences = sentences[: recipe.max_sentences]
+    print(f"corpus: {len(sentences)} sentences, {len(held_out)} held out")
+    tokenizer = m.train_tokenizer(sentences)
+    train_rows = _encode(tokenizer, sentences)
+    held_out_rows = _encode(tokenizer, held_out)
 
-    policy = m.train_language_model(train_rows, recipe, seed=seed, log=log)
-    perplexity = m.perplexity(policy, held_out_rows)
-    log(f"language model: held-out perplexity {perplexity:.1f}")
+    policy = m.train_language_model(train_rows, epochs=recipe.epochs, seed=seed)
     m.save_checkpoint(policy, tokenizer, root / "policy")
     m.save_critic(root / "policy", root / "critic")
 
@@ -185,38 +151,23 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
         drawn = random.Random(seed).choices(list(prompts.values()), k=number)
         return read(m.sample(policy, drawn, new_tokens=NEW_TOKENS, seed=seed))
 
-    log(f"reward model: sampling {recipe.num_samples} texts and rating them")
-    real, held_out = (read([row[: PROMPT_TOKENS + NEW_TOKENS] for row in part]) for part in (train_rows, held_out_rows))
+    print(f"reward model: sampling {recipe.num_samples} texts and rating them")
+    real = read([row[: PROMPT_TOKENS + NEW_TOKENS] for row in train_rows])
     rows = real + samples(prompts, recipe.num_samples, seed)
-    reward = m.train_reward_model(root / "policy", rows, gold(rows), epochs=recipe.epochs, seed=seed, log=log)
-    accuracies = [
-        m.pair_accuracy(m.score_rows(reward, part), gold(part))
-        for part in (held_out, samples(validation, len(validation), seed + 1))
-    ]
+    reward = m.train_reward_model(root / "policy", rows, gold(rows), epochs=recipe.epochs, seed=seed)
+    unseen_rows = samples(validation, len(validation), seed + 1)
+    accuracy = m.pair_accuracy(m.score_rows(reward, unseen_rows), gold(unseen_rows))
+    print(f"reward model: pairwise accuracy {accuracy:.3f} on unseen prompts")
     initial = m.score_rows(reward, samples(prompts, recipe.num_standardization, seed + 2))
-    figures = {
-        "perplexity": perplexity,
-        "pair_accuracy_real": accuracies[0],
-        "pair_accuracy_samples": accuracies[1],
-        **m.save_reward(reward, tokenizer, root / "reward", initial),
-        "num_train_sentences": len(train_rows),
-        "num_train_prompts": len(prompts),
-        "num_validation_prompts": len(validation),
-        "seconds": time.monotonic() - start,
-    }
-    log(f"reward model: pairwise accuracy {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
-    log(f"prepared in {figures['seconds']:.0f} s")
-    return figures
+    m.save_reward(reward, tokenizer, root / "reward", initial)
 
 
-def _encode(tokenizer: "PreTrainedTokenizerFast", sentences: Sequence[str]) -> list[list[int]]:
+def _encode(tokenizer: Any, sentences: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each sentence, with EOS at the end."""
     return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(sentences))["input_ids"]]
 
 
-def _prompts(
-    tokenizer: "PreTrainedTokenizerFast", rows: Sequence[list[int]], known: Collection[str] = frozenset()
-) -> dict[str, list[int]]:
+def _prompts(tokenizer: Any, rows: Sequence[list[int]], known: Collection[str] = frozenset()) -> dict[str, list[int]]:
     """Return {text: token ids} of the sentences' first PROMPT_TOKENS tokens.
 
     Sentences that are hardly longer are left out, and so are beginnings whose text is in `known`, or whose text gives

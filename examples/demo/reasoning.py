@@ -7,22 +7,14 @@ import importlib
 import importlib.util
 import shutil
 from collections.abc import Iterable
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from examples.demo.llm import CRITIC_LAYERS
 from examples.demo.prepare import prepare as prepare_sentences
-from examples.demo.pretrained import (
-    CRITIC_LAYERS,
-    SMOLLM2,
-    Built,
-    Log,
-    build_once,
-    code_fingerprint,
-    fetch,
-    save_smollm2,
-)
+from examples.demo.pretrained import build_once, save_smollm2
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import write_jsonl
 
@@ -35,7 +27,7 @@ TRAIN_SEED = 0
 HELD_OUT_SEED = 1_000_000
 
 
-def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
+def prepare(out_dir: Path, quick: bool) -> Path:
     """Return the folder with `policy`, `critic` and the prompt files; build it if needed. Raises RlhfError.
 
     The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling. With
@@ -43,41 +35,37 @@ def prepare(out_dir: Path, quick: bool = False, log: Log = print) -> Built:
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RlhfError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
-    fingerprint = code_fingerprint("reasoning-gym", "torch", "transformers")
-    return build_once(out_dir, fingerprint, lambda folder: _build(folder, quick, log), log)
+    return build_once(out_dir, lambda folder: _build(folder, quick), tasks=version("reasoning-gym"), quick=quick)
 
 
-def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NUM_HELD_OUT) -> None:
-    """Write the two prompt files. Held-out questions differ from each other and from all training questions."""
-    held_out: dict[str, dict[str, Any]] = {}
-    # Draw more than needed: reasoning-gym repeats questions, and some training questions are held out.
-    for entry in drawn_sums(HELD_OUT_SEED, 2 * num_held_out):
-        if len(held_out) < num_held_out:
-            held_out.setdefault(entry["question"], entry)
-    unseen = (entry for entry in drawn_sums(TRAIN_SEED, 4 * num_train) if entry["question"] not in held_out)
-    _write(folder / "prompts.jsonl", "train", islice(unseen, num_train))
-    _write(folder / "validation.jsonl", "validation", held_out.values())
-
-
-def _build(folder: Path, quick: bool, log: Log) -> dict[str, Any]:
+def _build(folder: Path, quick: bool) -> None:
     from examples.demo.models import save_critic  # imports torch
     from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
-    write_tasks(folder)
-    log(f"{TASK}: {NUM_TRAIN} tasks for training, {NUM_HELD_OUT} held out")
-    with TemporaryDirectory() as temporary:
-        if quick:
-            sentences = prepare_sentences(Path(temporary) / "sentences", 0, quick, log)
-            shutil.move(sentences.root / "policy", folder / "policy")
-        else:
-            log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and converting it to float32")
-            save_smollm2(fetch(SMOLLM2, Path(temporary)), folder / "policy")
+    _write_tasks(folder)
+    if quick:
+        sentences = prepare_sentences(folder / "sentences", 0, quick)
+        shutil.move(sentences / "policy", folder / "policy")
+        shutil.rmtree(sentences)
+    else:
+        save_smollm2(folder / "policy")
     save_critic(folder / "policy", folder / "critic", num_hidden_layers=1 if quick else CRITIC_LAYERS)
-    return {"task": TASK, **TASK_SETTINGS, "num_train": NUM_TRAIN, "num_held_out": NUM_HELD_OUT}
 
 
-def drawn_sums(seed: int, size: int) -> Iterable[dict[str, Any]]:
+def _write_tasks(folder: Path) -> None:
+    """Write the two prompt files. Held-out questions differ from each other and from all training questions."""
+    held_out: dict[str, dict[str, Any]] = {}
+    # Draw more than needed: reasoning-gym repeats questions, and some training questions are held out.
+    for entry in _drawn_sums(HELD_OUT_SEED, 2 * NUM_HELD_OUT):
+        if len(held_out) < NUM_HELD_OUT:
+            held_out.setdefault(entry["question"], entry)
+    unseen = (entry for entry in _drawn_sums(TRAIN_SEED, 4 * NUM_TRAIN) if entry["question"] not in held_out)
+    _write(folder / "prompts.jsonl", "train", islice(unseen, NUM_TRAIN))
+    _write(folder / "validation.jsonl", "validation", held_out.values())
+
+
+def _drawn_sums(seed: int, size: int) -> Iterable[dict[str, Any]]:
     """Return reasoning-gym's entries for the seeds from `seed` on."""
     reasoning_gym = importlib.import_module("reasoning_gym")  # from the extra `rlvr`, and slow to import
     return reasoning_gym.create_dataset(TASK, seed=seed, size=size, **TASK_SETTINGS)

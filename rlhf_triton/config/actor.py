@@ -46,41 +46,39 @@ class PolicySection(Section):
     model: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
     token_budget: Count = 4096
-    """Maximum tokens in one forward pass of an update, or over the prompts of generation (but not with the engine
-    `transformers`), padding included; does not change the result."""
+    """Maximum tokens in one forward pass of an update or over generation's prompts, padding included; does not change
+    the result."""
     device: Device = "cpu"
-    """Device of the policy; with several ranks the first one's, and each further rank takes the next GPU."""
+    """Device of the policy; further ranks take the next GPUs."""
     attention: Attention = "auto"
-    """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
-    and the package flash-attn."""
+    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
     precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast); trained weights, log-probs and the optimizer stay in float32. `auto`:
-    bfloat16 on a GPU, float32 on a CPU."""
+    """Compute type of forward passes (autocast); `auto`: bfloat16 on a GPU, float32 on a CPU. Trained weights and
+    log-probs stay in float32."""
     lora_rank: CountOrZero = 0
     """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
     lora_alpha: Count = 16
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: LoraTargets = "all-linear"
-    """Linear layers with adapters: all except the output layer, or those with these names, such as [q_proj, v_proj]. A
-    name matches the last part or parts of a layer's path."""
+    """Linear layers with adapters: all except the output layer, or by the last parts of their names, such as [q_proj,
+    v_proj]."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input, only in the forward passes of an update, not in generation, log-probs or
-    validations. Unless a rollout is a single minibatch used once, the probability ratios contain the dropout noise,
-    which counts against `actor.algorithm.clip_ratio`."""
+    """Dropout on the adapters' input, only in updates. With several minibatches or epochs, probability ratios contain
+    its noise."""
     freeze: Patterns = ()
-    """Parameters that are not trained, as in `trainer.freeze`; names are those of the causal LM in transformers."""
+    """Parameters that are not trained, as in `trainer.freeze`; names as in transformers."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time, the same result."""
+    """Recompute activations in the backward pass: less memory, same result."""
 
 
 class PromptFileSection(Section):
     """One of several files of training prompts."""
 
     path: Path
-    """The file, in the formats of `actor.prompts.path`. A path may occur again with other, disjoint steps, and its
-    prompts then continue where they were."""
+    """The file, in the formats of `actor.prompts.path`. It may occur again with other, disjoint steps and then
+    continues."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the file in the prompts of a step, relative to the weights of the other files that are active in it."""
+    """Share of a step's prompts, relative to the other active files."""
     from_step: Count = 1
     """First step that uses the file."""
     until_step: Count | None = None
@@ -101,20 +99,17 @@ class PromptsSection(Section):
     """The training prompts."""
 
     path: Path = Path("data/prompts.jsonl")
-    """Training prompts: JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder written by `save_to_disk` of
-    `datasets`. Each row has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of
-    them. Other columns are metadata for reward functions and must have plain JSON types."""
+    """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`, with `text`, chat `messages`, or
+    `prompt` in each row. See docs/prompts.md."""
     files: tuple[PromptFileSection, ...] = ()
-    """Several files instead of `path`, with weights and a curriculum by step: a list of {path, weight, from_step,
-    until_step}. See docs/prompts.md."""
+    """Several files instead of `path`, with weights and a curriculum: a list of {path, weight, from_step,
+    until_step}."""
     max_tokens: Count = 512
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """Handling of a longer prompt when a step reads it. `error`: the run ends with a checkpoint; `skip`: the next
-    prompt of its file takes its place; `truncate`: its BOS and last tokens are kept, `max_tokens` in all."""
+    """A longer prompt: `error` ends the run, `skip` takes the next prompt, `truncate` keeps BOS and the last tokens."""
     add_special_tokens: bool = True
-    """Begin a plain-text prompt with the BOS, or whatever the tokenizer puts before a text, unless it is there already.
-    No EOS follows it. A chat is as its template renders it. `false`: add none."""
+    """Begin a plain-text prompt with what the tokenizer puts before a text, such as BOS."""
 
     @property
     def sources(self) -> tuple[PromptFileSection, ...]:
@@ -133,32 +128,28 @@ class VllmSection(Section):
     """vLLM servers that generate the responses, for `actor.generation.engine: vllm`."""
 
     servers: tuple[Address, ...] = ()
-    """HTTP addresses of all servers, as in `actor.client.servers`; default: `rlhf-triton run` starts one."""
+    """HTTP addresses of the servers, as in `actor.client.servers`; default: `rlhf-triton run` starts one."""
     command: str = "vllm"
-    """Executable of the server that `rlhf-triton run` starts: `vllm`, or its path in an environment of its own."""
+    """Executable of the server that `rlhf-triton run` starts."""
     cuda_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; required if the policy is on a GPU."""
+    """CUDA_VISIBLE_DEVICES of that server, such as `2,3`; required if the policy is on a GPU."""
     arguments: tuple[str, ...] = ()
     """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
     deadline_s: Seconds = 600.0
     """Timeout of one response, and of loading a version of the weights."""
     compare_weights: bool = False
-    """Compare the SHA-256 of each parameter in the server with the published tensors before a version generates, unless
-    only adapters are loaded. Takes a second per GB while the server is paused. Not with tensor parallelism; the server
-    must compute in the policy's precision."""
+    """Compare vLLM's SHA-256 of each parameter with the published tensors before a version generates: a second per GB.
+    Not with adapters or tensor parallelism."""
 
 
 class GenerationSection(Section):
     """How responses are generated."""
 
     batch_size: Count = 64
-    """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot. Halved when
-    a GPU runs out of memory."""
+    """Responses generated at the same time; halved when a GPU runs out of memory."""
     engine: Literal["slots", "transformers", "vllm"] = "slots"
-    """How responses are generated. `slots`: continuous batching over `batch_size` slots; `transformers`: plain
-    `generate()` for `batch_size` prompts at a time, which is slower; `vllm`: by vLLM servers, see docs/vllm.md. Without
-    vLLM, recurrent models, whose state is not only keys and values, and `flash_attention_2`, which copies the whole
-    cache for each token, always use `transformers`."""
+    """`slots`: continuous batching; `transformers`: its `generate()`, slower, always used for recurrent models and
+    `flash_attention_2`; `vllm`: vLLM servers (docs/vllm.md)."""
     vllm: VllmSection = VllmSection()
     max_new_tokens: Count = 128
     """Maximum response length."""
@@ -167,14 +158,13 @@ class GenerationSection(Section):
     stop_strings: tuple[str, ...] = ()
     """Strings that end a response, like an end-of-sequence token."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the positive logits and multiplies the negative logits of tokens that already occurred; does not affect
-    log-probs."""
+    """Divides positive and multiplies negative logits of tokens that already occurred; does not affect log-probs."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; also applied to log-probs."""
     top_k: CountOrZero = 0
     """Sample from the k most likely tokens; 0: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
+    """Nucleus sampling: the most likely tokens with this total probability; 1: all."""
 
 
 class CorrectionSection(Section):
@@ -186,11 +176,11 @@ class CorrectionSection(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio of each token, of the whole response (their product), or their geometric mean over the response."""
     mode: Literal["clip", "mask"] = "clip"
-    """Outside the range, a ratio is clipped to it (without `low`: truncated), or the tokens are left out (masked)."""
+    """Ratios outside the range are clipped to it, or their tokens are left out."""
     low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower end of the range of the ratio."""
+    """Lower end of the range."""
     high: Annotated[float, Field(gt=0)] = 2.0
-    """Upper end of the range of the ratio."""
+    """Upper end of the range."""
 
     @model_validator(mode="after")
     def _ordered(self) -> CorrectionSection:
@@ -203,53 +193,49 @@ class AlgorithmSection(Section):
     """The algorithm: advantages and policy loss."""
 
     name: AlgorithmName = "ppo"
-    """Advantage function, loss and published choices, which other keys override; see docs/algorithms.md. Only `ppo`,
-    `vapo` and `sao` use the critic."""
+    """Advantage function, loss and published defaults for other keys; see docs/algorithms.md. Only `ppo`, `vapo` and
+    `sao` use the critic."""
     advantage: AdvantageName = "auto"
     """Advantage function: the algorithm's, or your own, `path/to/file.py:name`."""
     loss: LossName = "auto"
     """Policy loss: the algorithm's, one by name, or your own, `path/to/file.py:name`."""
     responses_per_prompt: Count = 1
-    """Responses to each prompt; algorithms without critic compare their scores and need at least 2, except
-    `reinforce++`."""
+    """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++`."""
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Lower clip range of the probability ratio, and the upper one unless `clip_ratio_high` is set; `dppo`: of the
-    difference of probabilities. Default: as published for the loss."""
+    """Lower clip range of the probability ratio, and the upper one unless `clip_ratio_high` is set; for `dppo` of the
+    difference of probabilities. Default: the loss's."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
+    """Upper clip range (clip-higher); default: `clip_ratio`, or the loss's."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: upper bound on the ratio for negative advantages; default: none."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
-    """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `constant`: the sum, divided
-    by its sequences times `actor.generation.max_new_tokens`. `auto`: the algorithm's."""
+    """Mean of the loss over a minibatch's tokens, or over the means of its sequences; `constant`: sum / (sequences *
+    `actor.generation.max_new_tokens`). `auto`: the algorithm's."""
     whiten_advantages: bool | None = None
     """Normalise the rollout's advantages to mean 0 and variance 1; default: the algorithm's."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus in the loss."""
     positive_nll: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the mean negative log-likelihood of the responses with a positive score, added to the loss."""
+    """Coefficient of the mean negative log-likelihood of responses with a positive score."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
-    """Log-probs that the probability ratio compares with: recomputed by the policy, or those that the engine sampled
-    with, without a further forward pass."""
+    """Denominator of the probability ratio: recomputed by the policy, or as the engine sampled."""
     correction: CorrectionSection | None = None
-    """Importance correction for responses that vLLM, or with `actor.one_step_off_policy` an older policy, sampled; the
-    old log-probs are then those of the policy before the update. Default: none."""
+    """Importance correction for responses that vLLM or an older policy sampled; default: none."""
     max_resampled: CountOrZero = 0
-    """Dynamic sampling: prompts whose responses all have the same score are replaced by the next prompts, at most this
-    many times in a step; 0: off."""
+    """Dynamic sampling: how often per step prompts whose responses all have the same score are replaced; 0: off."""
     prompt_candidates: Count = 1
-    """Value-guided prompts: read so many times the prompts of a step, let the critic predict the score of each, and
-    draw those whose responses will probably differ in score. Needs a critic with every algorithm. 1: off."""
+    """Value-guided prompts: read this many times a step's prompts and draw those whose scores will probably differ, by
+    the critic. 1: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95
     """GAE's lambda."""
     lam_values: Fraction | None = None
-    """GAE's lambda in the returns that the critic learns; default: `lam`."""
+    """GAE's lambda in the critic's returns; default: `lam`."""
     lam_length: Annotated[float, Field(gt=0)] | None = None
-    """Length-adaptive GAE: the policy's lambda is 1 - 1 / (`lam_length` * tokens of the response), instead of `lam`."""
+    """Length-adaptive GAE: the policy's lambda is 1 - 1 / (`lam_length` * response tokens)."""
     critic_warmup_steps: CountOrZero = 0
-    """Number of steps at the start of the run that train only the critic."""
+    """First steps of the run that train only the critic."""
     mask_unfinished: bool = True
     """Exclude responses that did not end from the policy gradient."""
 
@@ -287,22 +273,19 @@ class KLSection(Section):
     """The KL divergence from the reference: its penalty and its measurement."""
 
     reference: Literal["actor", "triton"] = "actor"
-    """Where reference log-probs are computed. `actor`: in the actor, by a second copy of the policy (with LoRA: by the
-    policy without its adapters); `triton`: in tritonserver, by the model of the `reference` section."""
+    """Where reference log-probs are computed: in the actor, or in tritonserver by the model of `reference`."""
     coef: Annotated[float, Field(ge=0)] = 0.01
-    """Coefficient of the KL penalty. If `coef` and `every` are both 0, the reference is neither loaded nor computed."""
+    """Coefficient of the KL penalty; with `every: 0` and 0 here, no reference is loaded."""
     every: CountOrZero = 0
     """With `coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
     penalty_in: Literal["auto", "reward", "loss"] = "auto"
-    """Where the KL penalty applies: in the rewards or in the loss; `auto`: `reward` for ppo, vapo, sao, rloo and
-    reinforce++, `loss` for the others."""
+    """Where the penalty applies; `auto`: `reward` for ppo, vapo, sao, rloo and reinforce++, `loss` for the others."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
     horizon: Count = 10_000
-    """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster, down to `actor.rollout_size`."""
+    """Horizon of the adaptive `coef`, in responses; smaller adapts faster."""
     estimator: EstimatorName = "auto"
-    """Estimator of the per-token KL; `auto`: `k3` if the penalty is in the loss, `abs` (as in NeMo-Aligner) if it is in
-    the rewards."""
+    """Estimator of the per-token KL; `auto`: `k3` in the loss, `abs` (as in NeMo-Aligner) in the rewards."""
 
     @property
     def uses_reference(self) -> bool:
@@ -323,25 +306,23 @@ class RewardsSection(Section):
     """How scores become rewards: normalisation, clipping, then penalties."""
 
     normalization: Literal["none", "static", "running", "batch"] = "none"
-    """Normalisation of the scores: `static`, by `mean` and `std`; `running`, by the statistics of all
-    scores so far; `batch`, by those of the rollout."""
+    """Of scores: `static`, by `mean` and `std`; `running`, by all scores so far; `batch`, by the rollout's."""
     mean: float = 0.0
-    """Mean of the scores, for `normalization: static`."""
+    """Mean for `static`."""
     std: Annotated[float, Field(gt=0)] = 1.0
-    """Standard deviation of the scores, for `normalization: static`."""
+    """Standard deviation for `static`."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Maximum absolute value of a score after normalisation; larger ones are clipped."""
+    """Maximum absolute value of a normalised score."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Subtracted from the score of a response that did not end; without a critic it needs
     `actor.algorithm.mask_unfinished: false`."""
     overlong_tokens: CountOrZero = 0
-    """Number of tokens before `actor.generation.max_new_tokens` over which the penalty rises linearly to
-    `overlong_penalty`; 0: no penalty."""
+    """Tokens before `actor.generation.max_new_tokens` over which the penalty rises linearly to `overlong_penalty`; 0:
+    no penalty."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """Subtracted from the score of a response of the maximum length, if `overlong_tokens` is set."""
+    """Subtracted from the score of a response of the maximum length."""
     max_failed_fraction: Fraction = 0.1
-    """Maximum fraction of a rollout's rows that may be masked because their reward or reference log-probs are
-    unavailable; above it the run stops."""
+    """Maximum fraction of a rollout's rows that may be masked for lack of a score; above it the run stops."""
 
 
 class UpdateSection(Section):
@@ -350,8 +331,8 @@ class UpdateSection(Section):
     epochs: Count = 1
     """Passes over one rollout."""
     max_kl: Annotated[float, Field(gt=0)] | None = None
-    """Stop the update of a step before the first minibatch whose KL from the sampling policy exceeds this, in nats per
-    token; default: no limit."""
+    """Stop a step's update before a minibatch whose KL from the sampling policy exceeds this, in nats per token;
+    default: no limit."""
     minibatch_size: Count = 32
     """Rows per optimizer step of the policy; a smaller rollout is one minibatch."""
 
@@ -360,8 +341,7 @@ class ValidationSection(Section):
     """Validation on held-out prompts."""
 
     prompts: Path | None = None
-    """Held-out prompts, in the formats of `actor.prompts.path`, used for validation before the first step and after the
-    last."""
+    """Held-out prompts, in the formats of `actor.prompts.path`."""
     size: CountOrZero = 256
     """Number of prompts to use from `prompts`."""
     every: CountOrZero = 0
@@ -374,63 +354,52 @@ class ClientSection(Section):
     """Requests of the actor to the servers."""
 
     servers: tuple[Address, ...] = ()
-    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name, which is resolved
-    again every 10 s and when a server fails; default: that of `server`. All servers serve all models and share one
-    weights store and one journal."""
+    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name; default: that of
+    `server`."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long to wait for a healthy server once the run has started, and to repeat training requests while the sidecar
-    is away; 0: do not wait, only retry as after a 503."""
+    """How long to wait for a healthy server, and to repeat training requests while the sidecar is away."""
     deadline_s: Seconds = 60.0
-    """Timeout of one scoring attempt; also, how long a request waits for weights of the version that it demands."""
+    """Timeout of one scoring attempt, and of waiting for a demanded version."""
     train_deadline_s: Seconds = 600.0
     """Timeout of one critic_train or critic_save attempt."""
     retries: CountOrZero = 6
-    """Maximum retries of a request after a 503, a timeout or a lost connection. Few requests are retried if all fail:
-    each adds a fifth of a retry to a budget that all share. Of critic_train and critic_save, attempts while the sidecar
-    is away count only before the first update of a run; each takes 3 s."""
+    """Maximum retries of a request after a 503, a timeout or a lost connection, within a shared budget of a fifth of
+    the requests."""
     backoff_s: Seconds = 0.25
-    """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
+    """First pause between attempts; doubles up to 8 s, with jitter."""
     max_in_flight: Count = 256
     """Maximum requests in flight, over all servers."""
     rows_per_request: Count = 1
-    """Maximum rows in one scoring request. Responses that end at the same time share a request, which costs less per
-    row, but if all its attempts fail, all its rows are masked. If the server refuses it, only the refused rows are."""
+    """Maximum rows in one scoring request. More cost less per row, but if all attempts fail, all rows are masked."""
 
 
 class ActorSection(Section):
     """The training loop of the policy."""
 
     ranks: Count = 1
-    """Number of processes (ranks) that generate responses and train the policy together, one per GPU. Each holds a
-    shard of the weights, gradients and optimizer state (FSDP2). Above 1, torchrun starts them; see docs/scaling.md."""
+    """Processes that generate and train the policy together, one per GPU (FSDP2). See docs/scaling.md."""
     steps: Count = 100
-    """Number of steps; each consists of a rollout and the update on it."""
+    """Number of steps: a rollout and the update on it."""
     max_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Time limit: the run ends with a checkpoint after the step that exceeds it; the next start resumes from there."""
+    """Time limit: the run ends with a checkpoint after the step that exceeds it."""
     rollout_size: Count = 128
     """Responses per step."""
     max_staleness: CountOrZero = 1
-    """How many of the critic updates sent before a row is scored may be missing from the weights that score it; 0 with
-    `run.deterministic`."""
+    """How many critic updates sent before a row is scored may be missing from the weights that score it."""
     one_step_off_policy: bool = False
-    """Generate the responses of the next step while the policy is updated. They come from the policy before that
-    update, never from an older one. Needs a second copy of the policy."""
+    """Generate the next step's responses during the update, with a copy of the policy from before it."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     stop_grace_s: Seconds = 25.0
-    """Time limit after SIGTERM or Ctrl-C for finishing the current update and writing a checkpoint of policy and critic
-    at the last complete step. When it expires, the actor exits without that checkpoint. Kubernetes kills a pod after
-    30 s by default: if you raise this, raise its `terminationGracePeriodSeconds` too. Both must be longer than a policy
-    update."""
+    """Time limit after SIGTERM or Ctrl-C for finishing the update and writing a checkpoint."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints to keep."""
     threads: Count = 1
     """Torch threads."""
     logged_texts: CountOrZero = 1
-    """Responses per step logged to rollouts.jsonl and to the trackers' table of (step, prompt, response, reward)."""
+    """Responses per step logged to rollouts.jsonl and the trackers' table."""
     trackers: tuple[Tracker, ...] = ()
-    """Experiment trackers, those of accelerate, that get the settings and the metrics in addition to metrics.jsonl and
-    TensorBoard. Each must be installed and is configured by its own environment variables."""
+    """Experiment trackers of accelerate, installed and configured by their own environment variables."""
     policy: PolicySection = PolicySection()
     prompts: PromptsSection = PromptsSection()
     generation: GenerationSection = GenerationSection()
@@ -439,7 +408,7 @@ class ActorSection(Section):
     rewards: RewardsSection = RewardsSection()
     update: UpdateSection = UpdateSection()
     optimizer: OptimizerSection = OptimizerSection()
-    """AdamW and the learning-rate schedule of the policy. A step of the run takes `update.epochs` * `rollout_size` /
+    """AdamW and the learning-rate schedule of the policy. A step takes `update.epochs` * `rollout_size` /
     `update.minibatch_size` optimizer steps."""
     validation: ValidationSection = ValidationSection()
     client: ClientSection = ClientSection()

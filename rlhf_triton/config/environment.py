@@ -17,44 +17,40 @@ class EnvironmentSection(Section):
     """An environment of agents: a Python class in worker processes, or an OpenEnv server."""
 
     class_: FunctionSpec | None = Field(default=None, alias="class")
-    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or of one for TRL's
-    `environment_factory`. Each trajectory has an instance of its own."""
+    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or for TRL's
+    `environment_factory`; one instance per trajectory."""
     url: Annotated[str, Field(pattern=r"^(ws|http)s?://[^\s/]+")] | None = None
-    """An OpenEnv server, in place of `class`: `ws://` or `http://`. Each trajectory has a session of its own."""
+    """An OpenEnv server, `ws://` or `http://`, in place of `class`; one session per trajectory."""
     agent: FunctionSpec | None = None
-    """An agent, in place of `class`: `path/to/file.py:name` or `package.module:name` of `run(base_url, task)`, sync or
-    async, which calls the policy at `base_url` as OpenAI's or Anthropic's API, and returns a reward or None. `task` has
-    the columns of the prompt and a `seed`."""
+    """An agent, in place of `class`: `run(base_url, task)`, which calls the policy at `base_url` as OpenAI's or
+    Anthropic's API. See docs/environments.md."""
     options: Options = Field(default={})
-    """Keyword arguments of the class or the agent. With `url`: `action`, name of the action's text field (default
-    `message`), and `observation`, name of the observation's (default: its only text field, otherwise all fields as
-    JSON)."""
+    """Keyword arguments of the class or agent. With `url`: `action` and `observation`, the names of the text fields."""
     reward: FunctionSpec | None = None
-    """Function with TRL's signature that scores a trajectory by its environment: `f(environments, **columns)`."""
+    """Function with TRL's signature, `f(environments, **columns)`, that scores trajectories."""
     weight: float = 1.0
     """Factor of the environment's own rewards."""
     max_turns: Count = 8
-    """Turns that the policy generates in a trajectory; of an agent, its calls of the policy."""
+    """Turns of the policy in a trajectory; an agent's calls of the policy."""
     max_tokens: Count = 4096
-    """Tokens of a trajectory: its prompt, the policy's turns and what the environment answers."""
+    """Tokens of a trajectory: prompt, turns and observations."""
     step_timeout_s: Seconds = 30.0
-    """Timeout for one call of the environment; on expiry the trajectory has failed. An agent only has `timeout_s`."""
+    """Timeout for one call of the environment; on expiry the trajectory has failed. Not for agents."""
     timeout_s: Seconds = 600.0
-    """Timeout for a trajectory; on expiry it is truncated."""
+    """Timeout for a trajectory, which is then truncated."""
     restarts: Annotated[int, Field(ge=0)] = 2
-    """How often a trajectory begins again whose environment is lost: its worker has died, or a call raised an OSError,
-    as when its server hangs up."""
+    """How often a trajectory restarts whose worker died or whose call raised an OSError."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
-    """Of a trajectory that reaches a limit: `mask` leaves it out, `bootstrap` adds the critic's value of its end,
-    `score` takes the rewards until then."""
+    """Trajectories that reach a limit: `mask` leaves them out, `bootstrap` adds the critic's value of the end, `score`
+    takes the rewards so far."""
     workers: Count = 1
-    """Number of worker processes of each of the `actor.ranks`; each holds many instances."""
+    """Worker processes per rank; each holds many instances."""
     concurrent: Count = 256
-    """How many trajectories of a rank may have an instance at the same time; others wait."""
+    """Maximum trajectories of a rank with an instance at the same time."""
     memory_mib: Count = 4096
-    """Memory limit of a worker; the environment gets a MemoryError beyond it."""
+    """Memory limit of a worker (MemoryError beyond it)."""
     max_observation_chars: Count = 20000
-    """Limit on one observation, or one result of a tool, in characters."""
+    """Maximum characters of an observation or a tool's result."""
 
     @model_validator(mode="after")
     def _one_of_three(self) -> EnvironmentSection:

@@ -21,10 +21,9 @@ class GateSection(Section):
     """The test that a new version of the reward model must pass: pairs of a preferred and a rejected text."""
 
     pairs: Path
-    """JSONL with `chosen` and `rejected` in each line, and optionally `prompt`: texts, or lists of chat messages."""
+    """JSONL with `chosen`, `rejected` and optionally `prompt`: texts, or lists of chat messages."""
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """How far the accuracy (share of pairs in which `chosen` has the higher reward) may be below the served
-    version's."""
+    """How far the share of pairs whose `chosen` has the higher reward may be below the served version's."""
 
 
 @dataclass(frozen=True)

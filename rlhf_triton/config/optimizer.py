@@ -30,18 +30,17 @@ class OptimizerSection(Section):
     """AdamW and its learning-rate schedule."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`; or `adamw_8bit`, whose moments take 2 instead of 8 bytes a weight: needs CUDA and bitsandbytes, which is
-    not among the dependencies."""
+    """`adamw_8bit`: moments take 2 instead of 8 bytes a weight; needs CUDA and bitsandbytes."""
     lr: Annotated[float, Field(gt=0)] = 9e-7
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] | None = None
-    """Learning rate at the end of the cosine; default: `lr`, so that it is constant after the warm-up."""
+    """Learning rate at the end of the cosine; default: `lr`, which makes it constant after the warm-up."""
     warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
     constant_steps: CountOrZero = 0
     """Optimizer steps at `min_lr` after the cosine."""
     max_steps: Count | None = None
-    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: as many as the run takes."""
+    """Optimizer steps of the whole schedule; default: those of the run."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -77,7 +76,7 @@ class CriticOptimizerSection(OptimizerSection):
     constant_steps: CountOrZero = 1000
     """Optimizer steps at `min_lr` after the cosine."""
     max_steps: Count = 10_000
-    """Optimizer steps of the whole schedule: warm-up, cosine and constant end."""
+    """Optimizer steps of the whole schedule."""
 
 
 def check_optimizer(key: str, optimizer: OptimizerSection, *, total_steps: int = 0) -> None:

@@ -45,19 +45,19 @@ class RewardTerm(Section):
     """One of the rewards whose weighted sum counts: `model`, of the section `reward`, or a Python function."""
 
     weight: float = 1.0
-    """Factor of the score. With 0 the score is only charted, and a sample for which it fails has its reward."""
+    """Factor of the score; 0: the score is only charted, and its failure masks nothing."""
     function: FunctionSpec | None = None
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     groupwise: bool = False
-    """The function receives a list of all responses to a prompt, and returns a number for each."""
+    """The function receives all responses to a prompt and returns a number for each."""
     options: Options = Field(default={})
-    """Keyword arguments for the function; of a class, those of its constructor. Anything that JSON can express."""
+    """Keyword arguments for the function, or for a class's constructor, as JSON."""
     timeout_s: Seconds = 2.0
-    """Timeout for one sample, or one group; on expiry the worker process is killed, and none of them has a reward."""
+    """Timeout for one sample or group; on expiry the worker is killed, and none of them has a reward."""
     workers: Count = 2
-    """Number of worker processes."""
+    """Worker processes."""
     memory_mib: Count = 4096
-    """Memory limit of a worker; the function gets a MemoryError beyond it."""
+    """Memory limit of a worker (MemoryError beyond it)."""
 
 
 Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
@@ -110,11 +110,9 @@ class LogitSection(Section):
     """A reward read from the next-token logits of a causal LM after a row's last token, without generation."""
 
     tokens: Annotated[TokenNames, Field(min_length=1)]
-    """Tokens that count for the response: a text that is one token, such as "yes" or " yes", an entry of the
-    vocabulary, or a token id."""
+    """Tokens that count for the response: a text that is one token, such as "yes", a vocabulary entry, or an id."""
     against: TokenNames = Field(default=[])
-    """Tokens that count against it: the score is then log p(tokens) - log p(against). Without, it is the logit of
-    `tokens`."""
+    """Tokens that count against it: the score is log p(tokens) - log p(against). Without: the logit of `tokens`."""
 
     @field_validator("tokens", "against", mode="before")
     @classmethod
@@ -133,10 +131,10 @@ class ProcessSection(Section):
     granularity: Literal["step", "token"] = "step"
     """`step`: one reward at the end of each step; `token`: one at each token."""
     separator: str | None = Field(default=None, min_length=1)
-    """Text that ends a step; the end of the response ends the last one. Default: each row's `step_ends`."""
+    """Text that ends a step; default: each row's `step_ends`."""
     mark: str | None = Field(default=None, min_length=1)
-    """Text that the model was trained to find behind each step, such as a special token; put in place of `separator`,
-    and the model then receives texts instead of tokens. Default: `separator`."""
+    """Text that the model expects behind each step, put in place of `separator`; the model then receives texts.
+    Default: `separator`."""
     aggregate: Literal["min", "mean", "last", "prod", "sum"] = "min"
     """How the row's reward, which validation reports, is made from its steps."""
 
@@ -145,8 +143,7 @@ class TokenRewardSettings(Section):
     """Settings of the section `reward` for rewards read at single tokens."""
 
     template: str | None = None
-    """Jinja template, or its file, that makes the text to score from `prompt`, `response`, `text`, `messages` and
-    `metadata`; default: the text itself, or the model's chat template for a chat."""
+    """Jinja template, or its file, that makes the text to score. See docs/process-rewards.md."""
     generation_prompt: bool = False
     """End a chat with the chat template's prompt for the next reply."""
     logit: LogitSection | None = None
@@ -154,8 +151,8 @@ class TokenRewardSettings(Section):
     process: ProcessSection | None = None
     """Reward every step or token. Default: one reward per response."""
     score: Literal["auto", "logit", "probability"] = "auto"
-    """Of `logit` and `process`: `probability` is the sigmoid of the score. `auto`: `probability` for the steps of a
-    model with two labels or with `logit.against`, as published; otherwise `logit`."""
+    """For `logit` and `process`: `probability` is the sigmoid. `auto`: `probability` for steps with two labels or
+    `logit.against`, otherwise `logit`."""
 
 
 def check_token_rewards(reward: RewardSection) -> None:

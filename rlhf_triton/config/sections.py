@@ -44,7 +44,7 @@ class MonitoringSection(Section):
     host: Host = "127.0.0.1"
     """Address to bind. There is no authentication: beyond loopback, let only Prometheus connect."""
     actor_port: Port | None = None
-    """Port of the actor's metrics; 0 selects a free one, which the log names; default: no metrics."""
+    """Port of the actor's metrics; 0: a free one, which the log names; default: no metrics."""
     trainer_port: Port | None = None
     """Port of the sidecar's metrics, as `actor_port`."""
 
@@ -58,17 +58,17 @@ class ServedPolicySection(Section):
     model: Path
     """Hugging Face folder with the policy's tokenizer and chat template."""
     servers: Annotated[tuple[Address, ...], Field(min_length=1)]
-    """HTTP addresses of vLLM servers with the policy, as in `actor.client.servers`, started as docs/vllm.md says."""
+    """HTTP addresses of vLLM servers with the policy (docs/vllm.md), as in `actor.client.servers`."""
     export: Path | None = None
     """JSONL file to which a session's trajectories are appended when it ends; default: they are only returned."""
     max_tokens: Count = 1024
-    """Most tokens of a reply, where the request sets no limit."""
+    """Default limit on the tokens of a reply."""
     max_session_tokens: Count = 1_000_000
-    """Most tokens of a session, of which a history that several calls share counts once."""
+    """Maximum tokens of a session; a history that several calls share counts once."""
     max_sessions: Count = 1024
-    """Number of sessions that may be open; beyond it, requests of new ones get 429."""
+    """Maximum open sessions; beyond it, new ones get 429."""
     idle_s: Seconds = 3600.0
-    """How long a session stays open without a request; then it is dropped, without an export."""
+    """Time without a request after which a session is dropped, without an export."""
     deadline_s: Seconds = 600.0
     """Timeout of one reply."""
 
@@ -77,52 +77,46 @@ class GatewaySection(Section):
     """The HTTP gateway for other trainers (`rlhf-triton gateway`). It sends requests as `actor.client` says."""
 
     host: Host = "127.0.0.1"
-    """Address to bind. Beyond loopback, set `key_env`, and a proxy for TLS in front."""
+    """Address to bind. Beyond loopback, set `key_env` and use a TLS proxy."""
     port: Port = 8100
     """Port; 0 selects a free one, which the gateway prints."""
     model: str = "reward_model"
     """Name of the reward model in vLLM's protocol."""
     key_env: str | None = None
-    """Name of the environment variable with the key that every request must carry; default: no key."""
+    """Environment variable with the key that every request must carry; default: no key."""
     deadline_s: Seconds = 60.0
-    """Longest wait for the rewards of a row; it includes retries and waiting for a server."""
+    """Timeout for the rewards of a row, retries included."""
     max_body_bytes: Count = 16_000_000
-    """Maximum size of a request's body, of the texts of all its rows, and of all large bodies in memory at a time."""
+    """Maximum size of a request's body, of the texts of its rows, and of all large bodies in memory."""
     policy: ServedPolicySection | None = None
-    """The policy for agents; default: the gateway serves rewards only."""
+    """The policy for agents; default: rewards only."""
 
 
 class RunSection(Section):
     """Settings shared by all processes: the folder and the identity of the run."""
 
     dir: Path = Path("runs/default")
-    """Output folder of the run; relative paths start at the working directory."""
+    """Output folder of the run."""
     run_id: str | None = None
     """Name of the run in the journal; default: the name of `dir`."""
     integrity: Algorithm = DEFAULT
-    """Algorithm of the digests by which damaged versions, checkpoints and journal entries are detected: `xxh3`
-    (xxh3-128), which is as fast as memory, or `sha256`, ten times slower, for storage on which someone might forge a
-    file of the same digest. Each digest names its algorithm: a changed setting holds for new files only."""
+    """Digest of versions, checkpoints and journal entries: `xxh3` detects damage; `sha256`, ten times slower, also
+    forgery."""
     access: Literal["owner", "group"] = "owner"
-    """Who can read and write what server, sidecar and actor write, which includes prompts and responses: `owner` (umask
-    077) or also the `group` (umask 007), for processes of several users that share the folder."""
+    """Who can read and write the run's files: `owner` (umask 077) or also the `group` (umask 007)."""
     log_format: Literal["text", "json"] = "text"
-    """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway. `json`: one object a line, with the
-    run, the step and the weights version that it belongs to."""
+    """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway; `json`: one object a line."""
     trace_endpoint: str | None = None
-    """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`: actor, critic_train and sidecar send it
-    the spans of each step, as OTLP over HTTP with JSON. Needs the extra `tracing`; default: no tracing."""
+    """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`. Needs the extra `tracing`; default: no
+    tracing."""
     share_cards: bool = False
-    """Allow a role with several GPUs (`actor.ranks`, `trainer.ranks`, `tensor_parallel`) to share one of them with
-    another role of the same machine, as on a machine with two GPUs that all roles use. Roles with one GPU each may
-    always share it. See docs/scaling.md."""
+    """Allow a role with several GPUs to share one of them with another role on the same machine. See
+    docs/scaling.md."""
     seed: Seed = 0
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
-    """Make the run reproducible to the bit on a CPU, even if processes are killed and restarted. Each row is scored in
-    its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), a worker
-    has one thread unless `threads` is set, nothing is measured, and a row without a score stops the run.
-    `rlhf_triton/config/deterministic.py` has the full list."""
+    """Make the run bit-identical on a CPU, even if processes are killed. Slower: one forward pass per row, staleness 0,
+    one thread per worker; a row without a score stops the run."""
 
     @field_validator("trace_endpoint")
     @classmethod
@@ -173,8 +167,7 @@ class ServerSection(Section):
     """The tritonserver process. A port of 0 selects a free one (`rlhf-triton run`, `rlhf-triton serve`)."""
 
     host: Host = "127.0.0.1"
-    """Address to bind, IPv4 or a name for one. Keep it on loopback unless the server is behind a proxy with TLS and
-    authentication."""
+    """Address to bind, IPv4 or a name for one. Beyond loopback, use a proxy with TLS and authentication."""
     http_port: Port = 8000
     """HTTP port, for inference."""
     grpc_port: Port = 8001
@@ -182,34 +175,33 @@ class ServerSection(Section):
     metrics_port: Port = 8002
     """Port for Prometheus metrics."""
     dir: Path | None = None
-    """Folder of this server's own files: the rendered model repository and its log; default: `run.dir`. Servers that
-    share one `run.dir` need one folder each."""
+    """Folder of the rendered model repository and log; default: `run.dir`. Servers that share a `run.dir` need one
+    each."""
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
-    """Timeout for every model to answer an inference request after the start, and for loading a model again."""
+    """Timeout for every model to answer a request after a start or reload."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
-    """How long `rlhf-triton serve`, when it is stopped, waits for requests in flight while it refuses others; 0: it
-    stops at once. A client repeats a request that takes longer at another server."""
+    """How long `rlhf-triton serve` waits for requests in flight when it is stopped."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
-    """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
+    """Data type of `tokens` on the wire, for all clients."""
     queue_delay_us: CountOrZero = 2000
     """How long Triton's dynamic batchers wait for more requests."""
     max_batch_size: Count = 8192
-    """Maximum rows of one request, and of one batch that Triton merges; a larger request is rejected."""
+    """Maximum rows of one request and of one merged batch; a larger request is rejected."""
     max_queue_size: CountOrZero = 0
-    """Maximum requests in Triton's queue of a model; further requests get a 503. 0: no limit."""
+    """Maximum queued requests of a model; further ones get a 503. 0: no limit."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long a request may wait for its first forward pass before it gets a 503. A request's own `timeout` takes
-    precedence. 0: no limit."""
+    """How long a request may wait for its first forward pass before it gets a 503; its own `timeout` takes precedence.
+    0: no limit."""
     max_request_tokens: Count = 4_000_000
-    """Maximum tokens of one request, padding included; a larger one is rejected. It also limits a critic's response."""
+    """Maximum tokens of one request, padding included, and of a critic's response."""
     max_request_bytes: Count = 4_000_000
-    """Maximum UTF-8 bytes of the sentences and metadata of one request; a larger one is rejected, not truncated."""
+    """Maximum UTF-8 bytes of the sentences and metadata of one request."""
     strip_sequence_length_to_multiple: Count = 1
     """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
     training_key_env: str | None = None
-    """Name of the environment variable with the key that critic_train and critic_save require; default: no key."""
+    """Environment variable with the key that critic_train and critic_save require; default: no key."""
 
     @property
     def http_url(self) -> str:
@@ -233,33 +225,28 @@ class ModelSection(Section):
     model: Path
     """Folder of a Hugging Face model (safetensors)."""
     device: Device = "cpu"
-    """Device of the model: `cpu`; `cuda`, every GPU that the server sees, with a copy of the model on each, which take
-    requests from one queue; or `cuda:N`, one GPU."""
+    """`cpu`, `cuda:N`, or `cuda`: a copy of the model on every visible GPU, with one shared queue."""
     instances: Count = 1
-    """Number of processes that serve the model, on each of its GPUs. On a CPU they share the weights' memory; each has
-    its own row queue."""
+    """Processes that serve the model, per GPU, each with its own row queue. On a CPU they share the weights' memory."""
     tensor_parallel: Count = 1
-    """Number of devices that the layers of one instance are split over, for a model that does not fit one device. The
-    device is the first of them; on a CPU it is a number of processes. Needs `instances: 1` and `workers: 1`."""
+    """Devices over which one instance is split, from `device` on; on a CPU, processes. Needs `instances: 1` and
+    `workers: 1`."""
     workers: Count = 1
-    """Concurrent forward passes in one instance; they take rows from one shared queue."""
+    """Concurrent forward passes in one instance, over one shared queue."""
     threads: Count | None = None
-    """Torch threads per worker; default: the cores, shared equally by the workers of all models on the CPU, and 1 on a
-    GPU."""
+    """Torch threads per worker; default: an equal share of the cores, and 1 on a GPU."""
     token_budget: TokenBudget = BUDGET_OF_DEVICE
     """Maximum tokens in one forward pass, padding included; a longer row runs alone. Default: 1024 on a CPU, 16384 on a
     GPU."""
     forward_overhead_tokens: CountOrZero | None = None
-    """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this.
-    Default: measured whenever the model is loaded, in at most 2 s; 64 with `compile` or `tensor_parallel`."""
+    """Fixed cost of a forward pass, in tokens: a row joins a pass only if that adds no more padding. Default: measured
+    at load."""
     max_length: Count | None = None
-    """Maximum sequence length in tokens; default: the model's limit, or 32768 if it has none. A longer row is refused:
-    nothing is truncated."""
+    """Maximum tokens of a row; a longer one is refused, never truncated. Default: the model's limit, or 32768."""
     dtype: Precision = AUTO_PRECISION
-    """Data type of the body in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in
-    fp32, from the model's own fp32 values."""
+    """Data type of the body; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in float32."""
     compile: bool = False
-    """Compile the body with torch.compile. Adds seconds to minutes to every load and needs a C++ compiler."""
+    """Compile the body with torch.compile: seconds to minutes at every load; needs a C++ compiler."""
 
 
 def check_ranks(key: str, model: ModelSection) -> None:
@@ -293,35 +280,29 @@ class RewardSection(ModelSection, TokenRewardSettings):
     model: Path = Path("checkpoints/reward")
     """Folder of a Hugging Face model (safetensors)."""
     standardization: Literal["model", "off"] | Standardization = "model"
-    """Constants of `(score - mean) / std`: `model` (`reward_standardization` in its config.json, if any), `off`,
-    or {mean, std}."""
+    """Constants of `(score - mean) / std`: `model` (from its config.json, if any), `off`, or {mean, std}."""
     pooling: Pooling = "auto"
-    """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`. `auto` is `last`, except for `sentences`:
-    for them it takes the last token that is not the padding token, as transformers does. Encoders with a pooled head
-    support only `auto`; with any other head they need `last` or `mean`."""
+    """Pooling of a linear head: `last`, `mean`, or `auto` (`last`, without padding in `sentences`). Encoders with a
+    pooled head take only `auto`; other heads on encoders need `last` or `mean`."""
     attribute_weights: list[float] | dict[str, float] | None = None
-    """Weights of the A labels in their sum, which is then the reward: a list, or by the names in config.json, such as
-    {NEGATIVE: -1, POSITIVE: 1}, the log-odds of POSITIVE. A model of several labels needs these or
-    `merge_attributes`."""
+    """Weights of a model's A labels in the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE: 1}. Several
+    labels need these or `merge_attributes`."""
     merge_attributes: bool | None = None
-    """`true`: return the weighted sum of the labels, [B, 1], by default their mean; `false`: all A labels, [B, A].
-    Default: the sum if there are `attribute_weights`; otherwise a model of several labels is refused."""
+    """`true`: the labels' weighted sum, by default their mean, [B, 1]; `false`: all A labels, [B, A]."""
     text: Literal["joined", "pair"] = "joined"
-    """What the reward model was trained on: `joined`, prompt and response as one text or chat; `pair`, prompt and
-    response as the two texts of a pair (`tokenizer(prompt, response)`), which the actor and the gateway then send."""
+    """What the model was trained on: `joined`, prompt and response as one text or chat; `pair`, as `tokenizer(prompt,
+    response)`."""
     add_special_tokens: bool = True
-    """Tokenise `sentences` as transformers' pipelines do: add the tokenizer's [CLS], [SEP], BOS or EOS unless the text
-    already has them. A chat has the BOS and EOS of its template alone. `false`: add none, as NeMo-Aligner's server
-    did."""
+    """Add the tokenizer's special tokens to `sentences` that lack them; a chat has its template's alone. `false`: none,
+    as NeMo-Aligner's server."""
     append_eos: bool = False
-    """End `sentences` other than chats with the tokenizer's end-of-sequence token, as TRL's RewardTrainer does."""
+    """End `sentences` other than chats with the end-of-sequence token, as TRL's RewardTrainer does."""
     store: bool = False
-    """Serve the model from versions in a weights store: `model` becomes version 0, and `rlhf-triton weights
-    publish --model reward` replaces it while the server runs. Every reply names the version (`reward_version`)."""
+    """Serve the model from a weights store, whose versions can be replaced. See docs/live-reward.md."""
     reload: Literal["swap", "triton"] = "swap"
-    """With `store`: how instances switch to a published version, as in `critic.reload`."""
+    """With `store`: as `critic.reload`."""
     gate: GateSection | None = None
-    """With `store`: accuracy on pairs of texts that a new version must reach before it is served; default: none."""
+    """With `store`: accuracy on pairs of texts that a new version must reach; default: none."""
 
     @model_validator(mode="after")
     def _weighted(self) -> RewardSection:
@@ -341,17 +322,15 @@ class CriticSection(ModelSection):
     """The critic. Version 0 is made from `model`; the sidecar publishes later versions."""
 
     model: Path = Path("checkpoints/critic")
-    """Folder of a token classification model with one label, or of any other model to take the body from."""
+    """Folder of a token classification model with one label, or of any other model, whose body is taken."""
     attribute_weights: list[float] | None = None
-    """Weights of the outputs in the value, if the head of `model` has A > 1 outputs; default: 1/A each."""
+    """Weights of the outputs in the value, if the head has A > 1 outputs; default: 1/A each."""
     standardization: Literal["model", "off"] | Standardization = "model"
-    """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
+    """Standardisation of the values, as in `reward.standardization`; stored in version 0."""
     reload: Literal["swap", "triton"] = "swap"
-    """How instances switch to a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
+    """How instances switch to a version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
     pretrain: tuple[Path, ...] = ()
-    """Training set for the critic before the run's first step: folders of earlier runs, whose journals have tokens and
-    returns, and JSONL files with `prompt`, `response` and `return`. See docs/live-critic.md. Version 0 is then the
-    pretrained critic; a run that has a version 0 refuses another list."""
+    """Train the critic before step 1 on folders of earlier runs and JSONL files. See docs/live-critic.md."""
     pretrain_epochs: Count = 3
     """Passes over that training set."""
 
@@ -362,31 +341,28 @@ class ReferenceSection(ModelSection):
     model: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; default: `actor.policy.model`."""
     dtype: Precision = AUTO_PRECISION
-    """Compute type of forward passes; default: `actor.policy.precision`, from which it must not differ. Log-probs are
-    computed in float32."""
+    """Compute type; must equal `actor.policy.precision`, its default. Log-probs are computed in float32."""
 
 
 class PublishSection(Section):
     """When and how weights versions are written."""
 
     every: Count = 1
-    """Publish after every n-th critic_train. Scores may then lag by n-1 updates, even if `max_staleness` is lower."""
+    """Publish after every n-th critic_train. Scores may then lag by n-1 updates, whatever `max_staleness` says."""
     keep: Count = 3
-    """How many of the newest versions to keep, in addition to version 0 and the versions being served."""
+    """Newest versions to keep, besides version 0 and those being served."""
     format: Literal["merged", "adapter"] = "merged"
-    """Content of a version trained with LoRA. `merged`: all weights; `adapter`: the adapters and the value head, a few
-    MB, which every instance merges into version 0 when it loads the version."""
+    """A version trained with LoRA: `merged`, all weights; `adapter`, adapters and value head, merged into version 0 by
+    each instance."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type of all weights in a version but the head's, which is float32, with `format: merged`. Default:
-    `critic.dtype`, in which they are served. Version 0, from which training starts, has float32."""
+    """Data type of a version's weights except the head, with `format: merged`; default: `critic.dtype`."""
 
 
 class TrainerSection(Section):
     """The critic sidecar."""
 
     ranks: Count = 1
-    """Number of processes (ranks) that train the critic together, one per GPU. Each holds a shard of the weights,
-    gradients and optimizer state (FSDP2). Above 1, torchrun starts them; see docs/scaling.md."""
+    """Processes that train the critic together, one per GPU (FSDP2). See docs/scaling.md."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     """AdamW and the learning-rate schedule of the critic."""
     clip_value: float = 0.2
@@ -396,52 +372,46 @@ class TrainerSection(Section):
     epochs: Count = 1
     """Passes over one payload."""
     token_budget: Count = 4096
-    """Maximum tokens in one forward pass, padding included; does not change the result. CPUs are faster with 1024 to
-    2048."""
+    """Maximum tokens in one forward pass, padding included; does not change the result. 1024 to 2048 is faster on
+    CPUs."""
     threads: Count = 1
     """Torch threads."""
     device: Device = "cpu"
-    """Device that the critic trains on; with several ranks the first one's, and each further rank takes the next
-    GPU."""
+    """Device that the critic trains on; further ranks take the next GPUs."""
     precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast); trained weights, the value head, the loss and the optimizer stay in
-    float32. `auto`: bfloat16 on a GPU, float32 on a CPU. With LoRA or `freeze` in bfloat16, the frozen matrices are
-    held in bfloat16, and published with these values."""
+    """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
+    Trained weights stay in float32."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time, the same result."""
+    """Recompute activations in the backward pass: less memory, same result."""
     attention: Attention = "auto"
-    """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
-    and the package flash-attn."""
+    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
     lora_rank: CountOrZero = 0
-    """Train only LoRA adapters of this rank, on `lora_targets`, and the value head; 0: train all weights."""
+    """Train only LoRA adapters of this rank and the value head; 0: all weights."""
     lora_alpha: Count = 16
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: LoraTargets = "all-linear"
-    """Linear layers with adapters, as in `actor.policy.lora_targets`; never the value head."""
+    """Layers with adapters, as in `actor.policy.lora_targets`."""
     freeze: Patterns = ()
-    """Regular expressions: parameters in whose name one is found are not trained, such as [embed_tokens, self_attn], or
-    ['layers\\.[0-9]\\.'] for the first ten layers. Names are those in `weights/critic/0`. With LoRA, the adapter of a
-    weight with such a name is not trained. A checkpoint resumes only with the same list."""
+    """Regular expressions, searched in parameter names as in `weights/critic/0`; matches are not trained:
+    [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
     checkpoint_every: Count = 20
-    """Steps between checkpoints, in addition to those that critic_save requests."""
+    """Steps between checkpoints, besides those of critic_save."""
     keep_entries: CountOrZero = 200
-    """Maximum trained steps kept in the journal after the last critic_save; a rewind can return to any of them."""
+    """Maximum trained steps kept in the journal after the last critic_save, for rewinds."""
     archive_entries: CountOrZero = 100
-    """How many of the newest trained steps are kept, 20 bytes a token, after the journal no longer needs them: later
-    runs can pretrain their critics on them (`critic.pretrain`)."""
+    """Newest trained steps kept for `critic.pretrain` of later runs, at 20 bytes a token."""
     reload_on_save: Literal["triton", "none"] = "triton"
-    """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress. With
-    the critic on a GPU the default is `none`, because the reload holds a third copy of its weights there."""
+    """`triton`: also reload through Triton at every critic_save, which holds a third copy of the weights. Default on a
+    GPU: `none`."""
     servers: list[Address] = Field(default=[])
-    """gRPC addresses of all servers of the critic: `host:port`, or `dns:name:port` for every address of the name;
-    default: that of `server`."""
+    """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for every address of the name; default:
+    that of `server`."""
     serve_timeout_s: Seconds = 60.0
-    """How long to wait for every instance to serve a published version before the model is reloaded through Triton;
-    also the timeout of such a reload."""
+    """Timeout for every instance to serve a version, after which the model is reloaded through Triton."""
     nice: Annotated[int, Field(ge=0, le=19)] = 10
-    """Increment of the sidecar's niceness, so that the server's forward passes take priority on shared cores."""
+    """Increment of the sidecar's niceness, so that the server takes priority on shared cores."""
     heartbeat_timeout_s: Seconds = 15.0
-    """Time without progress of the sidecar after which pending critic_train callers get UNAVAILABLE."""
+    """Time without progress of the sidecar after which callers of critic_train get a 503."""
     publish: PublishSection = PublishSection()
     """Publishing of weights versions."""
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from random_models import random_llama
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
-from benchmarks.workload import random_llama
 from rlhf_triton.actor.algorithms.batch import (
     failures,
     rollout_metrics,
@@ -694,7 +694,9 @@ def test_limits_mask_bootstrap_or_score():
     other = row((2, 4, 0.5), length=4, truncated="environment.max_turns")
     scored = scored_of((other, limited), ROWS[1])
     settings = {"responses_per_prompt": 1, "mask_unfinished": True, "gamma": 0.5, "lam": 1.0}
-    masked, kept, more = (batch_of(scored, "ppo", truncated=each, **settings) for each in ("mask", "score", "bootstrap"))
+    masked, kept, more = (
+        batch_of(scored, "ppo", truncated=each, **settings) for each in ("mask", "score", "bootstrap")
+    )
     assert masked.mask.any(-1).tolist() == [False, False, True]
     assert kept.policy_weights.any(-1).tolist() == [True] * 3
     gain = more.returns - kept.returns  # 0.5 times V of token 8, 0.8, at the last turn; halved with each token before

@@ -427,6 +427,7 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
     assert len(responses(rollout)[0]) <= 4
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
 def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, decoding: str):
     free = make_policy(checkpoint, engine=decoding)
@@ -460,6 +461,7 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
 # ---- Policy.generate: slots and transformers alike ----
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
@@ -543,6 +545,7 @@ def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeyp
     assert passes == [len(PROMPTS)]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("settings", "scale"),
     [({}, 1.01), ({"precision": "bfloat16"}, 1.0), ({"engine": "transformers"}, None)],

@@ -557,6 +557,7 @@ class Narrow(Server):
         return await super().rewards(rows)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("engine", "lora_rank"), [("slots", 0), ("transformers", 2)])
 def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_eos(
     tmp_path: Path, checkpoints: Checkpoints, engine: str, lora_rank: int
@@ -999,6 +1000,7 @@ def test_a_stop_is_heard_while_the_critic_is_awaited(tmp_path: Path, checkpoints
         go(again)
 
 
+@pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
     """Not with the response: nothing computes any more when the run has left."""
     run = make_grpo(tmp_path, checkpoints, one_step_off_policy=True)

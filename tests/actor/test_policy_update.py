@@ -77,6 +77,7 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
     yield {**groups, **dual, **terms}
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", NAMES)
 def test_neither_micro_batches_nor_padding_nor_the_order_of_samples_matters(checkpoint: Path, name: str):
     for settings in settings_of(name):
@@ -118,6 +119,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
             assert {key: found[key] for key in same} == pytest.approx(same)
 
 
+@pytest.mark.device
 def test_a_correction_compares_the_policy_before_the_update_with_the_one_that_sampled(checkpoint: Path):
     """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
     correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
@@ -176,6 +178,7 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("model", ["checkpoint", "dropping"])
 def test_recomputed_activations_change_nothing(request: pytest.FixtureRequest, model: str):
     results, sizes = [], []
@@ -267,6 +270,7 @@ def test_one_update_needs_no_log_probs_of_sampling(checkpoint: Path, name: str):
     assert_same(results)
 
 
+@pytest.mark.device
 def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Path):
     """Warm-up over five optimizer steps, two in each update, a checkpoint in the middle of it."""
     schedule = {"lr": 1e-2, "warmup_steps": 5, "minibatch_size": 3, "rollout_size": 6, "double": False}

@@ -366,9 +366,7 @@ def test_a_run_that_learns_nothing_says_so_once(
 def test_conversations_that_other_limits_end_are_not_cut_by_the_length_of_a_turn(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
-    recorder_of(tmp_path, server)._warn_of_no_learning(
-        1, CUT_OFF, True, [a_talk(truncated="environment.max_turns")]
-    )
+    recorder_of(tmp_path, server)._warn_of_no_learning(1, CUT_OFF, True, [a_talk(truncated="environment.max_turns")])
     assert caplog.records == []
 
 

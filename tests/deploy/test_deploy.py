@@ -9,7 +9,6 @@ import os
 import random
 import re
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -24,7 +23,6 @@ from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_serve
 from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
 
 from rlhf_triton.config import RunConfig, load_config
-from rlhf_triton.tools.memory_table import memory_lines
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import is_open
 from rlhf_triton.tools.server.tritonserver import EXIT_TIMEOUT_S
@@ -36,31 +34,6 @@ CONTAINER_CONTEXT = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
 }
-QWEN2 = {  # the shapes of Qwen2.5: layers, hidden size, intermediate size, heads, key-value heads, vocabulary
-    "3B": (36, 2048, 11008, 16, 2, 151936),
-    "7B": (28, 3584, 18944, 28, 4, 152064),
-}
-
-
-def overlay_config(tmp_path: Path, overlay: str, size: str) -> RunConfig:
-    """Return the overlay's run, with checkpoints that are a config.json alone."""
-    layers, hidden, intermediate, heads, kv_heads, vocabulary = QWEN2[size]
-    shape = {
-        "model_type": "qwen2",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "vocab_size": vocabulary,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": size == "3B",
-    }
-    for name, kind in {"policy": "CausalLM", "reward": "SequenceClassification"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(shape | {"architectures": [f"Qwen2For{kind}"]}))
-    checkpoints = {"reward": "reward", "critic": "reward", "actor.policy": "policy"}
-    overrides = [f"{key}.model={tmp_path / name}" for key, name in checkpoints.items()]
-    return load_config(DEPLOY / "overlays" / overlay / "run.yaml", [*overrides, f"run.dir={tmp_path / 'run'}"])
 
 
 @layout
@@ -107,29 +80,6 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
     assert config.trainer.servers == ["dns:rlhf-server:8001"]
 
 
-@layout
-def test_prometheus_reaches_what_is_annotated(overlay: str, tmp_path: Path) -> None:
-    config = config_of(overlay, tmp_path)
-    ports = {"rlhf-actor": config.monitoring.actor_port, "rlhf-trainer": config.monitoring.trainer_port}
-    if overlay == "single":  # all of it is inside one pod, on loopback
-        assert set(ports.values()) == {None}
-        return
-    assert config.monitoring.host == config.server.host == "0.0.0.0"
-    allowed = {
-        port["port"]
-        for manifest in manifests(overlay)
-        if manifest["kind"] == "NetworkPolicy"
-        for rule in manifest["spec"].get("ingress", [])
-        if any("namespaceSelector" in source for source in rule["from"])
-        for port in rule["ports"]
-    }
-    for name, port in {**ports, "rlhf-server": config.server.metrics_port}.items():
-        pod = pods(overlay)[name]
-        assert pod["metadata"]["annotations"] == {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
-        assert port in [port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]]
-        assert port in allowed
-
-
 def secrets(pod: Manifest) -> list[dict[str, Any]]:
     """The secrets that become variables of its containers; one with a `key` is that key alone."""
     return [
@@ -146,42 +96,6 @@ def test_a_pod_gets_only_the_keys_that_it_needs(overlay: str) -> None:
     found = {name: [secret.get("key") for secret in secrets(pod)] for name, pod in pods(overlay).items()}
     several = {"rlhf-server": [None], "rlhf-trainer": ["TRITON_CONTROL_KEY"], "rlhf-actor": ["TRAINING_KEY"]}
     assert found == ({"rlhf-run": [None]} if overlay == "single" else several)
-
-
-@layout
-def test_every_name_that_is_used_exists(overlay: str) -> None:
-    found = manifests(overlay)
-    names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in found}
-    for pod in pods(overlay).values():
-        assert {("Secret", secret["name"]) for secret in secrets(pod)} <= names
-        for volume in pod["spec"]["volumes"]:
-            assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in names
-            claim = volume.get("persistentVolumeClaim")
-            assert claim is None or ("PersistentVolumeClaim", claim["claimName"]) in names
-        for container in containers(pod):
-            assert container["image"].startswith("registry.example.com/"), "an overlay sets every image"
-    labels = [pod["metadata"]["labels"].items() for pod in pods(overlay).values()]
-    for manifest in found:
-        if manifest["kind"] in ("Service", "NetworkPolicy", "PodDisruptionBudget"):
-            selector = manifest["spec"].get("podSelector") or manifest["spec"]["selector"]
-            wanted = selector.get("matchLabels", selector).items()
-            assert any(wanted <= pod for pod in labels), manifest["metadata"]
-
-
-# The overlay `ranks` is `servers` on more GPUs; how ranks share is tested on tiny models.
-@pytest.mark.parametrize("overlay", ["single", "servers"])
-def test_an_overlay_fits_its_gpus(tmp_path: Path, overlay: str) -> None:
-    config = overlay_config(tmp_path, overlay, "3B" if overlay == "single" else "7B")
-    assert {section.dtype for section in config.served_sections.values()} == {"bfloat16"}
-    assert (config.trainer.precision, config.actor.policy.precision) == ("bfloat16", "bfloat16")
-    sums = [line.split() for line in memory_lines(config)[0] if line.startswith("all")]
-    assert len(sums) == (1 if overlay == "single" else 3)
-    for *_, size, unit in sums:
-        assert unit == "GiB"
-        assert float(size) < 0.75 * 80  # the rest is for activations
-    assert f"fit {'one GPU' if overlay == 'single' else 'GPUs'} of 80 GB" in " ".join(
-        (DEPLOY / "overlays" / overlay / "run.yaml").read_text().replace("#", "").split()
-    )
 
 
 # ---- starting runs: torchrun lines and the Slurm script, on loopback ----
@@ -401,14 +315,6 @@ class TestSlurm:
         assert_order(job.log, *ends)
         assert {line["step"] for line in run.critic_metrics() if "loss_mean" in line} >= {1}
 
-    def test_a_run_without_a_critic_from_start_to_end(self, tmp_path: Path, checkpoints: Checkpoints) -> None:
-        algorithm = {"name": "rloo", "responses_per_prompt": 4}
-        run = make_run(tmp_path, checkpoints, actor={"algorithm": algorithm, "steps": 2})
-        with Job(tmp_path, run, trainers=0, actors=1) as job:
-            assert job.wait() == 0, job.log
-        assert_order(job.log, "step 2/2", "draining", "stopped")
-        assert "requeue" not in job.log
-
 
 # ---- Dockerfile.triton, without a Docker engine ----
 
@@ -461,17 +367,6 @@ def test_it_runs_without_privileges_and_its_commands_exist(target: str) -> None:
         loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
         if module.startswith("rlhf_triton.tools.server"):  # the standard library and numpy: started every few seconds
             assert not {"psutil", "tritonclient", "pydantic", "jinja2", "torch"} & set(loaded.stdout.split())
-
-
-def test_each_run_step_is_executed_by_a_test(tmp_path: Path) -> None:
-    steps = {argument for stage in stages().values() for word, argument in stage if word == "RUN"}
-    installs = {f"tools/install.sh {extras}" for extras in STAGES}  # the test below runs these
-    assert steps > installs
-    (folder,) = steps - installs
-    mine = folder.replace("-o 1000 -g 1000", f"-o {os.getuid()} -g {os.getgid()}")
-    assert mine != folder
-    subprocess.run(mine, shell=True, cwd=tmp_path, check=True)
-    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o700
 
 
 def test_what_is_copied_exists_and_tests_are_not_in_the_image() -> None:

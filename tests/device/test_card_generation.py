@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 import simcuda
 import torch
-from rlhf_triton.actor.data.rollout import Prompt, Rollout
 from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 
 from rlhf_triton.actor.data.compute import in_a_thread_of
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Sample, padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _sample
 from rlhf_triton.learning.ranks import RankLost
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
+from tests.support.samples import logprobs_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
 MOST_WAITS = 2  # a decoding step: one copy to the card, one to the host
@@ -37,8 +39,8 @@ def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
     return policy
 
 
-def generate(policy: Policy, **settings: Any) -> Rollout:
-    return policy.generate(PROMPTS, **{"seed": 1, **settings})
+def generate(policy: Policy, **settings: Any) -> list[Sample]:
+    return rows_of(policy.generate(PROMPTS, **{"seed": 1, **settings}))
 
 
 def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
@@ -85,9 +87,9 @@ def test_adapters_are_merged_for_decoding_only(checkpoint: Path):
     rollout = generate(policy)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.model.state_dict().items())
     assert {name: tensor.data_ptr() for name, tensor in policy.sampler.state_dict().items()} == addresses
-    apart = policy.logprobs(rollout)
-    assert float((apart - policy.logprobs(rollout, reference=True)).abs().max()) > 0.15  # the adapters matter
-    torch.testing.assert_close(rollout.logprobs, apart, rtol=0, atol=1e-4)
+    apart = logprobs_of(policy, rollout)
+    assert float((apart - logprobs_of(policy, rollout, reference=True)).abs().max()) > 0.15  # the adapters matter
+    torch.testing.assert_close(padded([row.logprobs for row in rollout])[:, 1:], apart, rtol=0, atol=1e-4)
 
 
 def test_a_card_without_room_for_merged_layers_decodes_with_adapters_apart(

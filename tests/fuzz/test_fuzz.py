@@ -113,7 +113,6 @@ class Stage:
     """A server that is attacked while a good client is served."""
 
     run: LiveRun
-    key: str | None
     log: Path
     good: GoodClient
 
@@ -124,13 +123,13 @@ class Stage:
         assert not replaced
 
 
-@contextlib.contextmanager
-def started(folder: Path, checkpoints: Checkpoints, key: str | None, **sections: Mapping[str, Any]) -> Iterator[Stage]:
-    """Without a sidecar, so that no update changes what the good client gets."""
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
+    """With a mixture of rewards, a training key and a reference, but no sidecar, which would change values."""
     with contextlib.ExitStack() as running:
         keys = {KEY_VARIABLE: TRAINING_KEY, GATEWAY_KEY_VARIABLE: GATEWAY_KEY}
         running.enter_context(mock.patch.dict(os.environ, keys))
-        run = make_run(folder, checkpoints, **sections)
+        run = make_run(tmp_path_factory.mktemp("guarded"), checkpoints, **MIXTURE)
         server = start_server(run)
         running.callback(stop_process, server)
         wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, timeout_s=300.0)
@@ -140,21 +139,8 @@ def started(folder: Path, checkpoints: Checkpoints, key: str | None, **sections:
         ]
         path = f"/v2/models/{CRITIC_INFER}/infer"
         good = running.enter_context(GoodClient(run.url, path, {"inputs": inputs}, {}, numbers_of))
-        yield Stage(run, key, server.log_path, good)
-        print(f"{folder.name}: {good.answers} good answers, at most {good.longest_wait_s:.2f} s apart")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
-    with started(tmp_path_factory.mktemp("plain"), checkpoints, None) as stage:
-        yield stage
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
-    """With a mixture of rewards, a training key and a reference."""
-    with started(tmp_path_factory.mktemp("guarded"), checkpoints, TRAINING_KEY, **MIXTURE) as stage:
-        yield stage
+        yield Stage(run, server.log_path, good)
+        print(f"{good.answers} good answers, at most {good.longest_wait_s:.2f} s apart")
 
 
 def each_round(strategy: st.SearchStrategy[Any], play: Callable[[Sequence[Any]], None]) -> None:
@@ -185,13 +171,9 @@ def check_answer(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("defect", [None, *DEFECTS])
-@pytest.mark.parametrize("name", ["plain", "guarded"])
-def test_bad_requests_are_answered_and_disturb_nobody(
-    name: str, defect: str | None, request: pytest.FixtureRequest
-) -> None:
-    stage: Stage = request.getfixturevalue(name)
-    models = sorted(path.parent.name for path in stage.run.config.run.repository_dir.glob("*/config.pbtxt"))
-    at = stage.run.config.server
+def test_bad_requests_are_answered_and_disturb_nobody(defect: str | None, guarded: Stage) -> None:
+    models = sorted(path.parent.name for path in guarded.run.config.run.repository_dir.glob("*/config.pbtxt"))
+    at = guarded.run.config.server
 
     def over_grpc(request: Request) -> Answer:
         with grpc_sender(at.grpc_url) as send:
@@ -207,8 +189,8 @@ def test_bad_requests_are_answered_and_disturb_nobody(
         for each in sent:
             check_answer(each.result())
 
-    each_round(bad_requests(models, stage.key, defect), play)
-    stage.check()
+    each_round(bad_requests(models, TRAINING_KEY, defect), play)
+    guarded.check()
 
 
 # ---- the gateway ----

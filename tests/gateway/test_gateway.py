@@ -5,7 +5,6 @@ import base64
 import contextlib
 import gc
 import json
-import random
 import re
 import socket
 import struct
@@ -432,20 +431,6 @@ PROTOCOLS = {
     "/pooling": {"input": "abc"},
 }
 
-MORE_BODIES = [
-    {
-        "inputs": [
-            {"messages": [{"role": "user", "content": "a"}]},
-            {"tokens": [1, 2]},
-            {"prompt": "a", "response": "b"},
-        ]
-    },
-    {"query": ["a", "b"], "prompts": ["a", "b"], "labels": [1, None]},
-    {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "response": "b", "label": {}},
-    {"model": "reward_model", "input": [[1, 2], [3]], "use_activation": False, "encoding_format": "base64"},
-]
-STRANGE: list[Any] = [None, True, -1, 2**64, 1.5, "", "refuse", "a" * 5000, "\ud800", [], {}, [[]], {"": None}, [None]]
-
 
 @contextlib.asynccontextmanager
 async def checked_gateway(
@@ -620,30 +605,6 @@ async def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
                 assert told in await caller.error(path, body(content), 400)
 
 
-def damaged(value: Any, chance: random.Random) -> Any:
-    """Return a copy of a JSON value in which some parts are replaced, missing, or too many."""
-    if chance.random() < 0.15:
-        return chance.choice(STRANGE)
-    if isinstance(value, dict):
-        kept = {key: damaged(item, chance) for key, item in value.items() if chance.random() > 0.1}
-        return kept if chance.random() > 0.1 else {**kept, chance.choice(("x", "tokens", "metadata", "")): 1}
-    if isinstance(value, list):
-        return [damaged(item, chance) for item in value for _ in range(chance.choice((0, 1, 1, 1, 2)))]
-    return value
-
-
-async def test_damaged_requests_get_an_answer() -> None:
-    async with checked_gateway() as (caller, _):
-        chance = random.Random(0)
-        for _ in range(30):
-            paths = chance.choices([*PROTOCOLS], k=10)
-            bodies = [damaged(chance.choice((PROTOCOLS[path], *MORE_BODIES)), chance) for path in paths]
-            replies = await asyncio.gather(*map(caller.post, paths, bodies))
-            for status, reply in replies:
-                assert status in (200, 400, 404, 413, 502), reply
-                assert (status == 200) == (not isinstance(reply, dict) or "error" not in reply)
-
-
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
 async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int) -> None:
     client, deadline_s = {"retries": 1, "max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
@@ -749,16 +710,6 @@ async def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml(
                 assert status in ((200, 503) if terms == ours else (503,)), reply
             if terms == ours:
                 assert reply == {"rewards": [3], "scores": [3], "extra_logs": {"verdict": [3]}}
-
-
-async def test_a_lost_server_is_replaced_by_another() -> None:
-    async with FakeReward() as one, FakeReward() as other, gateway(one.url, other.url) as caller:
-        await caller.post("/get_reward", {"query": ["abc"]})
-        await one.stop()
-        replies = await asyncio.gather(*(caller.post("/get_reward", {"query": ["x" * i]}) for i in range(1, 20)))
-        assert [reply["rewards"] for _, reply in replies] == [[i] for i in range(1, 20)]
-        assert sum(len(rows_of(inputs)) for inputs in other.received) >= 19
-        assert (await caller.get("/readyz"))[0] == 200
 
 
 # ---- what one client sends does not take the gateway from the others ----
@@ -920,23 +871,6 @@ async def test_a_connection_on_which_no_request_arrives_is_closed(
         found = await answer(caller, *parts)
         assert (b"408" in found) == (parts[0] == POST + b"\r\n")
         assert not server.received
-
-
-async def test_silent_connections_keep_clients_out_for_the_time_of_a_head_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(command, "KEEP_ALIVE_S", 1.0)
-    monkeypatch.setattr(command, "MAX_CONNECTIONS", 8)
-
-    async with fake_gateway() as (caller, _):
-        port = int(caller.url.rpartition(":")[2])
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-        status = 503
-        while status != 200:
-            async with caller.session.get(f"{caller.url}/healthz") as reply:
-                status = reply.status
-        for _, writer in silent:
-            writer.close()
 
 
 @pytest.mark.parametrize("key", [None, "sesame"])

@@ -26,12 +26,12 @@ from tiny_tokenizers import POSITIONS as TEXT_POSITIONS
 from tiny_tokenizers import VOCAB, make_text_tokenizer
 from transformers import AutoTokenizer
 
-from benchmarks.trl import prepare_environment
 from rlhf_triton.tools.init import main
 from rlhf_triton.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
+THEIRS = Path(os.environ.get("TRL_ENVIRONMENT", "")).absolute() / "bin" / "python"
 STEPS = 12
 
 pytestmark = [
@@ -47,14 +47,13 @@ def lines(path: Path) -> int:
 
 
 def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
     system = start_system(make_run(tmp_path, checkpoints))
     command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
         try:
             assert gateway.stdout is not None
             url = gateway.stdout.readline().partition("gateway: ")[2].partition(",")[0]
-            script = [str(theirs), str(ROOT / "tests/support/trl_run.py")]
+            script = [str(THEIRS), str(ROOT / "tests/support/trl_run.py")]
             arguments = [str(checkpoints.policy), str(tmp_path), str(STEPS)]
             environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "REWARD_GATEWAY_URL": url}
             with subprocess.Popen([*script, *arguments], env=environment) as trainer:
@@ -81,7 +80,6 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
 
 def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
     """Ten groups of two sessions, with two turns each; all but the replies is masked."""
-    theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
     export = tmp_path / "rows.jsonl"
 
     async def play() -> None:
@@ -98,7 +96,7 @@ def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
     asyncio.run(play())
     save_tiny(tmp_path / "policy", "qwen2", "language", vocab_size=len(TOKENIZER), max_position_embeddings=256)
     TOKENIZER.save_pretrained(tmp_path / "policy")
-    script = [str(theirs), str(ROOT / "tests/support/trl_capture.py"), str(tmp_path / "policy"), str(tmp_path)]
+    script = [str(THEIRS), str(ROOT / "tests/support/trl_capture.py"), str(tmp_path / "policy"), str(tmp_path)]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     subprocess.run([*script, str(ROOT / "docs/gateway.md")], env=environment, check=True)
     rows = [json.loads(line) for line in export.read_text().splitlines()]
@@ -117,12 +115,11 @@ def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two reward models, as TRL's RewardTrainer writes them."""
     folder = tmp_path_factory.mktemp("trained")
-    theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
     tokenizer = make_text_tokenizer("qwen2")
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": TEXT_POSITIONS, "pad_token_id": None}
     save_tiny(folder / "base", "qwen2", "language", **sizes)
     tokenizer.save_pretrained(folder / "base")
-    script = [str(theirs), str(ROOT / "tests/support/trl_reward.py"), str(folder / "base"), str(folder)]
+    script = [str(THEIRS), str(ROOT / "tests/support/trl_reward.py"), str(folder / "base"), str(folder)]
     subprocess.run(script, env={**os.environ, **ENVIRONMENT}, check=True)
     return folder
 

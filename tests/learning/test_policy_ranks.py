@@ -197,7 +197,6 @@ def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> lis
     return [[value_of(as_tensor(row)) for row in conversation] for conversation in found]
 
 
-
 def weights_of(policy: Policy) -> list[np.ndarray]:
     return [p.detach().clone().numpy() for p in policy.sampler.parameters()]
 

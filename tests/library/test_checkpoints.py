@@ -13,100 +13,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
+from tiny_checkpoints import POSITIONS, VOCAB, change_config, save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_triton.checkpoints.heads import Head
 from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
     Constants,
     fingerprint_weights,
     inspect_checkpoint,
 )
-from rlhf_triton.checkpoints.tensor_file import write_tensors
 from rlhf_triton.checkpoints.tokenization import end_of_sequence, special_tokens, special_tokens_in
 
 
 def refused(*parts: object):
     return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
-
-
-# ---- heads ----
-
-
-def facts(head: Head | None) -> tuple[str, str, int, bool] | None:
-    return None if head is None else (head.kind, head.prefix, head.num_labels, head.is_plain)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "head"),
-    [
-        ("llama", "reward", ("sequence", "score", 1, True)),
-        ("qwen2", "reward", ("sequence", "score", 1, True)),
-        ("gpt2", "reward", ("sequence", "score", 1, True)),
-        ("opt", "reward", ("sequence", "score", 1, True)),
-        ("bert", "reward", ("sequence", "classifier", 1, False)),
-        ("deberta-v3", "reward", ("sequence", "classifier", 1, False)),
-        ("roberta", "reward", ("sequence", "classifier.out_proj", 1, False)),
-        ("llama", "critic", ("token", "score", 1, True)),
-        ("gpt2", "critic", ("token", "classifier", 1, True)),
-        ("bert", "critic", ("token", "classifier", 1, True)),
-        *((family, "body", None) for family in CONFIGS),
-        *((family, "language", None) for family in ("llama", "qwen2", "gpt2")),
-    ],
-)
-def test_the_head_of_a_huggingface_class(tmp_path: Path, family: str, kind: str, head: object):
-    save_tiny(tmp_path, family, kind)
-    assert facts(inspect_checkpoint(tmp_path).head) == head
-
-
-@pytest.mark.parametrize(
-    ("prefix", "config", "bias"),
-    [
-        ("v_head.summary", {}, True),
-        ("v_head", {}, True),
-        ("value_head", {}, False),
-        ("value_head", {"value_head_prefix": "value_head"}, False),
-        ("my_head", {"value_head_prefix": "my_head"}, False),
-        ("score", {"value_head_prefix": "score"}, False),
-    ],
-)
-def test_value_heads(tmp_path: Path, prefix: str, config: dict[str, str], bias: bool):
-    save_with_value_head(tmp_path, "llama", prefix=prefix, bias=bias, num_labels=2, **config)
-    assert facts(inspect_checkpoint(tmp_path).head) == ("value", prefix, 2, True)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "tensors", "message"),
-    [
-        *(
-            ("gpt2", "language", {f"v_head.{name}": shape for name, shape in tensors.items()}, message)
-            for tensors, message in (
-                ({"0.weight": (32, 16), "2.weight": (1, 30)}, "v_head.2.weight has shape [1, 30]"),
-                ({"0.weight": (32, 16), "2.bias": (1,)}, "lacks v_head.2.weight"),
-                ({"0.weight": (32, 16), "1.weight": (1, 32)}, "it has tensors of v_head.0, v_head.1"),
-                ({"0.weight": (32, 16), "4.weight": (1, 32)}, "it has tensors of v_head.0, v_head.4"),
-                ({"2.weight": (1, 16)}, "it has tensors of v_head.2"),
-            )
-        ),
-        ("llama", "critic", {"score.bias": (3,)}, "score.bias has shape [3]"),
-        ("llama", "critic", {"score.bias": (1, 1)}, "score.bias has shape [1, 1]"),
-        ("bert", "reward", {"classifier.bias": (2,)}, "classifier.bias has shape [2]"),
-        ("llama", "reward", {"score.weight": (16,)}, "score.weight has shape [16]"),
-        ("llama", "reward", {"score.weight": (0, 16)}, "score.weight has shape [0, 16]"),
-        ("gpt2", "language", {"v_head.summary.weight": (16,)}, "v_head.summary.weight has shape [16]"),
-    ],
-)
-def test_a_head_of_several_layers_or_the_wrong_shape_is_refused(
-    tmp_path: Path, family: str, kind: str, tensors: dict[str, tuple[int, ...]], message: str
-):
-    save_tiny(tmp_path, family, kind)
-    add_tensors(tmp_path, {name: torch.zeros(shape) for name, shape in tensors.items()})
-    with refused(tmp_path, message):
-        inspect_checkpoint(tmp_path)
 
 
 # ---- everything else ----
@@ -147,17 +70,13 @@ WRONG = "reward_standardization.*std above 0"
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"reward_standardization": {"mean": 1, "std": 2}}, Constants(1.0, 2.0)),
         ({"normalize_reward": True, "mean": 0.5, "std": 3.0}, Constants(0.5, 3.0)),
         ({"normalize_reward": False, "mean": 0.5, "std": 3.0}, None),
-        ({"mean": 0.5, "std": 3.0}, None),
         (
             {"reward_standardization": {"mean": 1, "std": 2}, "normalize_reward": True, "mean": 0, "std": 1},
             Constants(1.0, 2.0),
         ),
         ({"reward_standardization": {"mean": 0, "std": 0}}, WRONG),
-        ({"reward_standardization": {"mean": "x"}}, WRONG),
-        ({"reward_standardization": [1, 2]}, WRONG),
         ({"reward_standardization": {"mean": float("nan"), "std": 1}}, WRONG),
     ],
 )
@@ -200,20 +119,16 @@ def header(text: str, data: bytes = b"") -> bytes:
             ("model.safetensors", content, ("cannot be loaded: model.safetensors is damaged", "copy it again"))
             for content in (
                 b"",
-                b"1234",
                 struct.pack("<Q", 2**40) + b"{}",
-                header("no JSON"),
                 header("[]"),
                 header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), b"1234"),
-                header(json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), b"12345678"),
                 header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}), b"12345678"),
-                header(json.dumps({"a": {"dtype": "F32", "shape": [2]}}), b"12345678"),
                 header(json.dumps({"a": {"dtype": "WORDS", "shape": [2], "data_offsets": [0, 8]}}), b"12345678"),
             )
         ),
         *(
             ("model.safetensors.index.json", index, ("cannot be loaded: model.safetensors.index.json",))
-            for index in (b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": "../elsewhere.safetensors"}}')
+            for index in (b"{}", b'{"weight_map": {"a": "../elsewhere.safetensors"}}')
         ),
     ],
 )
@@ -234,21 +149,6 @@ def test_inspecting_imports_no_torch(tmp_path: Path):
         "inspect_checkpoint(pathlib.Path(sys.argv[1])); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
-
-
-def test_a_file_has_the_bytes_of_the_library(tmp_path: Path):
-    torch.manual_seed(0)
-    tensors = {
-        "b": torch.randn(3, 5),
-        "a": torch.arange(3),
-        "half.x": torch.randn(7).bfloat16(),
-        "ä": torch.tensor(3.0),
-        "empty": torch.zeros(0, 4),
-        "bool": torch.tensor([True, False, True]),
-    }
-    save_file(tensors, tmp_path / "whole", metadata={"format": "pt"})
-    write_tensors(tmp_path / "streamed", {n: (t.dtype, t.shape) for n, t in tensors.items()}, tensors.__getitem__)
-    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 # ---- fingerprints ----
@@ -301,13 +201,9 @@ def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, fami
     ("ids", "eos", "vocab_size", "expected"),
     [
         ((1, 2, 0), None, None, ([1], 2, [0, 2])),
-        ((1, None, 0), [3, 1], None, ([1, 3], 1, [0])),  # padded with an end of sequence, which may be sampled
         ((1, 1, 1), 5, None, ([1, 5], 1, [])),  # one token for all three, as GPT-2 has it
-        ((None, 4, None), 7, None, ([7], 4, [4])),
         ((1, 10, 11), None, 10, ([1], 1, [])),  # added to the tokenizer alone
-        ((1, 9, 10), None, 10, ([1], 9, [9])),
         ((10, None, 0), 3, 10, ([3, 10], 3, [0])),
-        ((12, 11, None), None, 10, ([12], 0, [])),
         ((None, 0, 0), None, None, None),
     ],
 )

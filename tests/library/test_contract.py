@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import ContractError, Limits, id_ranges, ids_in, scoring_rows
@@ -80,22 +78,13 @@ def test_rows_without_lengths_are_whole(shape: tuple[int, ...]):
     [
         (None, None, "tokens: missing"),
         (TOKENS.astype(np.float32), LENGTHS, "tokens: dtype float32, must be int64 or int32"),
-        (TOKENS.astype(np.uint8), LENGTHS, "tokens: dtype uint8"),
         (TOKENS[0], LENGTHS, "tokens: shape [4], must be [B, S]"),
-        (TOKENS[None], LENGTHS, "tokens: shape [1, 3, 4]"),
         (TOKENS[:0], LENGTHS[:0], "tokens: shape [0, 4], must have at least one row"),
-        (TOKENS[:0], None, "tokens: shape [0, 4], must have at least one row"),
         (TOKENS[:, :0], None, "sequence_lengths[0]: 0, an empty sequence"),
         (at(TOKENS, (2, 1), 10), LENGTHS, "tokens[2, 1]: 10 is outside the vocabulary [0, 10)"),
-        (at(TOKENS, (0, 3), -1), LENGTHS, "tokens[0, 3]: -1 is outside the vocabulary [0, 10)"),
-        (at(TOKENS, (1, 0), 2**40), LENGTHS, "tokens[1, 0]: 1099511627776 is outside"),
         (np.ones((1, 7), np.int64), None, "tokens[0]: 7 tokens, the model has 6 positions"),
         (TOKENS, at(LENGTHS, (1, 0), 0), "sequence_lengths[1]: 0, must be between 1 and 4, the number of tokens sent"),
-        (TOKENS, at(LENGTHS, (2, 0), -3), "sequence_lengths[2]: -3"),
-        (TOKENS, at(LENGTHS, (2, 0), 5), "sequence_lengths[2]: 5, must be between 1 and 4, the number of tokens sent"),
         (TOKENS, LENGTHS.T, "sequence_lengths: shape [1, 3], must be [3, 1]"),
-        (TOKENS, LENGTHS[:2], "sequence_lengths: shape [2, 1], must be [3, 1]"),
-        (TOKENS, LENGTHS.astype(np.float32), "sequence_lengths: dtype float32"),
     ],
 )
 def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, message: str):
@@ -149,45 +138,29 @@ def test_rows_without_padding_are_not_copied():
     assert np.shares_memory(payload.tokens, TOKENS)
 
 
-NAN = np.full((3, 3), np.nan, np.float32)
 HUGE = 2**63 - 1
 PADDED = [
     ({"tokens": None}, "tokens: missing"),
     ({"returns": None}, "returns: missing"),
-    ({"prev_values": None}, "prev_values: missing"),
-    ({"mask": None}, "mask: missing"),
     ({"tokens": TOKENS.astype(np.float64)}, "tokens: dtype float64"),
-    ({"tokens": TOKENS[0]}, "tokens: shape [4], must be [N, S]"),
-    ({"tokens": TOKENS[:0]}, "tokens: shape [0, 4]"),
     ({"tokens": TOKENS[:, :1]}, "tokens: shape [3, 1], a row needs at least 2 tokens"),
     ({"tokens": at(TOKENS, (0, 3), 10)}, "tokens[0, 3]: 10 is outside the vocabulary [0, 10)"),
     ({"returns": padded()["returns"].astype(np.float64)}, "returns: dtype float64, must be float32"),
     ({"returns": at(padded()["returns"], (2, 0), np.nan)}, "returns[2, 0]: nan, must be finite"),
     ({"prev_values": at(padded()["returns"], (1, 2), -np.inf)}, "prev_values[1, 2]: -inf, must be finite"),
-    ({"mask": NAN}, "mask[0, 0]: nan"),
     ({"mask": np.ones((3, 4), np.float32)}, "mask: shape [3, 4], must be [3, 3]"),
-    ({"mask": np.ones((2, 3), np.float32)}, "mask: shape [2, 3], must be [3, 3]"),
-    ({"mask": np.ones(9, np.float32)}, "mask: shape [9], must be [3, 3]"),
-    ({"mask": np.ones((3, 3), bool)}, "mask: dtype bool, must be float32"),
     ({"mask": at(padded()["mask"], (0, 2), -1)}, "mask[0, 2]: -1, must not be negative"),
     (
         {"mask": at(padded()["mask"], (1, 1), 1)},
         "mask[1, 1]: 1, must be 0: a sequence of 2 tokens has one entry fewer",
     ),
     ({"sequence_lengths": at(LENGTHS, (0, 0), 5)}, "sequence_lengths[0]: 5, must be between 1 and 4, the"),
-    ({"sequence_lengths": at(LENGTHS, (0, 0), 0)}, "sequence_lengths[0]: 0"),
-    ({"sequence_lengths": LENGTHS[:2]}, "sequence_lengths: shape [2, 1], must be [3, 1]"),
 ]
 PACKED = [
     ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: sum 6, but tokens has 9 tokens"),
     ({"sequence_lengths": np.array([4, 0, 5])}, "sequence_lengths[1]: 0"),
-    ({"sequence_lengths": np.array([7, 1, 1])}, "tokens[0]: 7 tokens, the model has 6 positions"),
     ({"sequence_lengths": np.array([HUGE, HUGE, 11])}, f"sequence_lengths[0]: {HUGE}"),  # sums to 9 in 64 bits
-    ({"sequence_lengths": LENGTHS.T}, "sequence_lengths: shape [1, 3], must be [3, 1]"),
-    ({"sequence_lengths": LENGTHS.astype(np.float32)}, "sequence_lengths: dtype float32"),
     ({"mask": np.ones((1, 8), np.float32)}, "mask: shape [1, 8], must be [1, 6]"),
-    ({"tokens": at(packed()["tokens"], (0, 8), 10)}, "tokens[0, 8]: 10 is outside"),
-    ({"returns": at(packed()["returns"], (0, 5), np.nan)}, "returns[0, 5]: nan"),
 ]
 
 
@@ -201,25 +174,6 @@ PACKED = [
 def test_training_requests_are_refused_by_field_and_value(arrays: dict, message: str):
     with refused(message):
         train_payload(arrays, LIMITS)
-
-
-@given(st.data())
-def test_padding_never_changes_a_payload(data: st.DataObject):
-    sizes = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=5).filter(lambda s: max(s) > 1))
-    extra = data.draw(st.integers(0, 3))
-    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    rows, width = len(sizes), max(sizes) + extra
-    lengths = np.array(sizes)[:, None]
-    inside = np.arange(width)[None] < lengths
-    tokens = np.where(inside, rng.integers(0, 10, (rows, width)), -1).astype(np.int32)
-    targets = [rng.normal(size=(rows, width - 1)).astype(np.float32) for _ in range(2)]
-    mask = (np.arange(width - 1)[None] < lengths - 1).astype(np.float32)
-    wide = {"tokens": tokens, "sequence_lengths": lengths, "mask": mask}
-    wide |= {"returns": targets[0], "prev_values": targets[1]}
-    tight = {"tokens": tokens[inside][None].astype(np.int64), "sequence_lengths": lengths}
-    tight |= {name: wide[name][mask > 0][None] for name in ("returns", "prev_values", "mask")}
-    one, other = train_payload(wide, LIMITS), train_payload(tight, LIMITS)
-    assert one.digest() == other.digest()
 
 
 # ---- identity, sentences, metadata ----
@@ -275,14 +229,9 @@ def test_limits_are_inclusive():
             (contract.step_identity, arguments, message)
             for arguments, message in (
                 ((texts(b"../../etc")[0], None), "run_id: '../../etc'"),
-                ((texts(b"")[0], None), "run_id: ''"),
-                ((texts(b"a" * 65)[0], None), "run_id: 'aaa"),
                 ((texts(b"a\n")[0], None), "run_id: 'a\\n'"),
                 ((texts(b"\xff")[0], None), "run_id: not UTF-8"),
-                ((texts(b"a", b"b")[:, 0], None), "run_id: shape [2], must be [1]"),
                 ((None, np.array([0])), "step: 0, must be at least 1"),
-                ((None, np.array([-7])), "step: -7"),
-                ((None, np.array([1.0])), "step: dtype float64"),
                 ((None, np.array([1, 2])), "step: shape [2], must be [1]"),
             )
         ),
@@ -291,15 +240,12 @@ def test_limits_are_inclusive():
             for array, message in (
                 (np.array([3, -2]), "keep_steps[1]: -2, must be at least 0"),
                 (np.array([[3]]), "keep_steps: shape [1, 1], must be [K]"),
-                (np.array([3.0]), "keep_steps: dtype float64, must be int64 or int32"),
             )
         ),
         *(
             (contract.sentence_texts, (array,), message)
             for array, message in (
                 (texts(b"a")[0], "sentences: shape [1], must be [B, 1]"),
-                (np.empty((0, 1), np.object_), "sentences: shape [0, 1]"),
-                (texts(b"a", b"b").T, "sentences: shape [1, 2]"),
                 (texts(b"ok", b"\xff"), "sentences[1]: not UTF-8"),
             )
         ),
@@ -309,8 +255,6 @@ def test_limits_are_inclusive():
                 (texts(b"{}", b"{}"), "metadata: shape [2, 1], must be [3, 1]"),
                 (texts(b"{}", b"{", b"{}"), "metadata[1]: '{' is not JSON"),
                 (texts(b"{}", b"{}", b"[1]"), "metadata[2]: '[1]', must be a JSON object"),
-                (texts(b"1" * 5000, b"{}", b"{}"), "metadata[0]: '111"),
-                (texts(b'{"a": ' + b"[" * 100_000, b"{}", b"{}"), 'metadata[0]: \'{"a": [[['),
                 *((texts(b"{}", nested(*each, 100), b"{}"), "must be nested at most 100 deep") for each in DEEP),
             )
         ),
@@ -320,8 +264,6 @@ def test_limits_are_inclusive():
                 ({"min_version": -1}, "min_version: -1, must be an integer of at least 0"),
                 ({"exact_version": "7"}, "exact_version: '7', must be an integer of at least 0"),
                 ({"min_version": True}, "min_version: True, must be"),
-                ({"min_version": 7.0}, "min_version: 7.0, must be"),
-                ({"min_version": "x" * 999}, f"min_version: '{'x' * 79}, must be"),
                 ({"min_version": 1, "exact_version": 2}, "min_version: 1, exact_version: 2; send one of them"),
             )
         ),

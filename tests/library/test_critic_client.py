@@ -83,12 +83,8 @@ def test_ragged_rows_are_the_payload_that_padded_ones_are() -> None:
         ({0: [5, 6, 7]}, r"^tokens\[0\]: shape \[\] of int64, must be the numbers of one row"),
         ({0: [[]]}, r"^tokens\[0\]: empty"),
         ({0: [[5.0, 6.0, 7.0]]}, r"^tokens\[0\]: float64 numbers, must be integers"),
-        ({0: [["5", "6", "7"]]}, r"^tokens\[0\]: shape \[3\] of <U1"),
-        ({0: [[[5, 6], [7]]]}, r"^tokens\[0\]: .*inhomogeneous"),
         ({1: [[1.0, 2.0, 3.0]]}, r"^returns\[0\]: 3 entries, must be 2, one fewer than tokens\[0\]"),
-        ({1: [[1.0, 2.0], [1.0]]}, r"^returns: 2 rows, but tokens has 1"),
         ({1: [[1.0, float("nan")]]}, r"^returns\[0\]\[1\]: nan, must be a finite float32"),
-        ({2: [[1e300, 0.0]]}, r"^prev_values\[0\]\[0\]: 1e\+300, must be a finite float32"),
         ({1: [torch.ones(2, requires_grad=True)]}, r"^returns\[0\]: .*detach"),
         ({3: [[1, -1]]}, r"^mask\[0\]\[1\]: -1, must not be negative"),
         ({3: [[0, 0]]}, r"^mask: all 0, there is nothing to train on"),
@@ -176,10 +172,8 @@ def test_async_calls_overlap() -> None:
     ("url", "run_id", "told"),
     [
         ("http://localhost:8000", "mine", r"url: 'http://localhost:8000', must be host:port"),
-        ("localhost", "mine", "url: 'localhost', must be host:port"),
         ([], "mine", r"url: \[\]"),
         ("localhost:8000", "", "run_id: ''"),
-        ("localhost:8000", "a/b", "run_id: 'a/b'"),
     ],
 )
 def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: str) -> None:

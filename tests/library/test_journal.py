@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from sidecar_rig import Rig
 from triton_python_backend_utils import InferenceResponse, Request
 
 from rlhf_triton.digests import Algorithm
@@ -507,33 +506,6 @@ def test_sweeping_takes_the_file_of_a_killed_writer_and_not_that_of_a_live_one(j
     assert unfinished(journal) == []
 
 
-STRAYS = ["notes.txt", "00000007", "7.train", "00000007.train.json", "99999999999999999999.train", "00000001.save.x"]
-
-
-def test_stray_files_break_nothing(rig: Rig):
-    rig.train(1)
-    folder = rig.journal.root / "run"
-    (folder / "set_aside" / "old").mkdir(parents=True)
-    (folder / "set_aside" / "99999999999999999999").mkdir()
-    killed = [rig.journal.root, folder / "results", rig.store.root, rig.store.root / "serving", rig.checkpoints.root]
-    for path in killed:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".ab.tmp").touch()
-    for name in STRAYS:
-        (folder / "entries" / name).write_text("?")
-        (folder / "results" / name.removesuffix(".json")).write_text("?")
-    assert rig.train(2)[0].error is None
-    assert rig.rewind(1).error is None
-    assert rig.train(2)[0].error is None
-    assert rig.save().error is None
-    rig.stop()
-    assert rig.start().train(3)[0].error is None
-    assert rig.save().error is None
-    assert rig.journal.last_step() == 3
-    assert not any((path / ".ab.tmp").exists() for path in killed)
-    assert (folder / "set_aside" / "1").is_dir()
-
-
 def test_one_sidecar_and_a_higher_epoch_each_time(journal: Journal):
     assert not journal.is_followed()
     with journal.lock() as first:
@@ -567,20 +539,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonMod
     model.finalize()
 
 
-class Sent(Request):
-    """A request with the header that names its sender."""
-
-    def __init__(self, sender: str, **inputs: int | list[int]) -> None:
-        arrays = {name: np.atleast_1d(np.asarray(value, np.int64)) for name, value in inputs.items()}
-        super().__init__(arrays, (STATUS, WEIGHTS_VERSION))
-        self._sender = sender
-
-    def parameters(self) -> str:
-        return json.dumps({"X-Triton-Sender": self._sender})
-
-
-def ask(model: TritonModel, request: Request) -> Callable[[], InferenceResponse]:
-    """Send a request; returns what waits for its response."""
+def ask(model: TritonModel, sender: str, **inputs: int | list[int]) -> Callable[[], InferenceResponse]:
+    """Send a request with the header that names its sender; returns what waits for its response."""
+    arrays = {name: np.atleast_1d(np.asarray(value, np.int64)) for name, value in inputs.items()}
+    request = Request(arrays, (STATUS, WEIGHTS_VERSION), json.dumps({"X-Triton-Sender": sender}))
     model.execute([request])
     return functools.partial(request.responses.get, timeout=120)
 
@@ -592,7 +554,7 @@ def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_
     journal = Journal(tmp_path, "run")
     with journal.lock():
         journal.beat(Heartbeat(1, 7, 0, "training", time.time() + ahead_s))
-        error = str(ask(model, Sent("", rewind_to=0))().error)
+        error = str(ask(model, "", rewind_to=0)().error)
     assert "the sidecar has made no progress for" in error
     assert "(step 7, micro-batch 0, training)" in error
 
@@ -619,7 +581,7 @@ def test_a_request_names_its_sender_in_a_header(model: TritonModel, sender: str,
     for owner in ("old", "new"):
         rewound(journal, 0, Sender(owner, 1))
     with journal.lock():
-        response = ask(model, Sent(sender, dummy_var=0, step=0, keep_steps=[3, 0]))
+        response = ask(model, sender, dummy_var=0, step=0, keep_steps=[3, 0])
         for entry in journal.entries():
             assert journal.keep_steps(entry) == [0, 3]
             journal.finish(entry, Result(entry.name, 7))

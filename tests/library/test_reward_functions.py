@@ -1,9 +1,7 @@
 """Reward functions in their worker processes, groups, TRL's functions, the weighted sum, and the Triton model."""
 
-import contextlib
 import ctypes
 import importlib
-import itertools
 import json
 import math
 import os
@@ -27,14 +25,20 @@ from chat_server import ChatServer
 from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
-from rlhf_triton.config import ConfigError, RunConfig, load_config
 from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
 from rlhf_triton.rewards import count
-from rlhf_triton.rewards import judge as judge_module
 from rlhf_triton.rewards import pool as pool_module
-from rlhf_triton.rewards.function import NOT_APPLICABLE, FunctionError, Sample, checked, load_function, take_counts
+from rlhf_triton.rewards.function import (
+    NOT_APPLICABLE,
+    BadScore,
+    FunctionError,
+    Sample,
+    checked,
+    load_function,
+    take_counts,
+)
 from rlhf_triton.rewards.groups import BadGroup, group_key
-from rlhf_triton.rewards.judge import Judge, NoVerdict
+from rlhf_triton.rewards.judge import Judge
 from rlhf_triton.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
 from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
 
@@ -45,7 +49,7 @@ LIMIT_S = 60.0
 SPEC = "rlhf_triton.rewards.judge:Judge"
 KEY = "sk-very-secret-0123456789"
 WRONG_URLS = (
-    *("ftp://host/v1", "file:///etc/passwd", "host:8000/v1", "http://h/é", "http://h:99999/v1", "http://h/v1?k=1"),
+    *("ftp://host/v1", "file:///etc/passwd", "host:8000/v1", "http://h/v1?k=1"),
     f"http://user:{KEY}@h/v1",
 )
 MakePool = Callable[..., WorkerPool]
@@ -187,23 +191,6 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 4
 
 
-@pytest.mark.parametrize("place", ["send_frame", "receive_frame"])
-def test_after_any_exception_the_next_sample_is_scored(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    pool, real = make_pool(), getattr(pool_module, place)
-    for error in (RecursionError, OSError, TimeoutError, KeyError):
-
-        def once(*arguments: Any, error: type[Exception] = error) -> Any:
-            monkeypatch.setattr(pool_module, place, real)
-            raise error("injected")
-
-        monkeypatch.setattr(pool_module, place, once)
-        failed, *good = outcomes(pool, doing(None, None, None))
-        assert failed.error, error
-        assert good == [ScoreOutcome(1.0), ScoreOutcome(2.0)], error
-
-
 def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool) -> None:
     pool = make_pool()
     deep: list[Any] = []
@@ -307,7 +294,6 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
         ("no.such_module:score", "", "cannot be imported: ModuleNotFoundError: No module named 'no'"),
         (f"{FILE}:nothing", "", f"cannot be imported: {FILE} has no 'nothing'"),
         (f"{FILE}:_ACTIONS", "", "defines '_ACTIONS' as dict, not a function"),
-        ("broken.py:score", "def score(:", "broken.py:score cannot be imported: SyntaxError"),
         ("broken.py:score", "import os\nos._exit(4)", "broken.py:score cannot be imported: the worker process ended"),
         ("broken.py:score", "import time\ntime.sleep(3600)", "cannot be imported: took longer than 1 s"),
     ],
@@ -355,29 +341,17 @@ def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
         (f"{FILE}:Scaled", {"factor": "x"}, "cannot be used with its options: TypeError: "),
         (f"{FILE}:num_tokens", {"x": 1}, "options.x: unknown; the options: none"),
         (f"{TRL_FILE}:needs_ids", {}, "completion_ids: not available"),
-        (f"{TRL_FILE}:needs_ids_too", {}, "completion_ids: not available"),
         (f"{TRL_FILE}:contains", {"limit": 1}, "options.limit: unknown"),
         (SPEC, {"modle": "m"}, "options.modle: unknown; did you mean model?"),
-        (SPEC, {"zzz": 1}, "options.zzz: unknown; the options: model, base_url, rubric,"),
         (SPEC, {"base_url": None}, "options.base_url: missing"),
         *((SPEC, {"base_url": url}, "options.base_url: must be http://host/v1 or https://") for url in WRONG_URLS),
-        (SPEC, {"model": ""}, "options.model: '': String should have at least 1 character"),
         (SPEC, {"temperature": -1}, "options.temperature: -1: Input should be greater than or equal to 0"),
-        (SPEC, {"temperature": True}, "options.temperature: True: Input should be a valid number"),
-        (SPEC, {"temperature": math.nan}, "options.temperature: nan: Input should be a finite number"),
-        (SPEC, {"max_tokens": 1.5}, "options.max_tokens: 1.5: Input should be a valid integer"),
-        (SPEC, {"samples": 0}, "options.samples: 0: Input should be greater than 0"),
         (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be the lowest and the highest score"),
-        (SPEC, {"scale": [1, 2, 3]}, "options.scale: [1, 2, 3]: List should have at most 2 items"),
-        (SPEC, {"scale": 10}, "options.scale: 10: Input should be a valid list"),
         (SPEC, {"pattern": "("}, "options.pattern: '(': missing )"),
         (SPEC, {"pattern": "a"}, "options.pattern: 'a', must be a regular expression with one group"),
         (SPEC, {"pattern": "(a)", "json_key": "b"}, "options.pattern: set together with json_key"),
-        (SPEC, {"rubric": "{{ respons }}"}, "options.rubric: no field 'respons'; the fields: prompt, response, text"),
         (SPEC, {"rubric": "a\n{% if %}"}, "options.rubric: line 2: "),
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
-        (SPEC, {"request_timeout_s": 0}, "options.request_timeout_s: 0: Input should be greater than 0"),
-        (SPEC, {"body": [1]}, "options.body: [1]: Input should be a valid dictionary"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], cause: str) -> None:
@@ -385,28 +359,6 @@ def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], caus
     with pytest.raises(FunctionError, match=f"^{re.escape(spec)}.*{re.escape(cause)}") as caught:
         load_function(spec, {name: value for name, value in given.items() if value is not None}, timeout_s=1.0)
     assert KEY not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        ({"timeout_s": 3}, "'timeout_s': use the section's own timeout"),
-        ({"a b": 3}, "'a b': not the name of an argument"),
-        ({"x": float("nan")}, "not expressible in JSON"),
-        ([1], "rewards.a.options"),
-    ],
-)
-def test_options_that_no_function_can_receive_are_refused(options: Any, cause: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(cause)):
-        RunConfig.model_validate({"rewards": {"a": {"function": "a.py:b", "options": options}}})
-
-
-def test_options_can_be_overridden_and_model_takes_none(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("rewards: {model: {}, a: {function: 'a.py:b', options: {x: 1, y: [2]}, groupwise: true}}")
-    assert load_config(path, ["rewards.a.options.x=3"]).functions["a"].options == {"x": 3, "y": [2]}
-    with pytest.raises(ConfigError, match="'model' is the model of the reward section"):
-        load_config(path, ["rewards.model.groupwise=true"])
 
 
 def test_a_class_gets_its_options_once_and_its_counts_reach_the_server() -> None:
@@ -490,10 +442,6 @@ def test_any_metadata_has_a_group_or_a_cause() -> None:
     for cause, metadata in causes.items():
         with pytest.raises(BadGroup, match=re.escape(cause)):
             group_key(metadata)
-    odd = [None, True, 0, 1.5, "", "\ud800", [], [1], [None], {}, {"role": "assistant"}, [{"role": ["tool"]}], [[[]]]]
-    for name, value in itertools.product(("group", "prompt", "messages"), odd):
-        with contextlib.suppress(BadGroup):
-            assert group_key({name: value}) == group_key(json.loads(json.dumps({name: value})))
 
 
 # ---- TRL's reward functions run unchanged: called with lists; None is no score and no error ----
@@ -554,13 +502,12 @@ def test_functions_of_trl_with_and_without_options() -> None:
         load_function(f"{TRL_FILE}:one_too_many")(one)
 
 
-@pytest.mark.parametrize("groupwise", [False, True])
-def test_a_coroutine_is_awaited_as_in_trl_within_its_time_limit(make_pool: MakePool, groupwise: bool) -> None:
+def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool) -> None:
     group = responses("a", "bb", answer="a")
-    for name, scores in (("awaits", [1, 0]), ("awaits_too", [1, 0]), ("each_length", [1, 2])):
-        pool = make_pool(f"{TRL_FILE}:{name}", groupwise=groupwise)
-        found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
-        assert found == [ScoreOutcome(float(score)) for score in scores]
+    assert scored(make_pool(f"{TRL_FILE}:each_length", groupwise=True), group)[0] == [
+        ScoreOutcome(1.0),
+        ScoreOutcome(2.0),
+    ]
     (hanging,) = outcomes(make_pool(f"{TRL_FILE}:hangs", timeout_s=1.0), group[:1])
     assert "took longer than 1 s (its timeout_s) and was killed" in hanging.error
 
@@ -580,53 +527,32 @@ def test_a_column_that_a_row_lacks_is_none_for_a_function_of_trl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "causes", "reward", "error"),
-    [
-        ([1, 2], ["", ""], 5, ""),
-        ([0, 0], ["", ""], 0, ""),
-        ([np.nan, 2], ["KeyError: 'x'", ""], np.nan, "a: KeyError: 'x'"),
-        ([1, np.inf], ["", ""], np.nan, "b: scored inf, must be finite"),
-        ([3e38, 3e38], ["", ""], np.nan, "the weighted sum is inf, must be finite"),
-        # A function that does not apply is left out, as in TRL; but where none applies there is no reward, not 0.
-        ([np.nan, 2], ["", ""], 4, ""),
-        ([np.nan, np.nan], ["", ""], np.nan, "no reward function applies to this row"),
-        ([np.nan, np.inf], ["", ""], np.nan, "b: scored inf, must be finite"),
-    ],
-)
-def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
-    row: list[float], causes: list[str], reward: float, error: str
-) -> None:
-    by_name = {name: [cause, ""] for name, cause in zip("ab", causes, strict=True)}
-    components = np.asarray([row, [1, 1]], np.float32)
-    rewards, errors = weighted_sum(["a", "b"], np.asarray([1.0, 2.0]), components, by_name)
-    np.testing.assert_array_equal(rewards, np.asarray([reward, 3], np.float32))
-    assert errors == [error, ""]
-
-
-@pytest.mark.parametrize(
     ("weights", "row", "causes", "reward", "error"),
     [
+        ([1, 2], [1, 2], ["", ""], 5, ""),
+        ([1, 2], [0, 0], ["", ""], 0, ""),
+        ([1, 2], [np.nan, 2], ["KeyError: 'x'", ""], np.nan, "a: KeyError: 'x'"),
+        ([1, 2], [1, np.inf], ["", ""], np.nan, "b: scored inf, must be finite"),
+        ([1, 2], [3e38, 3e38], ["", ""], np.nan, "the weighted sum is inf, must be finite"),
+        # A function that does not apply is left out, as in TRL; but where none applies there is no reward, not 0.
+        ([1, 2], [np.nan, 2], ["", ""], 4, ""),
+        ([1, 2], [np.nan, np.nan], ["", ""], np.nan, "no reward function applies to this row"),
+        # A term of weight 0 never touches a row.
         ([1, 0], [3, np.nan], ["", "ValueError: x"], 3, ""),
         ([1, 0], [3, np.inf], ["", ""], 3, ""),
-        ([1, 0], [3, np.nan], ["", ""], 3, ""),
         ([1, 0], [np.nan, 2], ["ValueError: x", ""], np.nan, "a: ValueError: x"),
-        ([1, 0], [np.nan, np.nan], ["ValueError: x", "KeyError: y"], np.nan, "a: ValueError: x"),
         ([1, 0], [np.nan, 2], ["", ""], np.nan, "no reward function applies to this row"),
         ([0, 0], [np.nan, 2], ["ValueError: x", ""], 0, ""),  # beside an environment's own rewards
     ],
 )
-def test_a_term_of_weight_0_never_touches_a_row(
+def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
     weights: list[float], row: list[float], causes: list[str], reward: float, error: str
 ) -> None:
-    by_name = {name: [cause] for name, cause in zip("ab", causes, strict=True)}
-    rewards, errors = weighted_sum(["a", "b"], np.asarray(weights, float), np.asarray([row], np.float32), by_name)
-    np.testing.assert_array_equal(rewards, np.asarray([reward], np.float32))
-    assert errors == [error]
-
-
-def test_a_model_always_applies() -> None:
-    rewards, errors = weighted_sum(["model"], np.asarray([1.0]), np.asarray([[np.nan]], np.float32), {})
-    assert (np.isnan(rewards).all(), errors) == (True, ["model: scored nan, must be finite"])
+    by_name = {name: [cause, ""] for name, cause in zip("ab", causes, strict=True)}
+    components = np.asarray([row, [1, 1]], np.float32)
+    rewards, errors = weighted_sum(["a", "b"], np.asarray(weights, float), components, by_name)
+    np.testing.assert_array_equal(rewards, np.asarray([reward, sum(weights)], np.float32))
+    assert errors == [error, ""]
 
 
 # ---- the Triton model of a function ----
@@ -727,25 +653,9 @@ def row(response: str, prompt: str | None = "Why?", **metadata: Any) -> Sample:
 
 
 def test_an_answer_of_slashes_is_read_at_once() -> None:
-    """A step for each of its characters, not for each three of them: a cubic pattern would not end here."""
+    """A cubic pattern would not end here."""
     for between in ("/" * 100_000 + "x", " " * 50_000 + "/" * 50_000 + "x ", "of " * 30_000 + "x", "-" * 100_000 + "x"):
         assert reader().read(f"8 {between} 10") == 10
-
-
-@pytest.mark.parametrize("pattern", ["_OF_SCALE", "_RANGE"])
-def test_the_linear_patterns_accept_what_the_short_ones_do(pattern: str) -> None:
-    """The oracle: easy to read, with several ways to split the same characters."""
-    oracle = {
-        "_OF_SCALE": r"\W*(?:points?|stars?)?\W*(?:/|out of|of)\W*",
-        "_RANGE": r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*(?:/|\bof)\W*",
-    }[pattern]
-    parts = ("/", " ", "-", "(", ")", "point", "stars", "of", "out of", "x", "\n")
-    flags = re.IGNORECASE | (re.DOTALL if pattern == "_RANGE" else 0)
-    for length in range(5):
-        for chosen in itertools.product(parts, repeat=length):
-            text = "".join(chosen)
-            ours = getattr(judge_module, pattern).fullmatch(text)
-            assert (ours is None) == (re.fullmatch(oracle, text, flags) is None), text
 
 
 JSON, PATTERN = {"json_key": "grade"}, {"pattern": r"VERDICT: (\w+)"}
@@ -780,13 +690,9 @@ JSON, PATTERN = {"json_key": "grade"}, {"pattern": r"VERDICT: (\w+)"}
         (JSON, '```json\n{"grade": "4.5", "why": "{x}"}\n```', 4.5),
         (JSON, '{"grade": 2} {"grade": 3}', 3),
         (JSON, '{"a": {"b": 1}, "grade": 5} {"other": 1}', 5),
-        (JSON, "4", "no JSON object with 'grade'"),
-        (JSON, '{"grade": null}', "score None is not"),
-        (JSON, '{"grade": true}', "score True is not"),
-        (JSON, '{"grade": NaN}', "nan"),
-        (JSON, '{"grade": ', "no JSON object"),
-        (JSON, "{" * 9999, "no JSON object"),
-        (JSON, '{"grade": [4]}', "score [4] is not"),
+        (JSON, "4", "no number as 'grade' of a JSON object"),
+        *((JSON, f'{{"grade": {value}', "no number as 'grade'") for value in ("null}", "true}", "NaN}", "", "[4]}")),
+        (JSON, '{"grade": 99}', "score 99 is outside 1 to 10"),
         (PATTERN, "VERDICT: 9 or rather VERDICT: 2 3", 2),
         (PATTERN, "1", "does not match options.pattern"),
         (PATTERN, "VERDICT: yes", "'yes' is not a number"),
@@ -796,7 +702,7 @@ def test_the_last_score_on_the_scale(settings: dict[str, Any], answer: str, scor
     if not isinstance(score, str):
         assert reader(**settings).read(answer) == score
     else:
-        with pytest.raises(NoVerdict, match=re.escape(score)) as caught:
+        with pytest.raises(BadScore, match=re.escape(score)) as caught:
             reader(**settings).read(answer)
         assert settings or " ".join(answer.split())[-50:] in str(caught.value), "the excerpt"
 
@@ -829,13 +735,13 @@ def test_the_request(server: ChatServer) -> None:
 
 
 def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
-    with pytest.raises(NoVerdict, match="not one score"):  # the server repeats the rubric's last line
+    with pytest.raises(BadScore, match="not one score"):  # the server repeats the rubric's last line
         shipped_judge(server)(row("Because.", "Why not?"))
     message = server.requests[-1]["messages"][0]["content"]
     assert "# Prompt\nWhy not?\n\n# Response\nBecause.\n" in message
     assert message.endswith("a number from 1 to 10.")
     asked = [{"role": "user", "content": "Go?"}, {"role": "assistant", "content": "No."}, QUESTION[0]]
-    with pytest.raises(NoVerdict):
+    with pytest.raises(BadScore):
         shipped_judge(server)(Sample("42", [], {"messages": asked, "response": "42"}))
     message = server.requests[-1]["messages"][0]["content"]
     assert "# Prompt\nuser: Go?\nassistant: No.\n6 times 7?\n\n# Response\n42\n" in message
@@ -865,7 +771,7 @@ def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
 )
 def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str) -> None:
     before = len(server.requests)
-    with pytest.raises(NoVerdict, match=re.escape(cause)):
+    with pytest.raises(BadScore, match=re.escape(cause)):
         judge(server, max_retries=2, request_timeout_s=0.2 if what == "hang" else 60.0)(row(what))
     counts = take_counts()
     assert (counts["requests"], counts["failures"]) == (requests, 1)
@@ -875,13 +781,13 @@ def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests:
 def test_no_answer_is_awaited_beyond_the_deadline_or_from_a_dead_endpoint(server: ChatServer) -> None:
     server.retry_after = "30"
     for what, settings in (("broken", {}), ("hang", {"request_timeout_s": 30.0})):
-        with pytest.raises(NoVerdict, match=r"/v1: no answer within 0\.45 s"):
+        with pytest.raises(BadScore, match=r"/v1: no answer within 0\.45 s"):
             judge(server, timeout_s=0.5, **settings)(row(what))
     assert take_counts()["failures"] == 2
     server.retry_after = "0"
     dead = ChatServer()
     dead.stop()
-    with pytest.raises(NoVerdict, match=r"Connection error\. \(All connection attempts failed\)"):
+    with pytest.raises(BadScore, match=r"Connection error\. \(All connection attempts failed\)"):
         judge(dead, max_retries=1)(row("7"))
     assert take_counts()["requests"] == 2
 
@@ -900,9 +806,9 @@ def test_the_key_is_sent_and_never_shown(
     asked = judge(server, api_key_env="JUDGE_KEY")
     assert asked(row("Score: 3")) == 3
     assert server.headers["Authorization"] == f"Bearer {KEY}"
-    with pytest.raises(NoVerdict, match=re.escape("Error code: 401 - Incorrect API key: Bearer ***")) as caught:
+    with pytest.raises(BadScore, match=re.escape("Error code: 401 - Incorrect API key: Bearer ***")) as caught:
         asked(row("echo the key"))
-    with pytest.raises(NoVerdict, match=r"x Bearer \*\*\*") as cut:  # before the message is truncated
+    with pytest.raises(BadScore, match=r"x Bearer \*\*\*") as cut:  # before the message is truncated
         asked(row("echo the key late"))
     assert KEY[:3] not in str(cut.value)
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
@@ -916,11 +822,11 @@ def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer
     before = len(server.requests)
     shipped = shipped_judge(server)
     for sample, cause in ((Sample("x"), "'prompt' is undefined"), (row("x", None), "'prompt' is undefined")):
-        with pytest.raises(NoVerdict, match=cause):
+        with pytest.raises(BadScore, match=cause):
             shipped(sample)
-    with pytest.raises(NoVerdict, match="has no attribute 'answer'"):
+    with pytest.raises(BadScore, match="has no attribute 'answer'"):
         judge(server, rubric="{{ metadata.answer }}")(row("x"))
-    with pytest.raises(NoVerdict, match="unsafe"):
+    with pytest.raises(BadScore, match="unsafe"):
         judge(server, rubric="{{ response.__class__.__mro__ }}")(row("x"))
     assert len(server.requests) == before
 

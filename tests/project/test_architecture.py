@@ -59,7 +59,7 @@ WITHOUT_TORCH = [
     "rlhf_triton.python_backend.serving.reward_reader",
     "rlhf_triton.store.weights",
     "rlhf_triton.trainer.__main__",
-    "rlhf_triton.trainer.control_plane",
+    "rlhf_triton.client.control_plane",
     "rlhf_triton.actor.__main__",
     "rlhf_triton.client.client",
     "rlhf_triton.critic_client",
@@ -96,6 +96,16 @@ def test_packages_are_not_shadowed_by_an_installed_package():
     names = ["rlhf_triton", *(f"rlhf_triton.{name}" for name in LINKED), "benchmarks", "examples"]
     files = [importlib.import_module(name).__file__ or "" for name in names]
     assert [Path(file).resolve().parent for file in files] == [ROOT / name.rpartition(".")[2] for name in names]
+
+
+def test_tests_import_neither_benchmarks_nor_examples():
+    """They run both as a user does, so that either may change or go without them."""
+    for path in tracked("tests/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {name.partition(".")[0] for name in names} & {"benchmarks", "examples"}, path
 
 
 def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:

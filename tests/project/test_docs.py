@@ -1,7 +1,6 @@
 """README, CONTRIBUTING and docs/: their commands, YAML, Python, keys, paths and links fit the code."""
 
 import ast
-import importlib
 import re
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from benchmarks.command import BENCHMARKS
 from rlhf_triton.config import RewardTerm, RunConfig, keys_of, load_config
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.rewards.function import Sample, load_function
@@ -30,7 +28,17 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 OURS = ("rlhf-triton", ".venv/bin/rlhf-triton")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Not ours, and not installed everywhere.
-OTHER_PROGRAMS = ("docker", "apt", "pip", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
+OTHER_PROGRAMS = (
+    ".venv/bin/tensorboard",
+    "docker",
+    "apt",
+    "pip",
+    "tritonserver",
+    "kubectl",
+    "sbatch",
+    "echo",
+    "prometheus",
+)
 MODULES = {
     "pytest": None,
     "torch.distributed.run": None,
@@ -38,6 +46,7 @@ MODULES = {
     "rlhf_triton.trainer": "trainer/__main__.py",
     "rlhf_triton.tools.server.drain": "tools/server/drain.py",
     "examples.demo": "examples/demo/__main__.py",
+    "examples.demo.pretrained": "examples/demo/pretrained.py",
 }
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
@@ -116,21 +125,21 @@ def script_of(arguments: list[str]) -> str | None:
         return MODULES[module]
     name = rest[0] if rest else "--help"
     if name == "bench" and rest[1:] and not rest[1].startswith("-"):
-        return f"{BENCHMARKS[rest[1]][0].replace('.', '/')}.py"
+        return f"benchmarks/{rest[1]}.py"
     return "tools/__main__.py" if name == "--help" else f"{COMMANDS[name][0].replace('.', '/')}.py"
 
 
 @cache
 def options_in(file: Path) -> set[str]:
-    """The options of a benchmark, or those that a file's argument parser declares by literal names or shares."""
-    if (module := ".".join(file.relative_to(ROOT).with_suffix("").parts)) in dict(BENCHMARKS.values()):
-        keys = importlib.import_module(module).OPTIONS
-        return {"--out", "--report-only", "--quick", *(f"--{key.replace('_', '-')}" for key in keys)}
+    """The options that a file's argument parser declares by literal names, or shares with other files."""
     source = file.read_text()
-    shared = (ROOT / "rlhf_triton/config/command_line.py").read_text() if "command_line" in source else ""
-    calls = [node for text in (source, shared) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    added = [call.args for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
+    if "command_line" in source:
+        source += (ROOT / "rlhf_triton/config/command_line.py").read_text()
+    if file.parent.name == "benchmarks":
+        source += (ROOT / "benchmarks/command.py").read_text()
+    arguments = [arg for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) for arg in node.args]
+    constants = [arg.value for arg in arguments if isinstance(arg, ast.Constant)]
+    return {value for value in constants if isinstance(value, str) and value.startswith("--")}
 
 
 def test_commands_beside_those_of_the_tools_run() -> None:

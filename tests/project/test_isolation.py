@@ -1,5 +1,7 @@
-"""One failure is one: what a test that fails leaves open takes no other test along."""
+"""A failed test takes no other one along, and a checkout uses its own code in any environment."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +42,28 @@ def test_what_a_failed_test_leaves_open_fails_no_other(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "2 failed, 2 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tools/config_reference.py", "--check"],
+        ["tools/render_configs.py", "--check"],
+        ["deploy/monitoring/generate.py"],
+        ["-m", "rlhf_triton.tools", "bench", "--help"],
+        ["-m", "examples.demo", "--help"],
+    ],
+)
+def test_a_checkout_uses_its_own_code_in_the_environment_of_another(tmp_path: Path, arguments: list[str]) -> None:
+    other = shutil.copytree(
+        ROOT,
+        tmp_path / "other",
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", "tests", "runs"),
+    )
+    (other / "rlhf_triton" / "__init__.py").write_text("print('of the other checkout')\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=other, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("of the other checkout\n")

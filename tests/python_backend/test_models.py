@@ -53,7 +53,7 @@ from rlhf_triton.python_backend.models import modeling, output_head
 from rlhf_triton.python_backend.models.batching import padded_width, plan_micro_batches
 from rlhf_triton.python_backend.models.collation import collate
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
-from rlhf_triton.python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
+from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import TrainedCritic
@@ -123,12 +123,6 @@ def assert_alone_and_together(
     for batch in [order, order[::-1], *planned, *([i] for i in order)]:
         for i, found in zip(batch, score([rows[i] for i in batch]), strict=True):
             np.testing.assert_allclose(found, expected[i], atol=TOLERANCE)
-
-
-def assert_values(critic: CriticModel, model: Any) -> None:
-    for row, found in zip(ROWS, critic.values(ROWS), strict=True):
-        assert (found.shape, found.dtype) == (row.shape, np.float32)
-        np.testing.assert_allclose(found, directly(model, row), atol=TOLERANCE)
 
 
 @torch.no_grad()
@@ -230,22 +224,6 @@ def test_a_body_without_a_head_gets_one_that_answers_0_and_can_learn(tmp_path: P
     assert any((parameter.grad != 0).any() for parameter in critic.model.parameters() if parameter.grad is not None)
 
 
-YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}}
-
-
-@pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in CONFIGS), ("llama", YARN)], ids=str)
-def test_a_swap_serves_the_new_weights_and_leaves_the_old(tmp_path: Path, family: str, settings: dict[str, Any]):
-    old_model, new_model = (save_tiny(tmp_path / str(seed), family, "critic", seed=seed, **settings) for seed in (0, 1))
-    old = load_critic(tmp_path / "0")
-    (tmp_path / "2").mkdir()
-    save_critic(load_critic(tmp_path / "1"), tmp_path / "2")
-    new = old.with_weights(tmp_path / "2")
-    assert not any(parameter.is_meta for parameter in new.model.state_dict().values())
-    assert_values(new, new_model)
-    assert_values(old, old_model)
-    assert_values(new.with_weights(tmp_path / "0"), old_model)  # from a swapped one, too
-
-
 def test_values_have_the_same_bits_after_a_swap_and_in_any_order(tmp_path: Path):
     """Each row in a forward of its own, as `run.deterministic` has it; wide enough for sums whose order shows."""
     save_tiny(tmp_path, "llama", "critic", hidden_size=256, intermediate_size=512, max_position_embeddings=128)
@@ -255,32 +233,6 @@ def test_values_have_the_same_bits_after_a_swap_and_in_any_order(tmp_path: Path)
     fresh = {row.size: critic.values([row])[0].tobytes() for row in rows}
     for same in (critic, critic.with_weights(tmp_path)):
         assert {row.size: same.values([row])[0].tobytes() for row in rows[::-1]} == fresh
-
-
-MISFITS: dict[str, dict[str, Any]] = {
-    "another family": {"family": "qwen2"},
-    "other shapes": {"hidden_size": 32},
-    "more layers": {"num_hidden_layers": 3},
-    "fewer layers": {"num_hidden_layers": 1},
-    "truncated": {},
-    "no model.safetensors": {},
-    "no config.json": {},
-}
-
-
-@pytest.mark.parametrize("what", MISFITS)
-def test_what_does_not_fit_is_not_swapped_in(tmp_path: Path, what: str):
-    model = save_tiny(tmp_path / "0", "llama", "critic")
-    critic = load_critic(tmp_path / "0")
-    save_tiny(tmp_path / "1", **{"family": "llama", "head": "critic", **MISFITS[what]})
-    if what == "truncated":
-        file = tmp_path / "1" / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-1])
-    elif what.startswith("no "):
-        (tmp_path / "1" / what.removeprefix("no ")).unlink()
-    with refused(tmp_path / "1"):
-        critic.with_weights(tmp_path / "1")
-    assert_values(critic, model)  # the old one serves on
 
 
 @pytest.mark.parametrize("load", [load_reward, load_critic])
@@ -366,12 +318,6 @@ def test_batches_hold_every_row_once_within_the_budget_and_have_no_room_for_anot
         assert len(batch) == 1 or (len(batch) * lengths[batch[-1]] <= token_budget and len(batch) <= max_rows)
         if following is not None:
             assert len(batch) == max_rows or (len(batch) + 1) * lengths[following[0]] > token_budget
-
-
-@pytest.mark.parametrize(("token_budget", "max_rows"), [(0, 1), (1, 0), (-5, 1)])
-def test_limits_are_checked(token_budget: int, max_rows: int):
-    with pytest.raises(ValueError, match=rf"token_budget \({token_budget}\) and max_rows \({max_rows}\)"):
-        plan_micro_batches([1], token_budget=token_budget, max_rows=max_rows)
 
 
 # ---- log-probs of language models ----
@@ -518,22 +464,11 @@ def test_the_gradient_of_an_entropy_is_that_over_the_tokens_left_by_a_ban():
     assert (gradient[:, 2] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("temperature", "banned"),
-    [(0.0, []), (-1.0, []), (math.nan, []), (math.inf, []), (1.0, [3, 1]), (1.0, [-1, 1])],
-)
-def test_sampling_settings_and_shapes_are_checked(temperature: float, banned: list[int]):
-    sampling: Any = {"temperature": temperature, "banned_token_ids": banned}
-    logits, targets = torch.zeros(2, 3), torch.zeros(3).long()
-    for check in (
-        lambda: target_logprobs(logits, targets[:2], **sampling),
-        lambda: sampling_entropy(logits, **sampling),
-        lambda: head_logprobs(torch.zeros(2, 4), nn.Linear(4, 3), targets[:2], **sampling),
-    ):
-        with pytest.raises(ValueError, match="banned_token_ids" if banned else f"temperature.*{temperature}"):
-            check()
-    with pytest.raises(ValueError, match=r"\(2, 3\) and \(3,\)"):
-        target_logprobs(logits, targets, temperature=1.0)
+@pytest.mark.parametrize(("temperature", "banned"), [(0.0, []), (math.nan, []), (1.0, [3, 1]), (1.0, [-1, 1])])
+def test_sampling_settings_are_checked(temperature: float, banned: list[int]):
+    message = "banned_token_ids" if banned else f"temperature.*{temperature}"
+    with pytest.raises(ValueError, match=message):
+        target_logprobs(torch.zeros(2, 3), torch.zeros(2).long(), temperature=temperature, banned_token_ids=banned)
 
 
 # ---- the output head, without whole logits ----
@@ -742,7 +677,6 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
             4096,
         ),
         ({"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_scaling": None}, None, 4096),
-        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2048, 2048),
         (
             {
                 "max_position_embeddings": 64,
@@ -759,13 +693,11 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
             None,
             131072,
         ),
-        ({"text_config": {"max_position_embeddings": 64, "rope_parameters": LONGROPE}}, LIMIT, LIMIT),
         (
             {"max_position_embeddings": 64, "rope_parameters": {**LONGROPE, "short_factor": LONGROPE["long_factor"]}},
             None,
             64,
         ),
-        ({"n_positions": 1024}, None, 1024),
         ({"max_seq_len": 2048}, None, 2048),  # MPT
         ({}, None, None),
     ],

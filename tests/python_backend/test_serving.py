@@ -158,22 +158,6 @@ def test_requests_are_hidden_from_other_users_wherever_libraries_were_loaded_fro
     assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "0o600\n"
 
 
-ALLOCATE = """
-import psutil
-from rlhf_triton.process import keep_freed_memory
-for call in (lambda: None, keep_freed_memory):
-    call()
-    before = psutil.Process().memory_info().rss
-    b"x" * (64 << 20)  # larger than any block that glibc keeps on its own
-    print(psutil.Process().memory_info().rss - before)
-"""
-
-
-def test_a_large_freed_block_stays_in_the_process() -> None:
-    without, kept = map(int, subprocess.check_output([sys.executable, "-c", ALLOCATE]).split())
-    assert without < 60 * MIB < kept
-
-
 # ---- scheduling: oldest first, mates of its length, no starvation ----
 
 

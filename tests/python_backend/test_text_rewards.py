@@ -235,13 +235,8 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path: Path):
             (message, "y", None, {**pairs, TEXT_PAIRS: ones, **arrays})
             for message, arrays in {
                 r"text_pairs: only valid with sentences, and not with tokens": {TOKENS: np.ones((1, 2), np.int64)},
-                r"text_pairs: only valid with sentences": {SENTENCES: None, TOKENS: np.ones((1, 2), np.int64)},
                 r"text_pairs: shape \[2, 1\], must be \[1, 1\]": {TEXT_PAIRS: texts_array(["y", "y"])},
-                r"text_pairs: shape \[1\], must be \[1, 1\]": {TEXT_PAIRS: ones[0]},
                 r"text_pairs\[0\]: not UTF-8": {TEXT_PAIRS: np.asarray([[b"\xff"]], np.object_)},
-                r"sentences: 10000001 bytes with the metadata, more than 4000000": {
-                    TEXT_PAIRS: texts_array(["x" * 10_000_000])
-                },
             }.items()
         ),
     ]
@@ -345,19 +340,6 @@ def test_a_row_loses_nothing_of_its_reply_to_the_models_length(
             assert found == whole.tokens.tolist()
         else:
             assert message.startswith(f"sentences[0]: {whole.tokens.size} tokens, the model takes {most} (max_length)")
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("max_length", [2, 3, 9, 10, 11])
-def test_cutting_keeps_the_special_tokens(side: str, max_length: int):
-    tokenizer = make_text_tokenizer("llama", added=("<s>", "</s>"), truncation_side=side)
-    text = "the words"
-    whole = tokenizer(text)["input_ids"]
-    assert encode_text(tokenizer, text, max_length) == tokenizer(text, truncation=True, max_length=max_length).input_ids
-    rendered = encode_text(tokenizer, f"<s>{text}</s>", max_length)  # no space before the first word
-    assert len(rendered) <= max_length
-    assert (rendered[0], rendered[-1]) == (whole[0], whole[-1])
-    assert not {whole[0], whole[-1]} & {*rendered[1:-1]}
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -584,37 +566,19 @@ def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> N
     save_model(tmp_path, "language")
     ask = serve(tmp_path, logit=LOGIT, template=" {{ prompt }}{{ response }} ")
     needs = "tokens: reward.template needs more than a row of tokens; send sentences and metadata"
-    long, huge = [{"prompt": "the file " * 80}], "a" * 10_000_000
+    long = [{"prompt": "the file " * 80}]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tokens": np.asarray([[5, 6]])}, needs),
         ({"sentences": ["x"]}, "reward.template cannot be rendered: 'prompt' is undefined"),
-        (
-            {"sentences": ["x"], "metadata": [{"prompt": None}]},
-            "reward.template cannot be rendered: 'prompt' is undefined",
-        ),
         ({"sentences": [""], "metadata": [{"prompt": ""}]}, "reward.template gives an empty text"),
         (
             {"sentences": ["x"], "metadata": long},
             f"at least {POSITIONS + 64} tokens, the model takes {POSITIONS} (max_length)",
         ),
-        (
-            {"sentences": [huge], "metadata": [{"prompt": ""}]},
-            "bytes with the metadata, more than 4000000 (max_request_bytes)",
-        ),
         ({"sentences": ["x"], "metadata": [{"prompt": "\ud800"}]}, "surrogates not allowed"),
-        ({"sentences": ["x"], "metadata": [{"messages": "hello"}]}, "must be a list of"),
     ]
     assert_refused(ask, cases)
     assert np.isfinite(ask(sentences=["x"], metadata=[{"prompt": "y"}]).outputs["rewards"]).all()  # still served
-
-
-def test_parts_of_a_message_are_one_text_for_a_template(serve: Callable[..., Ask], tmp_path: Path) -> None:
-    save_model(tmp_path, "language")
-    ask, parts = serve(tmp_path, logit=LOGIT, template="{{ prompt }}{{ response }}"), ["the file", "of words"]
-    contents = ("\n".join(parts), [{"type": "text", "text": part} for part in parts])
-    messages = [[{"role": "user", "content": content, "name": None}] for content in contents]
-    one, other = (ask(sentences=["x"], metadata=[{"messages": each}]).outputs["rewards"] for each in messages)
-    assert np.array_equal(one, other)
 
 
 # ---- steps ----
@@ -747,13 +711,9 @@ def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask],
 
 BAD_ENDS: list[tuple[Any, str]] = [
     ([4, 2], "step_ends: 2, must be between 1 and 12, and above the step's before"),
-    ([2, 2], "step_ends: 2, must be between"),
-    ([2, 13], "step_ends: 13, must be between 1 and 12"),
     ([-1], "step_ends: -1, must be between"),
     ([], "step_ends: [], must be a list of integers"),
-    (["2"], "must be a list of integers"),
     ([True], "must be a list of integers"),
-    (7, "step_ends: 7, must be a list of integers"),
 ]
 
 
@@ -761,8 +721,6 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={})
     full = {"tokens": np.asarray([[5] * POSITIONS])}
-    pairs = {"sentences": ["x"], "text_pairs": ["y"], "metadata": [{"step_ends": [1]}]}
-    not_utf8 = np.asarray([[b"\xff"]], np.object_)
     cases: list[tuple[dict[str, Any], str]] = [
         *(({"sentences": ["Open a file."], "metadata": [{"step_ends": ends}]}, text) for ends, text in BAD_ENDS),
         ({"sentences": ["Open a file."]}, "metadata[0].step_ends: missing; a process reward without"),
@@ -770,9 +728,6 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
         ({"sentences": ["x " * 200], "metadata": [{"step_ends": [9, 400]}]}, "tokens, the model takes 64 (max_length)"),
         ({"sentences": ["x"], "metadata": [{"response": "y", "step_ends": [1]}]}, "response: 'y' is not the end"),
         ({"sentences": ["x"], "metadata": [{"prompt": 3, "step_ends": [1]}]}, "prompt: '3' is not the start"),
-        ({"sentences": ["a" * 10_000_000]}, "more than 4000000 (max_request_bytes)"),
-        ({"sentences": not_utf8, "metadata": [{}]}, "sentences[0]: not UTF-8"),
-        (pairs, "text_pairs: this model scores one text per row"),
     ]
     assert_refused(ask, cases)
     good = ask(sentences=["Open a file."], metadata=[{"step_ends": [4, 12]}])

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from safetensors.numpy import load_file
 
 from rlhf_triton.config import load_config
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.tools.server.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -60,21 +57,6 @@ def steps_of(run: LiveRun) -> list[dict[str, Any]]:
         system.stop()
     assert code == 0, log
     return [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
-
-
-def test_ppo_learns_from_turns_with_a_served_critic_and_a_served_reward(tmp_path: Path, checkpoints: Checkpoints):
-    run = agent_run(tmp_path / "run", checkpoints)
-    lines = steps_of(run)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for line in lines:
-        assert line["train_rollouts/rewards"] != line["train_rollouts/reward_environment"] > 0
-        assert line["train_rollouts/masked_samples"] == 0
-        assert line["train_rollouts/exact_turns"] == 1.0
-        assert line["train_rollouts/generation_length"] < line["train_rollouts/response_lengths"]
-    assert [line["weights_version"] for line in run.critic_updates(up_to=STEPS)] == list(range(1, STEPS + 1))
-    said = [*read_jsonl(run.config.run.dir / "samples.jsonl")]
-    assert {len(line["turn_rewards"]) for line in said} > {1}
-    assert all(line["turns"][0]["role"] == "assistant" for line in said)
 
 
 def test_ppo_learns_from_every_context_of_an_agent(tmp_path: Path, checkpoints: Checkpoints):
@@ -133,35 +115,3 @@ def test_an_actor_killed_in_the_middle_of_turns_resumes_with_the_same_bits(tmp_p
     assert all((found[0][1][name] == found[1][1][name]).all() for name in found[0][1])
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in commands if "environments.worker" in line and str(tmp_path) in line]
-
-
-def test_a_run_outlasts_the_deaths_of_its_openenv_server(tmp_path: Path, checkpoints: Checkpoints):
-    """Conversations that it takes along begin again; nothing of them is kept, and no reward is invented."""
-    port, log = free_port(), tmp_path / "steps.log"
-    command = [sys.executable, str(CLASSES.with_name("openenv_server.py")), str(port), "0.05", str(log)]
-    environment = {"url": f"http://127.0.0.1:{port}", "restarts": KILLS}
-    actor = {"validation_size": 0}
-    run = without_server(agent_run(tmp_path / "run", checkpoints, "", environment=environment, actor=actor))
-    log.touch()
-    server, luck = subprocess.Popen(command), random.Random(0)
-    try:
-        actor = run.start("actor", module="rlhf_triton.actor")
-        for _ in range(KILLS):
-            seen = lines_of(log) + luck.randrange(1, 20)
-            wait_for(functools.partial(lambda seen: lines_of(log) >= seen, seen), actor)
-            server.kill()
-            server.wait()
-            server = subprocess.Popen(command)
-        code = actor.process.wait(timeout=600)
-    finally:
-        server.kill()
-        server.wait()
-    assert code == 0, actor.log_path.read_text()
-    lines = [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert sum(line["train_rollouts/restarted_environments"] for line in lines) > 0
-    for line in lines:
-        assert line["train_rollouts/failed_environments"] == line["train_rollouts/masked_samples"] == 0
-        assert line["train_rollouts/exact_turns"] == 1.0
-    for line in read_jsonl(run.config.run.dir / "rollouts.jsonl"):
-        assert line["reward"] == 0.5 * [turn["role"] for turn in line["turns"]].count("user")

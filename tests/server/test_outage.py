@@ -30,11 +30,11 @@ from small_disk import small_disk
 
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.client.control_plane import ControlPlaneError, ModelServers
 from rlhf_triton.digests import digest_of
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.weights import main as weights
-from rlhf_triton.trainer.control_plane import ControlPlaneError, ModelServers
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
 from rlhf_triton.wire.training_payload import train_payload

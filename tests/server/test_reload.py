@@ -7,7 +7,6 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -36,11 +35,10 @@ from safetensors.torch import load_file, save_file
 from sidecar_rig import Rig
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.python_backend.models.modeling import load_critic
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.weights import main
-from rlhf_triton.trainer.control_plane import ControlPlane
-from rlhf_triton.trainer.publish import Publisher, VersionRejected
 from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
@@ -105,7 +103,7 @@ def metric(run: LiveRun, name: str, model: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System, capsys: Output) -> None:
+def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System) -> None:
     run = live.run
     first, pid = run.store.current() or 0, run.store.serving()[0].pid
     before = assert_serves(run, first)
@@ -116,7 +114,6 @@ def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System,
     assert main(["rollback", "--config", str(run.path), "--to", str(first)]) == 0
     assert main(["ready", "--config", str(run.path)]) == 0
     current = run.store.current() or 0
-    assert f"serves version {current}" in capsys.readouterr().out
     assert run.store.manifest(current).digest == run.store.manifest(first).digest
     assert_serves(run, current)
     assert [(record.pid, record.version) for record in run.store.serving()] == [(pid, current)]
@@ -217,49 +214,6 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
     assert main(["ready", "--model", "reward", "--config", str(run.path)]) == 0
     assert metric(run, "weights_version", REWARD_MODEL) == store_of(run).current()
     assert metric(run, "weights_taken_up_total", REWARD_MODEL) >= 2
-
-
-# ---- damaged versions ----
-
-
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "half is missing": lambda data: data[: len(data) // 2],
-    "one bit is flipped": lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
-}
-
-
-class DamagingPublisher(Publisher):
-    """The disk damages the weights after the version was verified."""
-
-    damage: Callable[[bytes], bytes]
-
-    def verify(self, version: int, *args: Any) -> None:
-        super().verify(version, *args)
-        path = self._store.folder(version) / WEIGHTS_FILE
-        other = path.with_name("other")  # in its place: a file that is cut kills its readers
-        other.write_bytes(self.damage(path.read_bytes()))
-        other.replace(path)
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_version_is_refused_the_old_one_serves_on_and_then_the_next(live: System, kind: str) -> None:
-    """The sidecar beside the publisher has nothing to do."""
-    run, current = live.run, live.run.store.current() or 0
-    counted = metric(run, "weights_rejected_total", CRITIC)
-    servers = {"servers": [run.config.server.grpc_url], "reload": "swap", "timeout_s": 120.0}
-    publisher = DamagingPublisher(run.store, run_id=run.run_id, epoch=99, **servers, keep=12)
-    publisher.damage = DAMAGE[kind]
-    critic = load_critic(run.store.folder(current))
-    with torch.no_grad():  # never equal to a version in the store, which would be taken instead
-        for parameter in critic.model.parameters():
-            parameter += 0.01 * torch.rand_like(parameter)
-    with pytest.raises(VersionRejected, match=r"was refused by critic_0.*model\.safetensors has digest"):
-        publisher.publish(critic, step=run.journal.last_step(), beat=lambda _: None)
-    assert run.store.current() == current
-    assert_serves(run, current)
-    wait_for(lambda: metric(run, "weights_rejected_total", CRITIC) == counted + 1, timeout_s=120.0)
-    answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=30), headers=KEY)
-    assert_serves(run, int(answer["weights_version"][0]))
 
 
 # ---- several processes of the critic ----

@@ -10,11 +10,8 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -24,8 +21,6 @@ from bare_client import Refused, ask
 from live_system import (
     ENVIRONMENT,
     KEY,
-    POSITIONS,
-    TEXTS,
     TRAINING_KEY,
     Checkpoints,
     FinishedRun,
@@ -38,63 +33,28 @@ from live_system import (
     make_run,
     make_tokenizer,
     random_rows,
-    reload_model,
     run_actor,
-    scoring_inputs,
     start_system,
     training_inputs,
     wait_for,
 )
-from rlhf_triton.actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
 from settled import settled_statistics
 from span_collector import Collector, collector
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import load_config
 from rlhf_triton.critic_client import CriticClient
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.journal import Entry
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
-from rlhf_triton.trainer.control_plane import ControlPlane
-from rlhf_triton.wire.contract import CRITIC_INFER, CRITIC_TRAIN, REFERENCE
-from tests.support.settings import changed
+from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
 
-# Reference section 7; entropy and clamped ratio are named as this project names them where they differ.
-CHARTED = [
-    "train_rollouts/rollout_size",
-    "train_rollouts/response_lengths",
-    "train_rollouts/prompt_lengths",
-    "train_rollouts/generation_length",
-    "train_rollouts/rewards",
-    "train_rollouts/fraction_of_samples_properly_ended",
-    "train_rollouts/init_policy_kl",
-    "train_rollouts/rewards_with_kl",
-    "train_rollouts/advantages_mean",
-    "train_rollouts/advantages_std",
-    "train_rollouts/returns_mean",
-    "train_rollouts/returns_std",
-    "train_rollouts/values_mean",
-    "train_rollouts/values_std",
-    "train_rollouts/consumed_samples",
-    "train_optim/loss",
-    "train_optim/ppo_ratio",
-    "train_optim/ppo_ratio_clamped",
-    "train_optim/grad_norm",
-    "train_optim/lr",
-    "train_optim/optim_step",
-    "timers/rollout_time",
-    "timers/generate",
-    "timers/logprobs",
-    "timers/init_logprobs",
-    "timers/critic_wait",
-    "timers/train_time",
-]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -106,17 +66,22 @@ def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
     assert summary["failed_requests"] == summary["masked_samples"] == 0
-    numbers = ("reward_before", "reward_after", "kl_final", "ev_v0", "ev_last")
-    assert np.isfinite([summary[name] for name in numbers]).all()
+    assert np.isfinite([summary[name] for name in ("reward_before", "reward_after", "kl_final", "ev_last")]).all()
     assert [line["step"] for line in finished.run.critic_metrics() if "loss_mean" in line][:3] == [1, 2, 3]
     lines = read_jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(np.isfinite(line[name]) for line in lines for name in CHARTED)
+    numbers = [
+        value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith("train_") and not isinstance(value, dict)
+    ]
+    assert np.isfinite(numbers).all()
     assert [line["train_rollouts/consumed_samples"] for line in lines] == [8, 16, 24]
     phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
     assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
     assert not (folder / "summary.json").exists()  # `rlhf-triton run` writes it, which did not start this actor
-    write_page([load_run(folder)], tmp_path / "page.html")
+    write_page(load_run(folder), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<p>After 3 steps of PPO, starting from policy, on " in page
     assert "On the same held-out rollouts critic version 3 explains" in page
@@ -150,68 +115,6 @@ def test_without_a_sidecar_requests_end_with_a_sentence_and_are_processed_when_i
     assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
     after = {**arrays, **identity("test", live.run.next_step())}
     assert ask(live.run.url, CRITIC_TRAIN, after, headers=KEY)["weights_version"][0] > 0
-
-
-@pytest.mark.slow
-def test_a_run_without_a_critic_one_step_off_policy_with_a_limit_of_time(live: System, tmp_path: Path) -> None:
-    """It ends after its first step, with a checkpoint; started again without the limit it goes on from there.
-
-    The next rollout is generated beside the update, by the policy before it and by no older one.
-    """
-    folder = tmp_path / "run"
-    settings = {
-        "run.dir": folder,
-        "actor.steps": 4,
-        "actor.checkpoint_every": 100,
-        "actor.algorithm.name": "reinforce++",
-        "actor.algorithm.responses_per_prompt": 2,
-        "actor.one_step_off_policy": True,
-        "actor.kl.target": 0.001,
-        "actor.kl.horizon": 100,
-        "actor.kl.coef": 0.1,
-        "actor.rewards.normalization": "running",
-        "actor.rewards.clip": 2,
-        "actor.rewards.missing_eos_penalty": 0.5,
-        "actor.validation.every": 2,
-        "actor.validation.greedy": True,
-    }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    with ControlPlane(live.run.config.server.grpc_url) as control:
-        before, last = settled_statistics(control, CRITIC_INFER).inference_count, live.run.journal.last_step()
-        code, log = run_actor(live.run, "actor-alone", *overrides, "actor.max_minutes=1e-6")
-        assert code == 0, log
-        assert "actor.max_minutes (1e-06) reached at step 1 of 4; the next start continues from here" in log
-        assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
-        assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
-        code, log = run_actor(live.run, "actor-alone", *overrides)
-        assert code == 0, log
-        assert settled_statistics(control, CRITIC_INFER).inference_count == before
-        assert live.run.journal.last_step() == last
-    lines, texts, spans = (read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "rollouts", "timeline"))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    versions = {line["train_rollouts/reward_version"] for line in lines} | {text["reward_version"] for text in texts}
-    assert versions == {WeightsStore(live.run.config.run.reward_weights_dir).current()}
-    assert not any("weights_version" in key or "explained" in key or "staleness_rows" in key for key in lines[0])
-    coefs = [line["train_rollouts/kl_coef"] for line in lines]
-    assert (coefs[0], len(set(coefs))) == (0.1, 4)  # it follows
-    assert all(line["train_optim/grad_norm"] > 0 for line in lines)
-    assert lines[-1]["train_rollouts/consumed_samples"] == 4 * 8 // 2
-    assert [line["train_rollouts/policy_staleness"] for line in lines] == [0, 0, 1, 1]
-    kl = [abs(line["train_rollouts/init_policy_kl_per_sequence"]) for line in lines]
-    assert kl[0] < 1e-5 < min(kl[1:])  # the first of the resumed run is generated by the checkpoint's policy
-    begins = {span["step"]: span["start"] for span in spans if span["phase"] == "generate"}
-    ends = {span["step"]: span["end"] for span in spans if span["phase"] == "train_time"}
-    assert [begins[step + 1] < ends[step] for step in (1, 2, 3)] == [False, True, True]
-    summary = json.loads((folder / "actor_summary.json").read_text())
-    assert not summary.keys() & {"critic_updates", "weights_version", "ev_v0", "ev_last"}
-    assert None not in summary.values()
-    assert summary["failed_requests"] == 0
-    rows, best = read_jsonl(folder / "validations.jsonl"), json.loads((folder / "best" / "best.json").read_text())
-    assert [row["step"] for row in rows] == [0, 1, 2, 4]
-    assert best["reward"] == max(row["reward"] for row in rows)
-    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
-    for policy in ("policy", "best"):
-        AutoModelForCausalLM.from_pretrained(folder / policy)
 
 
 # ---- rlhf-triton run ----
@@ -369,68 +272,17 @@ def test_the_critics_client_and_the_example_that_trains_with_it(
         assert critic.train(done + 1, *update).loss_mean == pytest.approx(answer.loss_mean)
 
 
-CHAT = [{"role": "user", "content": "Read the file."}]
-
-
-@pytest.mark.slow
-def test_every_protocol_of_the_gateway_agrees_with_transformers(live: System, checkpoints: Checkpoints) -> None:
-    """The command with a key and lines of JSON, stopped by SIGTERM."""
-    command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(live.run.path)]
-    command += ["run.log_format=json", "gateway.port=0", "gateway.key_env=GATEWAY_TEST_KEY"]
-    tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
-    messages = [*CHAT, {"role": "assistant", "content": "Good day."}]
-    chat = str(tokenizer.apply_chat_template(messages, tokenize=False))
-
-    environment = {**os.environ, "GATEWAY_TEST_KEY": "open sesame"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        ready = json.loads(process.stderr.readline())
-        assert (ready["process"], ready["level"]) == ("gateway", "INFO")
-        url = ready["message"].partition("gateway: ")[2].partition(",")[0]
-
-        def post(path: str, body: Any) -> Any:
-            headers = {"Content-Type": "application/json", "Authorization": "Bearer open sesame"}
-            request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(request) as reply:
-                return json.load(reply)
-
-        inputs = [
-            {"tokens": tokenizer(TEXTS[0])["input_ids"]},
-            {"prompt": CHAT, "response": "Good day."},
-        ]
-        raw = {"model": "reward_model", "use_activation": False}
-        long = post("/v1/rewards", {"inputs": [{"text": "bad weather " * 200}]})
-        assert long["rewards"] == [None]
-        assert f"tokens, the model takes {POSITIONS} (max_length)" in long["errors"][0]
-        found = [
-            *post("/v1/rewards", {"inputs": inputs})["rewards"],
-            *post("/get_reward", {"query": [*TEXTS]})["rewards"],
-            post("/remote_rm", {"prompt": "Open ", "response": "the file.", "label": None}),
-            *(row["probs"][0] for row in post("/classify", {"input": [*TEXTS], **raw})["data"]),
-            *post("/pooling", {"messages": messages, **raw})["data"][0]["data"],
-        ]
-        process.terminate()
-    assert process.returncode == 0
-    texts = [TEXTS[0], chat, *TEXTS, "Open the file.", *TEXTS, chat]
-    rows = [np.asarray(tokenizer(text)["input_ids"], np.int64) for text in texts]
-    np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=1e-5)
-
-
 # ---- a run with a served reference, spans and lines of JSON ----
 
 
-TOLERANCE = 1e-5
-LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
-FIELDS = {"time", "level", "process", "run", "step", "version", "logger", "message"}
 REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
 @dataclasses.dataclass
 class Served(FinishedRun):
-    """The run of `finished` but for its reference and its lines: three PPO steps; and a failed start of an actor."""
+    """The run of `finished` but for its reference and its lines: three PPO steps."""
 
     received: Collector
-    error_log: str
 
 
 @pytest.fixture(scope="module")
@@ -442,12 +294,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
         system = start_system(run)
         try:
             code, log = run_actor(run, "actor")
-            failed, error_log = run_actor(run, "other-actor", f"actor.policy.model={run.path}/none")
-            assert (code, failed) == (0, 2), log
+            assert code == 0, log
             # each process sends its spans every 5 s
             last = [(CRITIC_TRAIN, "tritonserver"), ("critic_train: journal", CRITIC_TRAIN), ("reload", "sidecar")]
             wait_for(lambda: all(len({s.trace for s in received.named(*each) if s.parent}) >= 3 for each in last))
-            yield Served(run, system.server, system.sidecar, code, log, received, error_log)
+            yield Served(run, system.server, system.sidecar, code, log, received)
         finally:
             system.stop()
 
@@ -455,37 +306,15 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
 # ---- log lines and traces ----
 
 
-def lines_of(log: str, process: str) -> list[dict[str, Any]]:
-    """The lines of a log, each of which must be JSON."""
-    lines = [json.loads(text) for text in log.splitlines()]
-    for line in lines:
-        assert line.keys() - {"exception"} == FIELDS, line
-        assert (line["process"], line["run"]) == (process, "test"), line
-    return lines
-
-
-def steps(lines: list[dict[str, Any]]) -> list[int]:
-    """The steps of the lines from the first that has one; all after it must have one, and a version."""
-    first = next(i for i, line in enumerate(lines) if line["step"] is not None)
-    assert all(isinstance(line["step"], int) and isinstance(line["version"], int) for line in lines[first:])
-    return [line["step"] for line in lines[first:]]
-
-
 @pytest.mark.slow
-def test_every_line_of_a_run_is_json(served: Served) -> None:
-    actor = lines_of(served.actor_log, "actor")
-    done = {line["message"].split("/")[0]: line for line in actor if re.match(r"step \d+/", line["message"])}
-    assert [done[f"step {step}"]["step"] for step in (1, 2, 3)] == [1, 2, 3]
-    for line in done.values():
-        assert f"scored by weights version {line['version']}, " in line["message"]
-    assert steps(actor) == sorted(steps(actor))
-    sidecar = lines_of(served.sidecar.log_path.read_text(), "sidecar")
-    assert set(steps(sidecar)) == {0, 1, 2, 3}  # in any order: the reload after step 2's save ends when it ends
+def test_lines_of_actor_and_sidecar_have_their_step_and_version(served: Served) -> None:
+    actor = [json.loads(line) for line in served.actor_log.splitlines()]
+    done = [line for line in actor if re.match(r"step \d+/", line["message"])]
+    assert [line["message"].partition("/")[0] for line in done] == [f"step {line['step']}" for line in done]
+    assert all(f"scored by weights version {line['version']}, " in line["message"] for line in done)
+    sidecar = [json.loads(line) for line in served.sidecar.log_path.read_text().splitlines()]
     updates = [line for line in sidecar if "loss_mean=" in line["message"]]
     assert [(line["step"], line["version"]) for line in updates] == [(1, 1), (2, 2), (3, 3)]
-    assert [line["level"] for line in lines_of(served.error_log, "actor")] == ["ERROR"]
-    server = [line["message"] for line in lines_of(served.server.log_path.read_text(), "server")]
-    assert any(message.startswith("ready: inference http://127.0.0.1:") for message in server)
 
 
 @pytest.mark.slow
@@ -550,89 +379,16 @@ def test_rewards_and_kl_are_those_of_a_run_with_a_copy(served: Served, finished:
     assert all(line["timers/init_logprobs"] > 0 for line in ours)
 
 
-def policy_of(run: LiveRun, **settings: Any) -> Policy:
-    """The policy at its start; with a copy of it unless `settings` say otherwise."""
-    return Policy.of(changed(run.config.actor, kl_reference="actor", **settings))
-
-
-def rollout_of(rows: list[np.ndarray], prompt_length: int = 1) -> Rollout:
-    """Rows as the policy would have written them after prompts of `prompt_length` tokens."""
-    inputs = scoring_inputs(rows)
-    lengths = torch.from_numpy(inputs["sequence_lengths"][:, 0])
-    prompts = [Prompt(str(i), "", row[:prompt_length]) for i, row in enumerate(rows)]
-    starts = torch.full_like(lengths, prompt_length)
-    return Rollout(prompts, torch.from_numpy(inputs["tokens"]), lengths, starts, torch.ones_like(lengths).bool())
-
-
-def assert_logprobs(policy: Policy, rows: list[np.ndarray], found: Sequence[np.ndarray]) -> None:
-    """`found[i]` `[S]` is of row i, padded to any S: what the actor's own frozen copy says."""
-    expected = policy.logprobs(rollout_of(rows), reference=True).numpy()
-    for i, (row, theirs) in enumerate(zip(rows, found, strict=True)):
-        assert theirs.dtype == np.float32
-        ours = expected[i, : row.size - 1]
-        np.testing.assert_allclose(theirs[: row.size - 1], ours, atol=TOLERANCE, rtol=0)  # -inf equals -inf
-        assert not theirs[row.size - 1 :].any()
-
-
-def with_reference(run: LiveRun, ask: Callable[[ServedReference], Any], *overrides: str, **settings: Any) -> Any:
-    """What `ask` makes of an actor's reference under these overrides of the YAML."""
-    config = load_config(run.path, overrides)
-    policy = Policy.of(changed(config.actor, **settings))
-
-    async def use() -> Any:
-        async with TritonClient(run.url, config.actor.client) as client:
-            return await ask(ServedReference(client, policy, config.reference.model, rows_per_request=1))
-
-    return asyncio.run(use())
-
-
-async def all_of(reference: ServedReference, whole: Rollout) -> ReferenceLogprobs:
-    """As collecting asks: row by row, as they happen to end."""
-    await reference.compare()
-    stream = reference.stream(asyncio.to_thread)
-    for i in np.random.default_rng(0).permutation(len(whole.prompts)).tolist():
-        length = int(whole.lengths[i])
-        rest = (whole.lengths[i : i + 1], whole.prompt_lengths[i : i + 1], whole.is_end[i : i + 1])
-        stream.take(i, Rollout([whole.prompts[i]], whole.tokens[i : i + 1, :length], *rest))
-    await asyncio.sleep(0)  # what was taken is on its way now
-    return await stream.logprobs(whole)
-
-
 def compare(run: LiveRun, *overrides: str) -> None:
     """As an actor with these overrides does at its start."""
-    with_reference(run, lambda reference: reference.compare(), *overrides)
+    config = load_config(run.path, overrides)
 
+    async def use() -> None:
+        async with TritonClient(run.url, config.actor.client) as client:
+            policy = Policy.of(config.actor)
+            await ServedReference(client, policy, config.reference.model, rows_per_request=1).compare()
 
-@pytest.mark.slow
-def test_served_logprobs_are_the_policys_own(served: Served) -> None:
-    policy = policy_of(served.run)
-    rows = random_rows(LENGTHS, seed=1)
-    rows[5][4] = rows[7][0] = rows[7][30] = policy.banned_ids[0]  # a prompt may hold them
-    together = ask(served.run.url, REFERENCE, scoring_inputs(rows, width=140))["logprobs"]
-    assert together.shape == (12, 140)
-    assert np.isneginf(together[5, 3])
-    assert np.isneginf(together).sum() == 2  # nothing predicts a row's first token
-    assert_logprobs(policy, rows, together)
-    alone = [ask(served.run.url, REFERENCE, scoring_inputs([row]))["logprobs"] for row in rows]
-    assert [answer.shape for answer in alone] == [(1, row.size) for row in rows]
-    assert_logprobs(policy, rows, [answer[0] for answer in alone])
-
-
-@pytest.mark.slow
-def test_an_actor_gets_what_its_copy_would_say(served: FinishedRun) -> None:
-    """Rows in another order than the prompts', several in a request, and a policy with adapters that has moved."""
-    whole = rollout_of(random_rows([3, 9, 40, 120, 2, 1, 1, 17], seed=4))
-    policy = policy_of(served.run, lora_rank=4, lr=1e-2)
-    for name, parameter in policy.model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.1)
-    overrides = ("actor.client.rows_per_request=3", "actor.policy.lora_rank=4")
-    found = with_reference(served.run, lambda reference: all_of(reference, whole), *overrides)
-    assert found.known.all()
-    assert not found.failures
-    assert_logprobs(policy, whole.rows(), [np.append(row, np.float32(0)) for row in found.logprobs.numpy()])
-    moved = policy.logprobs(whole)
-    assert not torch.allclose(found.logprobs[3, :119], moved[3, :119], atol=1e-3)
+    asyncio.run(use())
 
 
 @pytest.mark.slow
@@ -659,18 +415,3 @@ def test_an_actor_that_does_not_fit_is_refused(
             compare(served.run, f"actor.{override}")
     with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
         compare(dataclasses.replace(served.run, config=live.run.config))
-
-
-@pytest.mark.slow
-def test_temperature_and_int32_tokens(served: Served) -> None:
-    """The last test of this server, as it changes the model."""
-
-    def change(config: dict[str, Any]) -> None:
-        config["parameters"]["temperature"]["string_value"] = "0.7"
-        next(tensor for tensor in config["input"] if tensor["name"] == "tokens")["data_type"] = "TYPE_INT32"
-
-    reload_model(served.run, REFERENCE, change)
-    rows = random_rows(LENGTHS, seed=6)
-    inputs = scoring_inputs(rows)
-    found = ask(served.run.url, REFERENCE, {**inputs, "tokens": inputs["tokens"].astype(np.int32)})["logprobs"]
-    assert_logprobs(policy_of(served.run, temperature=0.7), rows, found)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import health as server_health
 from rlhf_triton.tools.server import supervisor as supervisor_module
@@ -34,7 +35,6 @@ from rlhf_triton.tools.server.health import (
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.tritonserver import TritonServer
-from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
 
 Script = Iterator[float]
 
@@ -99,7 +99,7 @@ class Rig:
     def statistics(self, model: str) -> Any:
         return SimpleNamespace(success_count=0, failure_count=self.failures)
 
-    def probe_scoring(self, model: str, outputs: tuple[str, ...], timeout_s: float) -> None:
+    def probe(self, model: str, timeout_s: float) -> None:
         self.now += self.probe_s
         self.request()
         if self.lost or self.child.poll() is not None:
@@ -193,7 +193,7 @@ def test_a_process_that_waits_for_its_card_does_not_count_as_computing(
     page = lambda *_: "\n".join(f'{name}{{model="critic"}} {done}' for name in metrics)  # noqa: E731
     monkeypatch.setattr(server_health, "get_page", page)
     monkeypatch.setattr(server_health, "_cpu_s", lambda _: rig.now)
-    monkeypatch.setattr(rig, "probe_scoring", hang)
+    monkeypatch.setattr(rig, "probe", hang)
 
     def script() -> Script:
         nonlocal done
@@ -220,7 +220,7 @@ def test_a_model_that_answers_with_errors_only_is_replaced(rig: Rig, monkeypatch
 
     page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {forwards}\nnv_x{{model="critic"}} {requests}'  # noqa: E731
     monkeypatch.setattr(server_health, "get_page", page)
-    monkeypatch.setattr(rig, "probe_scoring", fail)
+    monkeypatch.setattr(rig, "probe", fail)
     monkeypatch.setattr(
         rig, "statistics", lambda _: SimpleNamespace(success_count=requests + forwards, failure_count=requests)
     )
@@ -420,9 +420,9 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path) -> N
         os.kill(before["critic"], signal.SIGKILL)
         with ControlPlane(server.section.grpc_url) as control:
             while not any("serves again" in line for line in lines):
-                control.probe_scoring("reward_model", ("rewards",), 120.0)
-            control.probe_scoring("critic", ("values",), 120.0)
-            control.probe_rejection("critic_train", 120.0)
+                control.probe("reward_model", 120.0, ("rewards",))
+            control.probe("critic", 120.0, ("values",))
+            control.probe("critic_train", 120.0)
         assert "the process of critic has died: reloading the model" in lines
         after = {name: stub_of(server, name).pid for name in server.models()}
         assert [name for name in before if before[name] != after[name]] == ["critic"]
@@ -454,4 +454,4 @@ def test_a_model_that_hangs_again_and_a_server_that_hangs_take_a_new_server(
         assert any(line.startswith("tritonserver has not answered over ") for line in lines)
         assert second.poll() == -signal.SIGKILL
         with supervisor.server.control() as control:
-            control.probe_scoring("critic", ("values",), 120.0)
+            control.probe("critic", 120.0, ("values",))

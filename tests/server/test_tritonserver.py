@@ -25,6 +25,7 @@ from tiny_models import (
     write_scoring_model,
 )
 
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelFailed
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import shared_memory
 from rlhf_triton.tools.server.child import readable, stub_failure, tail
@@ -32,7 +33,6 @@ from rlhf_triton.tools.server.ports import check_ports, free_port, with_free_por
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import server_command
-from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError, ModelFailed
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
@@ -232,7 +232,7 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
         until(control.is_live)
         assert control.is_ready("critic")
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
-            control.probe_scoring("critic", ("values",), 120.0)
+            control.probe("critic", 120.0, ("values",))
         assert type(caught.value) is ModelFailed
         with pytest.raises(ServerStartError, match="no luck"):
             server.wait_ready()

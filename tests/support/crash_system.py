@@ -63,7 +63,10 @@ class Program(NamedTuple):
     """Exit code after SIGTERM."""
 
 
-PROGRAMS = {"actor": Program("actor", "actor", 130), "sidecar": Program("critic sidecar", "trainer", 0)}
+PROGRAMS = {
+    "actor": Program("actor", "rlhf_triton.actor", 130),
+    "sidecar": Program("critic sidecar", "rlhf_triton.trainer", 0),
+}
 
 
 def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Path:
@@ -211,7 +214,7 @@ class DisturbedSystem:
         is_stub = any(argument.startswith(self.region_prefix) for argument in command)
         return (
             is_stub
-            or ({"trainer", "actor"} & set(command) and str(self._path) in command)
+            or ({program.module for program in PROGRAMS.values()} & set(command) and str(self._path) in command)
             or f"--model-repository={run}" in command
         )
 

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from tokenizers import processors
+from random_models import random_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.workload import random_llama, train_bpe
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import ActorSection, RunConfig, TrainerSection, load_config
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.control_key import GRPC_HEADER, control_key
@@ -32,8 +33,6 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
-from rlhf_triton.tools.server.tritonserver import probe
-from rlhf_triton.trainer.control_plane import ControlPlane
 from rlhf_triton.trainer.publish import initialise_stores
 from tests.support.settings import nested
 
@@ -69,7 +68,14 @@ def make_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
     alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
-    tokenizer = train_bpe(texts, alphabet=alphabet, vocab_size=vocab_size)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<pad>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, show_progress=False, initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
@@ -311,7 +317,7 @@ class System:
         try:
             with ControlPlane(self.run.config.server.grpc_url) as control:
                 for model in models:  # wait for the supervisor's last probe
-                    probe(control, model, 120.0)
+                    control.probe(model, 120.0)
             yield
         finally:
             self.server.process.send_signal(signal.SIGCONT)

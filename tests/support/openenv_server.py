@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,9 +57,3 @@ class OpenEnvServer:
             fields = {"echo": text or "start", "board": [1, "é"], "metadata": {}}
             reply = {"observation": fields, "reward": None if type == "reset" else 0.5, "done": text == "end"}
             await socket.send_json({"type": "observation", "data": reply})
-
-
-if __name__ == "__main__":
-    app = web.Application()
-    app.router.add_get("/ws", OpenEnvServer(1000, float(sys.argv[2]), sys.argv[3]).session)
-    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None, reuse_port=True)

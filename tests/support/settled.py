@@ -2,7 +2,7 @@
 
 import time
 
-from rlhf_triton.trainer.control_plane import ControlPlane, ModelStatistics
+from rlhf_triton.client.control_plane import ControlPlane, ModelStatistics
 
 QUIET_S = 0.3
 

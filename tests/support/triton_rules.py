@@ -65,7 +65,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
                     raise ConfigError(f"{model}/config.pbtxt: {step.model_name} has no tensor {key} of this type")
     missing = [tensor.name for tensor in whole.output if tensor.name not in given]
     if missing:
-        raise ConfigError(f"{model}/config.pbtxt: no step produces output {missing[0]}; see tools/render.py")
+        raise ConfigError(f"{model}/config.pbtxt: no step produces output {missing[0]}; see tools/served_rewards.py")
 
 
 def _type(tensor: Any) -> tuple[int, list[int]]:

@@ -20,11 +20,6 @@ def accuracy(
     return scores
 
 
-def thinks_first(completions: list[Chat], **kwargs: Any) -> list[float]:
-    """Return 1 for thoughts in tags before the answer."""
-    return [float(bool(re.match(r"<think>.*</think>.", each[0]["content"], re.DOTALL))) for each in completions]
-
-
 def echo(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
     """Return whether the arguments are those in the column `expected`, which is one list per argument."""
     given = {"prompts": prompts, "completions": completions, **columns}
@@ -97,11 +92,6 @@ def needs_trainer(completions: list[str], trainer_state: Any) -> list[float]:
 def needs_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """A function of the sampled token ids."""
     return [float(len(ids)) for ids in completion_ids]
-
-
-def needs_ids_too(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
-    """A function of both."""
-    return needs_ids(completion_ids)
 
 
 def one_too_many(completions: list[str], **kwargs: Any) -> list[float]:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from random_models import word_tokenizer
 from tiny_checkpoints import VOCAB, save_tiny
 
-from benchmarks.workload import word_tokenizer
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.slots import Turn

@@ -34,7 +34,7 @@ from rlhf_triton.tools import serve as tools_serve
 from rlhf_triton.tools import status, weights
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse_or_complete
-from rlhf_triton.tools.report.display import RunDisplay
+from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.server.child import readable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "weights": ["list", *CONFIG],
     "gateway": CONFIG,
     "status": CONFIG,
-    "bench": ["trl", "--report-only", "{folder}"],
+    "bench": ["trl", "--environment", "{folder}", "--out", "{folder}/bench"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
     "init": ["models", "--reward", "{folder}", "--no-load"],
@@ -128,7 +128,7 @@ COMPLETIONS = [
     ("weights ", {"list", "verify", "publish", "rollback", "ready"}, {"weights", "--model"}),
     ("weights rollback --", {"--config", "--model", "--to"}, {"--server"}),
     ("weights list --model ", {"critic", "reward"}, {"list"}),
-    ("bench trl --r", {"--rounds", "--report-only"}, {"--quick"}),
+    ("bench trl --r", {"--rounds"}, {"--steps"}),
     ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
     ("export --step ", set(), {"my.yaml", "notes.txt"}),
     ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
@@ -156,11 +156,21 @@ def test_a_shell_completes(
     assert not withheld & answers
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["run", "--nonsense"], ["weights"]], ids=str)
-def test_exit_code_2_of_wrong_arguments(arguments: list[str], program: Path) -> None:
-    done = run(program, *arguments)
-    assert done.returncode == 2
-    assert "usage: rlhf-triton" in done.stdout + done.stderr or "error: unknown" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [([], "usage: rlhf-triton"), (["staus"], "did you mean status?"), (["weights"], "usage: rlhf-triton weights")],
+)
+def test_exit_code_2_of_wrong_arguments(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlhf-triton", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        code = program_module.main()
+    except SystemExit as ended:
+        code = ended.code
+    shown = capsys.readouterr()
+    assert (code, told in shown.out + shown.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_exit_code_2_of_wrong_arguments(arguments: list[str], program: Path) -> 
         ("gateway", "rlhf_triton.tools.gateway.command", "h11", "gateway"),
         ("gateway", "rlhf_triton.tools.gateway.command", "transformers", "gateway,serving"),
         ("serve", "rlhf_triton.tools.serve", "psutil", "serve"),
-        ("run", "rlhf_triton.tools.run", "rich", "train"),
+        ("run", "rlhf_triton.tools.run", "matplotlib", "train"),
     ],
 )
 def test_a_missing_package_names_the_extra_that_has_it(
@@ -365,8 +375,8 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
     settings = ["actor.steps=77", "reward.token_budget=512", "reward.workers=2", "reward.threads=3"]
     write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
-    with only_run(tmp_path), RunDisplay(tmp_path, 8) as display:
-        display.phase("starting tritonserver")
+    with only_run(tmp_path), RunProgress(tmp_path, 8) as progress:
+        progress.phase("starting tritonserver")
         capsys.readouterr()
         lines = lines_of(run.path, capsys)
     assert lines[0].partition(": ")[2] == "running: starting tritonserver"

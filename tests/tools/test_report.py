@@ -1,19 +1,12 @@
-"""The report: its data counted by hand, the page of synthetic and recorded runs, the command, and the display.
+"""The report: its data counted by hand, the page of synthetic and recorded runs, the command, and the progress.
 
 Drawing a page takes seconds, so each kind of folder is drawn once.
 """
 
-import gc
-import io
 import json
 import re
-import signal
 import struct
-import subprocess
 import sys
-import time
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +14,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from recorded_run import RecordedRun
-from rich.cells import cell_len
-from rich.console import Console
-from rlhf_triton.actor.data.rollout import Trajectory
 from synthetic_run import EVIL, write_run
 
 from rlhf_triton.actor.data.recorded import SampledTurn
@@ -32,14 +22,12 @@ from rlhf_triton.store.jsonl import NewLines, read_jsonl
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.report.conversations import Conversation
 from rlhf_triton.tools.report.curves import (
-    METRICS,
+    CURVES,
     as_svg,
     draw_components,
     draw_kl,
     draw_reward,
     draw_step_time,
-    draw_turns,
-    line_style,
     pictures,
     write_curves,
 )
@@ -58,8 +46,8 @@ from rlhf_triton.tools.report.data import (
     read_steps,
     series,
 )
-from rlhf_triton.tools.report.display import RunDisplay, sparkline
-from rlhf_triton.tools.report.page import main, short_names, shown, verdict, write_page
+from rlhf_triton.tools.report.page import main, shown, verdict, write_page
+from rlhf_triton.tools.report.progress import RunProgress
 
 ACTOR = {
     "steps": 2,
@@ -138,29 +126,23 @@ class TestData:
         assert {key: summary[key] for key in expected} == expected
 
     def test_what_was_not_measured_is_not_in_the_summary(self, run_dir: Path) -> None:
-        def summary_without(*keys: str) -> dict[str, Any]:
-            actor = {key: value for key, value in ACTOR.items() if key not in keys}
-            (run_dir / "actor_summary.json").write_text(json.dumps(actor | {"failed_critic_updates": float("nan")}))
-            return finish_run(run_dir, **MEASURED).summary
-
-        # Without a critic; not even where an earlier run in this folder had one.
+        """Nor what an earlier run in this folder measured with its critic."""
         critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
-        reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
-        summary = summary_without(*critic)
-        assert not summary.keys() & {*critic, *reloads, "failed_critic_updates"}
-        assert summary["reward_after"] == 3.0
-        validated = {"reward_before", "reward_after", "kl_final", "ev_v0", "ev_last"}
+        actor = {key: value for key, value in ACTOR.items() if key not in {*critic, "reward_before", "kl_final"}}
+        (run_dir / "actor_summary.json").write_text(json.dumps(actor | {"failed_critic_updates": float("nan")}))
         (run_dir / "samples.jsonl").unlink()
-        summary = summary_without(*validated)
-        assert None not in summary.values()
+        summary = finish_run(run_dir, **MEASURED).summary
+        reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
         of_texts = {f"{what}_{when}" for what in ("distinct2", "unique") for when in ("before", "after")}
-        assert not summary.keys() & (validated | of_texts)
+        assert not summary.keys() & {*critic, *reloads, *of_texts, "failed_critic_updates", "kl_final"}
+        assert None not in summary.values()
 
     def test_masked_rewards_do_not_count(self, run_dir: Path) -> None:
         for when in ("before", "after"):
-            is_masked = [(row["prompt_id"], row["when"]) == ("b", when) for row in SAMPLES]
-            rows = [row | {"reward": None} if masked else row for row, masked in zip(SAMPLES, is_masked, strict=True)]
-            write_lines(run_dir / "samples.jsonl", rows)
+            masked = [
+                row | {"reward": None} if (row["prompt_id"], row["when"]) == ("b", when) else row for row in SAMPLES
+            ]
+            write_lines(run_dir / "samples.jsonl", masked)
             summary = finish_run(run_dir, **MEASURED).summary
             assert (summary["reward_before"], summary["reward_after"]) == (0.0, 2.0)
             assert summary["reward_gain_ci95"] == [2.0, 2.0]
@@ -206,22 +188,16 @@ class TestData:
         write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
         assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
 
-    def test_responses_without_their_leading_space_are_not_fused_with_the_prompt(self, run_dir: Path) -> None:
+    def test_texts_are_prompt_and_response_and_conversations_may_begin_differently(self, run_dir: Path) -> None:
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
         write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
-
-    def test_environments_may_begin_differently_before_and_after(self, run_dir: Path) -> None:
         talk = {"turns": [], "turn_rewards": []}
         rows = [row | talk | {"prompt": f"You begin {row['when']}."} for row in SAMPLES]
         write_lines(run_dir / "samples.jsonl", rows)
         pair = read_pairs(run_dir)[0]
-        assert pair.conversation_before is not None
-        assert pair.conversation_after is not None
-        assert (pair.conversation_before.prompt, pair.conversation_after.prompt) == (
-            "You begin before.",
-            "You begin after.",
-        )
+        talks = pair.conversation_before, pair.conversation_after
+        assert [talk and talk.prompt for talk in talks] == ["You begin before.", "You begin after."]
 
     def test_figures_of_hand(self) -> None:
         assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
@@ -260,7 +236,7 @@ class TestData:
 
 
 def page_of(run_dir: Path) -> str:
-    write_page([load_run(run_dir)], run_dir / "report.html")
+    write_page(load_run(run_dir), run_dir / "report.html")
     return (run_dir / "report.html").read_text(encoding="utf-8")
 
 
@@ -284,9 +260,6 @@ class TestPage:
         for key in SUMMARY_KEYS:
             assert (f"<code>{key}</code>" in page) == (not key.startswith(("process_reward_", "steps_")))
         assert page.count("<figure>") == 8
-        # A rule for every `i` of a table gave tokens a bar for a background, and took the spaces between them.
-        assert all(rule.startswith(".") for rule in re.findall(r"^(.*\bi(?:\.\w+)?) {", page, re.MULTILINE))
-        assert ".said i { font-style: normal; white-space: pre-wrap; }" in page
         assert set(re.findall(r'(?:src|href)="([^"]{5})', page)) == {"data:"}
         first, second = (as_svg(draw_kl, load_run(full_run)) for _ in range(2))
         assert first == second
@@ -350,49 +323,27 @@ class TestPage:
         present = [k for k in (8, 9, 32) if f"great {k}." in section]
         assert present == ([8] if num_texts == 40 else [])
 
-    def test_new_versions_of_a_live_reward_model_and_resumes_with_other_settings_are_marked(
-        self, tmp_path: Path
-    ) -> None:
-        folder = write_run(tmp_path / "new")
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:12]]
-        for row, version in zip(rows, [0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 2, 2], strict=True):
+    def test_new_reward_versions_and_resumes_are_marked_and_a_missing_kl_has_no_picture(self, tmp_path: Path) -> None:
+        folder = write_run(tmp_path / "new", critic=False, validated=False, num_steps=3)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]]
+        for row, version in zip(rows, [0, 1, 1], strict=True):
             row["train_rollouts/reward_version"] = version
-        write_lines(folder / "metrics.jsonl", rows)
-        (folder / "changes.jsonl").write_text('{"step": 7, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
-        finish_run(folder, server_failures=0, peak_rss_mb=1.0, seconds_total=1.0)
-        axes = Figure().subplots()
-        draw_reward(axes, load_run(folder))
-        marks = {line.get_xdata()[0]: line.get_label() for line in axes.lines if len(set(line.get_xdata())) == 1}
-        assert {4, 7.5, 8, 11} <= marks.keys()
-        assert marks[7.5] == "resumed with other settings"
-        assert [text.get_text() for text in axes.texts] == ["v1", "v3", "v2"]
-        write_curves(load_run(folder), folder / "curves.png")
-
-    def test_a_run_without_a_critic_or_a_measured_kl_has_no_words_and_no_pictures_of_it(self, tmp_path: Path) -> None:
-        run_dir = write_run(tmp_path / "mine", critic=False)
-        text = page_of(run_dir)
-        assert not re.search("critic|version|reload|PPO", re.sub(r'src="[^"]*"', "", text))
-        run = load_run(run_dir)
-        recorded = [each.of_one for each in METRICS if each.points(run)[0]]
-        assert list(pictures(run)) == [draw_reward, draw_kl, draw_components, draw_step_time, *recorded]
-        assert text.count("<figure>") == 4 + len(recorded)
-        assert "<td class=n>–</td>" not in text
-        run_dir = write_run(tmp_path / "no KL", validated=False, critic=False, num_steps=3)
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:3]]
-        write_lines(run_dir / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
-        run = load_run(run_dir)
-        assert list(pictures(run)) == [draw_reward, draw_components, draw_step_time, *recorded]
+        write_lines(folder / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
+        (folder / "changes.jsonl").write_text('{"step": 2, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
+        run = load_run(folder)
         axes = Figure().subplots()
         draw_reward(axes, run)
-        assert axes.get_legend_handles_labels()[1] == ["per step"]
+        marks = {line.get_xdata()[0]: line.get_label() for line in axes.lines if len(set(line.get_xdata())) == 1}
+        assert marks == {2: "new version of the reward model", 2.5: "resumed with other settings"}
+        recorded = [curve for curve in CURVES if curve.key in rows[0]]
+        assert list(pictures(run)) == [draw_reward, draw_components, draw_step_time, *recorded]
         write_curves(run, tmp_path / "curves.png")
 
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the words of a page are read: TestPage has its pictures."""
-    for module in ("page", "curves"):
-        monkeypatch.setattr(f"rlhf_triton.tools.report.{module}.as_svg", lambda draw, *arguments: "<svg></svg>")
+    monkeypatch.setattr("rlhf_triton.tools.report.page.as_svg", lambda draw, run: "<svg></svg>")
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -461,7 +412,6 @@ def test_a_missing_package_is_named(
 
 
 IMAGES = re.compile(r'src="[^"]*"')
-REFRESH = '<meta http-equiv="refresh"'
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -483,14 +433,12 @@ class TestCommand:
             {"role": "user", "content": "Wrong."},
         )
         turns = SampledTurn(2, 4, 0.5), SampledTurn(5, 7, -1.0)
-        failed = Trajectory((), (), error="worker died")
-        whole = Trajectory(turns, played)
-        run = RecordedRun(
-            tmp_path / "run", trajectories=[whole, whole, Trajectory(turns, played, "environment.max_turns"), failed]
-        )
+        whole = {"turns": turns, "messages": played}
+        talks = [whole, whole, {**whole, "truncated": "environment.max_turns"}, {"turns": (), "error": "worker died"}]
+        run = RecordedRun(tmp_path / "run", talks=talks)
         run.start().steps(1, 2).validated("before", 0, 0.1).steps(3, 4).validated("after", 4, 0.2)
         folder = run.finished(4)
-        assert [draw for draw in pictures(load_run(folder)) if draw is draw_turns] == [draw_turns]
+        assert CURVES[0] in pictures(load_run(folder))
         page = self.page_of(folder)
         for text, count in (
             ("<small>+0.50</small><b>policy</b><span>I look.</span><code>look(where=&#34;&lt;up&gt;&#34;)</code>", 6),
@@ -532,10 +480,8 @@ class TestCommand:
         assert "After 4 steps of GRPO" in page
         assert "The mean training reward was 0.100 in the first step and 0.400 in the last." in page
         assert "<code>failed_requests</code>" in page
-        assert page.count("<figure>") == 4
         words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
         assert not re.search(words, page)
-        assert REFRESH not in page
 
     def test_a_run_before_and_after_its_first_step(self, tmp_path: Path) -> None:
         run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
@@ -556,7 +502,6 @@ class TestCommand:
         with only_actor(run_dir):
             page = self.page_of(run_dir)
         assert "In progress: step 2 of 4 has ended." in page
-        assert REFRESH not in page, "without --follow it does not change"
         for name in ("metrics.jsonl", "rollouts.jsonl", "validations.jsonl"):
             with (run_dir / name).open("a") as file:
                 file.write('{"step": 3, "prom')
@@ -575,97 +520,12 @@ class TestCommand:
         run = load_run(run_dir)
         assert (run.is_finished, run.summary["steps"], "seconds_total" in run.summary) == (False, 5, False)
 
-    def test_runs_side_by_side(self, tmp_path: Path) -> None:
-        first, second = self.grpo(tmp_path / "a" / "run"), tmp_path / "b" / "run"
-        other = RecordedRun(second, algorithm_name="rloo", lr=1e-6, validation_prompts="held.jsonl")
-        other.start().validated("before", 0, 0.0).steps(1, 2)
-        assert main([str(first), str(second)]) == 0
-        page = IMAGES.sub("", (first / "comparison.html").read_text())
-        header = re.search(r"<tr><th></th>(.*?)</tr>", page)
-        assert header is not None
-        assert re.findall(r"</i>([^<]*)</th>", header[1]) == ["a/run", "b/run"]
-        cells = re.findall(r"<tr><td[^>]*><code>([^<]*)</code></td>(.*?)</tr>", page)
-        rows = {key: re.findall(r"<td class=\w>([^<]*)</td>", values) for key, values in cells}
-        expected = {
-            "actor.algorithm.name": ["grpo", "rloo"],
-            "actor.optimizer.lr": ["9e-07", "1e-06"],
-            "actor.validation.prompts": ["–", "held.jsonl"],
-            "steps": ["4", "2"],
-            "reward in training, last tenth": ["0.400", "0.200"],
-        }
-        assert {key: rows[key] for key in expected} == expected
-        assert not {"actor.steps", "run.dir", "kl_final", "ev_v0", "gold_before"} & rows.keys()
-        assert not any(key.startswith(("critic.", "trainer.", "KL", "reload")) for key in rows)
-        assert "The run stopped before its end: step 2 of 4 has ended." in page
-        assert [page.count(f"border-top-color:{line_style(i)[0]}") for i in range(3)] == [3, 3, 0]
-        assert len({line_style(i) for i in range(24)}) == 24
-        assert "Critic" not in page
-        assert re.findall('<figure><img alt="([^"]*)"', page)[1] == "Mean reward of each validation."
-        assert short_names([tmp_path / "x/one", tmp_path / "x/two"]) == ["one", "two"]
-        assert short_names([tmp_path / "x/a/run", tmp_path / "y/a/run"]) == ["x/a/run", "y/a/run"]
-
-    def test_a_run_named_twice_is_one_run_and_one_that_has_ended_is_not_waited_for(self, tmp_path: Path) -> None:
-        run_dir = self.grpo(tmp_path / "run")
-        assert main([str(run_dir), f"{run_dir}/../run", "--follow"]) == 0
-        page = (run_dir / "report.html").read_text()
-        assert "After 4 steps of GRPO" in page
-        assert REFRESH not in page
-
-    @pytest.mark.parametrize(
-        "number",
-        [None, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
-        ids=["to its end", "until a signal"],
-    )
-    def test_the_page_follows_a_run(self, tmp_path: Path, number: signal.Signals | None) -> None:
-        run = RecordedRun(tmp_path / "run").start().steps(1)
-        page = tmp_path / "run" / "report.html"
-        command = [
-            sys.executable,
-            "-m",
-            "rlhf_triton.tools",
-            "report",
-            str(tmp_path / "run"),
-            "--follow",
-            "--every",
-            "0.1",
-        ]
-
-        def wait_for(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 120
-            while not condition():
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-
-        with only_actor(tmp_path / "run"):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            try:
-                wait_for(page.exists)
-                assert REFRESH in page.read_text()
-                assert "In progress: step 1 of 4 has ended." in page.read_text()
-                run.steps(2)
-                wait_for(lambda: "step 2 of 4" in page.read_text())
-                assert REFRESH in page.read_text()
-                if number:
-                    process.send_signal(number)
-                    process.wait(120)
-                else:
-                    run.steps(3, 4).finished(4)
-            except BaseException:
-                process.kill()
-                raise
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, out, err) == (0, f"report: {page}\n", "")
-        assert REFRESH not in page.read_text()
-        assert ("After 4 steps" in page.read_text()) == (number is None)
-        assert list(page.parent.glob(".*")) == []
-
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
             (["{}/none"], "{}/none is missing: name the folder of a run"),
             (["{}/file"], "{}/file is not a folder: name the folder of a run"),
-            (["{}/run", "{}/empty"], "{}/empty is no run: it has neither settings.json nor metrics.jsonl"),
+            (["{}/empty"], "{}/empty is no run: it has neither settings.json nor metrics.jsonl"),
             (["{}/run", "--out", "{}/none/page"], "{}/none/page cannot be written: No such file or directory"),
             (["{}/damaged"], "the run in {}/damaged cannot be read: {}/damaged/metrics.jsonl line 1 is not JSON: "),
             (["{}/unset"], "the run in {}/unset cannot be read: {}/unset/settings.json is damaged: "),
@@ -686,7 +546,7 @@ class TestCommand:
         assert error.count("\n") == 1
 
 
-# ---- the display in a terminal and without one, and the reader that follows a file being written ----
+# ---- the progress in a terminal and without one, and the reader that follows a file being written ----
 
 
 def step_row(step: int, **more: float) -> dict[str, Any]:
@@ -720,35 +580,23 @@ TRITON = {
 }
 
 
-def terminal(width: int = 80) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=30, _environ={"TERM": "xterm"})
-
-
-def last_frame(display: RunDisplay, width: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, _environ={})
-    console.print(display._render())
-    return console.file.getvalue().splitlines()
-
-
-def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as some CI machines do
-    with RunDisplay(tmp_path, 4) as display:
-        display.phase("starting [bold]tritonserver[/bold]")
-        display.refresh()  # no file yet
+def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunProgress(tmp_path, 4) as progress:
+        progress.phase("starting [bold]tritonserver[/bold]")
+        progress.refresh()  # no file yet
         append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
         parts = {"reward_a": 0.25, "reward_b": 1.0, "reward_b_missing": 1.0, "useful_prompts": 0.5}
         second_row = step_row(2, **{f"train_rollouts/{name}": value for name, value in parts.items()})
         append(tmp_path / "metrics.jsonl", step_row(1), second_row, torn='{"step": 3, ')
         append(tmp_path / "validations.jsonl", {"step": 0, "reward": 0.5, "kl": 0.25})
         print("a message")
-        display.refresh()
+        progress.refresh()
         validated = [{"step": 0, "reward": 0.5, "kl": 0.25}, {"step": 2, "reward": None, "kl": None}]
         append(tmp_path / "new", *validated)  # as a run that resumes writes it
         (tmp_path / "new").replace(tmp_path / "validations.jsonl")
-        display.refresh()
-        display.log("another")
+        progress.refresh()
+        progress.log("another")
     out = capsys.readouterr().out
-    assert "\x1b" not in out
     assert out.splitlines()[:2] == ["[0:00] starting [bold]tritonserver[/bold]", "a message"]
     first, second = out.splitlines()[2:4]
     assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  swap reload 12 ms")
@@ -758,148 +606,42 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert out.splitlines()[4:] == [*validations, "another"]
 
 
-def test_the_eta_of_a_resumed_run_knows_no_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    append(tmp_path / "metrics.jsonl", step_row(1))
-    with RunDisplay(tmp_path, 4) as display:
-        append(tmp_path / "metrics.jsonl", step_row(2) | {"time": 10_000.0})
-        display.refresh()
-        append(tmp_path / "metrics.jsonl", step_row(3) | {"time": 10_003.0})  # read on leaving, at the latest
-    second, third = capsys.readouterr().out.splitlines()
-    assert second.endswith("2.0 s  ETA 0:04")
-    assert third.endswith("2.0 s  ETA 0:03")
-
-
-def test_a_resumed_run_prints_no_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_resumed_run_prints_no_step_again_and_its_eta_knows_no_pause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """The actor writes the file anew."""
     append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 6)))
-    with RunDisplay(tmp_path, 8) as display:
+    with RunProgress(tmp_path, 8) as progress:
         append(tmp_path / "new", *(step_row(k) for k in range(1, 4)))  # steps 4 and 5 are repeated
         (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
-        display.refresh()
-        append(tmp_path / "metrics.jsonl", step_row(4))
-        display.refresh()
-        frame = "\n".join(last_frame(display, 80))
-    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["step 4/8"]
-    assert "step 4/8" in frame
-
-
-OF_THE_CRITIC = ("critic", "version", "reload", "×", "waiting for", " -")
-
-
-def test_a_run_without_a_critic_has_no_words_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with RunDisplay(tmp_path, 4) as display:
-        append(tmp_path / "metrics.jsonl", step_row(1, **{"timers/score_wait": 0.001}))
-        display.refresh()
-        frame = "\n".join(last_frame(display, 80))
-    line = "step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  failed requests 0  2.0 s  ETA 0:06"
-    assert capsys.readouterr().out.splitlines() == [line]
-    assert "failed requests" in frame
-    assert not [word for word in OF_THE_CRITIC if word in frame]
-
-
-def test_many_steps_print_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with RunDisplay(tmp_path, 1000) as display:
-        append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 1001)))
-        display.refresh()
+        progress.refresh()
+        append(tmp_path / "metrics.jsonl", step_row(4) | {"time": 10_000.0})
+        progress.refresh()
+        later = (step_row(step) | {"time": 9_985.0 + 3 * step} for step in (6, 7))
+        append(tmp_path / "metrics.jsonl", *later)  # read on leaving, at the latest
     lines = capsys.readouterr().out.splitlines()
+    expected = [("step 4/8", "ETA 0:08"), ("step 6/8", "ETA 0:04"), ("step 7/8", "ETA 0:03")]
+    assert [(line[:8], line[-8:]) for line in lines] == expected
+
+
+def test_a_run_without_a_critic_has_no_words_for_it_and_many_steps_print_few_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with RunProgress(tmp_path, 1000) as progress:
+        append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 1001)))
+        progress.refresh()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1/1000  reward +0.100  KL 0.50  tokens/s 1,234  failed requests 0  2.0 s  ETA 33:18"
     assert len(lines) == 101
     assert lines[-1].startswith("step 1000/1000")
 
 
-def test_a_run_of_months_takes_no_more_memory_than_one_of_hours(tmp_path: Path):
-    def take(steps: range) -> int:
-        """Show the steps; return the bytes of Python objects afterwards."""
-        for step in steps:
-            append(tmp_path / "metrics.jsonl", step_row(step))
-            display.refresh()
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0]
-
-    with RunDisplay(tmp_path, 10**6) as display:
-        tracemalloc.start()
-        try:
-            before = take(range(1, 1001))
-            assert take(range(1001, 2001)) - before < 100_000
-        finally:
-            tracemalloc.stop()
-        assert "step 2000/1000000" in "\n".join(last_frame(display, 80))
+def test_long_runs_are_thinned():
+    """The memory of a run of months is that of one of hours."""
     curve = Thinned[float]()
     for value in range(100_000):
         curve.add(float(value))
     assert len(curve.rows) <= MOST_DRAWN
-    shapes = [sparkline(curve.rows, 8), sparkline([0.0, 1.0, 2.0, 7.0]), sparkline([1.0, 1.0]), sparkline([])]
-    assert shapes == ["▁▂▃▄▅▆▇█", "▁▂▃█", "▄▄", ""]
-
-
-def test_a_frame_fills_the_terminal_and_failed_requests_stand_out(tmp_path: Path):
-    append(tmp_path / "metrics.jsonl", *(step_row(k, **{"client/failed_requests": 3}) for k in range(1, 51)))
-    append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
-    with RunDisplay(tmp_path, 75, console=terminal()) as display:
-        display.phase("PPO, and a phase whose text is far too long for the line that it has to stand in" * 2)
-        for width in (80, 120):
-            frame = last_frame(display, width)
-            assert {len(line) for line in frame} == {width}
-        console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-        console.print(display._render())
-    text = "\n".join(frame)
-    shown = ("step 50/75", "+5.000", "1,234", "12 ms", "2,345 ms", "×1", "█", "generate 1.00", "other 0.50")
-    for expected in (*shown, "ETA 0:50"):  # 25 steps of 2 s are left
-        assert expected in text
-    assert "\x1b[1;31m3" in console.file.getvalue()
-
-
-@pytest.mark.parametrize("width", [30, 60, 80])
-def test_figures_are_whole_and_the_border_is_straight_in_a_narrow_terminal(tmp_path: Path, width: int):
-    """Also with names of rewards whose characters are two columns wide."""
-    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
-    rewards = {"train_rollouts/reward_数学の正しさを検証する": 0.25, "train_rollouts/reward_b": -0.75}
-    append(tmp_path / "metrics.jsonl", step_row(1, **rewards))
-    with RunDisplay(tmp_path, 3, console=console) as display:
-        display.phase("数学の正しさを検証する " * 3)
-        lines = ["".join(part.text for part in line) for line in console.render_lines(display._render())]
-    assert {cell_len(line) for line in lines} == {width}
-    assert {line[0] + line[-1] for line in lines[1:-1]} == {"││"}
-    for figure in ("+0.250", "-0.750", "1,234"):
-        assert figure in "".join(lines)
-
-
-def test_nothing_printed_meanwhile_is_lost(tmp_path: Path):
-    console = terminal()
-    with RunDisplay(tmp_path, 3, console=console) as display:
-        display.phase("preparing")
-        print("to stdout")
-        display.log("logged [red]as it is[/red]")
-        display.phase("PPO")
-        append(tmp_path / "metrics.jsonl", step_row(1))
-        display.refresh()
-        kept = sys.stdout  # as a logging handler does; else garbage collection would flush it
-        print("without an end", end="")
-    out = console.file.getvalue()
-    for expected in (
-        "to stdout",
-        "logged [red]as it is[/red]",
-        "✓ preparing (",
-        "without an end",
-        "step 1/3",
-    ):
-        assert expected in out
-    assert out.rindex("without an end") < out.rindex("╰")  # above the last frame, not after it
-    assert hasattr(kept, "rich_proxied_file")
-    assert not hasattr(sys.stdout, "rich_proxied_file")
-
-
-def test_an_error_leaves_a_usable_terminal(tmp_path: Path):
-    console = terminal()
-
-    def die() -> None:
-        with RunDisplay(tmp_path, 3, console=console) as display:
-            display.phase("PPO")
-            raise RuntimeError("died")
-
-    with pytest.raises(RuntimeError, match="died"):
-        die()
-    assert "✗" in console.file.getvalue()
-    assert console.file.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
 def test_a_tail_waits_for_the_end_of_a_line_and_follows_a_file_that_was_replaced_or_cut(tmp_path: Path):

@@ -26,13 +26,13 @@ from small_disk import small_disk
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
 
+from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.preflight import check_prompts
 from rlhf_triton.tools.server.child import Child, relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
-from rlhf_triton.trainer.control_plane import ControlPlane
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, 
     assert (second.returncode, json.loads(state.read_text())["grpc"]) == (2, grpc_url)
     assert not (run_dir / own / "logs" / "tritonserver.previous.log").exists()
     with ControlPlane(grpc_url) as control:
-        control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=120)
+        control.probe("critic_infer", 120, ("rewards", "values"))
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")

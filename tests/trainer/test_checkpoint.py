@@ -58,6 +58,7 @@ def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return {f"{n}/{key}": states[p][key] for n, p in update.parameters.items() for key in states[p]}
 
 
+@pytest.mark.device
 def test_loading_undoes_whatever_was_trained_since(critic: Path, folder: CheckpointFolder):
     update = fresh(critic)
     folder.save(update, state(0, update))

@@ -219,6 +219,7 @@ def test_a_payload_without_a_mask_changes_nothing(checkpoint: Path):
         assert report.lr > 0
 
 
+@pytest.mark.device
 def test_a_gradient_that_is_not_finite_is_skipped(checkpoint: Path):
     update = CriticUpdate(load_critic(checkpoint), settings(global_batch_size=6))
     calls = []

@@ -96,6 +96,7 @@ def lines_of(config: RunConfig) -> list[dict[str, Any]]:
 # ---- what is trained ----
 
 
+@pytest.mark.device
 def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(root: Path, tmp_path: Path):
     config, again, other = (
         config_of(tmp_path / name, root / "critic", [root / run])

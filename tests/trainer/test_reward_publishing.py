@@ -96,6 +96,7 @@ def better(tensors: dict[str, torch.Tensor]) -> None:
     tensors["score.weight"].mul_(1.5)
 
 
+@pytest.mark.device
 def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_back(run: Run, capsys: Output):
     new = changed(run, better)
     assert run.tool("publish", str(new)) == 0

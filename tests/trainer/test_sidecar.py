@@ -31,6 +31,7 @@ from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
 
 
+@pytest.mark.device
 def test_each_step_is_a_version_and_is_trained_once(rig: Rig, straight: Rig):
     results = rig.train(1, 2, 3)
     assert [(result.weights_version, result.error) for result in results] == [(1, None), (2, None), (3, None)]
@@ -398,6 +399,7 @@ def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
     assert ((weights - wanted).abs() > 1e-5).float().mean() < 0.01
 
 
+@pytest.mark.device
 def test_what_does_not_fit_is_trained_in_smaller_micro_batches(rig: Rig, straight: Rig, card: dict[str, Any]):
     card["tokens"] = 10
     results = rig.train(1, 2, 3)

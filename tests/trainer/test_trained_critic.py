@@ -63,6 +63,7 @@ def publish(store: WeightsStore, update: CriticUpdate) -> int:
     return store.add(update.critic.write, run_id="run", step=1, parent=0, epoch=1).version
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
 def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: dict[str, Any]):
     """Through the code of the server: a first load, a swap, and peft's own merge agree."""
@@ -268,6 +269,7 @@ def test_what_a_family_lacks_is_refused(tmp_path: Path, family: str, changes: di
 # ---- mixtures of experts ----
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_mixture_goes_on_from_versions_and_checkpoints_bit_for_bit(tmp_path: Path, family: str):
     save_tiny(tmp_path / "start", family, "language")

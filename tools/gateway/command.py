@@ -23,7 +23,7 @@ from rlhf_triton.config.command_line import log_to_stderr, report, run_parser
 from rlhf_triton.errors import REPORTED
 from rlhf_triton.monitoring.log_lines import is_json, say
 from rlhf_triton.tools.arguments import parse_or_complete
-from rlhf_triton.tools.render import reward_parameters
+from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import cannot_bind, server_urls
 from rlhf_triton.wire.contract import REWARD_MODEL

@@ -1,4 +1,4 @@
-"""Draws the report's pictures: of one run or several as SVG for a page, and the four most informative ones as a PNG."""
+"""Draws the report's pictures of a run: as SVG for the page, and the four most informative ones as a PNG."""
 
 import contextlib
 import itertools
@@ -25,7 +25,6 @@ from rlhf_triton.tools.report.data import (
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
-Points = tuple[Sequence[float], Sequence[float]]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2",
     "#E69F00",
@@ -38,8 +37,6 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
 REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
 EXPLAINED, STEP_TIME = "train_rollouts/explained_variance", "timers/step_time"
-TURNS = "train_rollouts/turns"
-ENDED = "train_rollouts/fraction_of_samples_properly_ended"
 RELOADS: dict[str, dict[str, Any]] = {
     "swap": {"color": BLUE, "marker": "o", "s": 14},
     "triton": {"color": RED, "marker": "D", "s": 46},
@@ -60,10 +57,7 @@ STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "report",
 }
-# Distinguishable on a screen and in print; more runs than colours get other dashes.
-COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, "#5F6368", "#7A3E9D")
-DASHES = ("solid", "dashed", "dotted")
-FEW = 5  # more runs have no legend within the pictures, and no unsmoothed lines: they would hide the curves
+COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, "#5F6368", "#7A3E9D")  # of lines in one picture
 
 
 def pictures(run: RunRecord) -> dict[Draw, str]:
@@ -92,11 +86,11 @@ def figure_of(out: Path | TextIO, size: tuple[float, float], **metadata: None) -
         figure.savefig(out, format=None if isinstance(out, Path) else "svg", metadata=metadata or {"Software": None})
 
 
-def as_svg(draw: Callable[..., None], *arguments: Any) -> str:
-    """Return what `draw` draws on the axes that it receives, before the arguments, as SVG text."""
+def as_svg(draw: Draw, run: RunRecord) -> str:
+    """Return a picture of the run as SVG text."""
     out = StringIO()
     with figure_of(out, (6.2, 3.5), Date=None, Creator=None) as figure:
-        draw(figure.subplots(), *arguments)
+        draw(figure.subplots(), run)
     return out.getvalue()
 
 
@@ -118,42 +112,27 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     window = max(1, len(y) // 10)
     axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **markers(x))
     if window > 1:
-        axes.plot(x, smoothed(y), color=BLUE, lw=2.2, label=f"mean of {window} plotted steps")
-    with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
-    if with_kl[0] and with_kl != (x, y):
-        axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
+        means = [statistics.fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
+        axes.plot(x, means, color=BLUE, lw=2.2, label=f"mean of {window} plotted steps")
     held_out = series(run.validations, "reward")
     if held_out[0]:
         axes.plot(*held_out, color=ORANGE, lw=1.2, marker="D", ms=5, label="held-out prompts")
-    _mark_versions(axes, run)
+    steps, versions = series(run.steps, "train_rollouts/reward_version")
+    new = [step for step, version, before in zip(steps[1:], versions[1:], versions, strict=False) if version != before]
+    _mark(axes, new, RED, "new version of the reward model")
     _mark_changes(axes, run)
     kl = run.summary.get("kl_final")
     finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
 
 
-def _mark_versions(axes: Axes, run: RunRecord) -> None:
-    """Mark each step that is the first one scored by another version of a live reward model."""
-    x, y = series(run.steps, "train_rollouts/reward_version")
-    changes = [(step, version) for step, version, before in zip(x[1:], y[1:], y, strict=False) if version != before]
-    for i, (step, version) in enumerate(changes):
-        label = "new version of the reward model" if i == 0 else None
-        axes.axvline(step, color=RED, lw=1.2, ls=(0, (2, 2)), label=label)
-        axes.annotate(
-            f"v{version:.0f}",
-            (step, 1),
-            (3, -10),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            color=RED,
-            fontsize=9,
-        )
+def _mark(axes: Axes, steps: Sequence[float], colour: str, label: str) -> None:
+    for i, step in enumerate(steps):
+        axes.axvline(step, color=colour, lw=1.2, ls=(0, (1, 1)), label=None if i else label)
 
 
 def _mark_changes(axes: Axes, run: RunRecord) -> None:
     """Mark each step after which the run resumed with other settings."""
-    for i, change in enumerate(run.changes):
-        label = "resumed with other settings" if i == 0 else None
-        axes.axvline(change["step"] + 0.5, color=GREY, lw=1.2, ls=(0, (1, 1)), label=label)
+    _mark(axes, [change["step"] + 0.5 for change in run.changes], GREY, "resumed with other settings")
 
 
 def draw_kl(axes: Axes, run: RunRecord) -> None:
@@ -189,17 +168,18 @@ def draw_step_time(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_versions(axes: Axes, run: RunRecord) -> None:
-    axes.step(_minutes(run, run.critic), _versions(run.critic), where="post", color=BLUE, lw=1.4)
+    start = min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
+
+    def points(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[int]]:
+        return [(row["time"] - start) / 60 for row in rows], [row["weights_version"] for row in rows]
+
+    axes.step(*points(run.critic), where="post", color=BLUE, lw=1.4)
     for kind, style in RELOADS.items():
         rows = [row for row in run.critic if row.get("reload") == kind]
         if rows:
             count, p50 = run.summary[f"reloads_{kind}"], run.summary.get(MEDIANS[kind])
             label = f"{count} {kind} reload{'s' if count > 1 else ''}" + (f", median {p50:,.0f} ms" if p50 else "")
-            axes.scatter(_minutes(run, rows), _versions(rows), label=label, zorder=3, **style)
-    key = "train_rollouts/weights_version"
-    scored = _minutes(run, [row for row in run.steps if number(row.get(key)) is not None])
-    style = {"color": GREY, "lw": 1.2, "ls": ":", "drawstyle": "steps-post"}
-    axes.plot(scored, series(run.steps, key)[1], label="version that scored the step", **style)
+            axes.scatter(*points(rows), label=label, zorder=3, **style)
     axes.yaxis.get_major_locator().set_params(integer=True)
     finish(axes, "Served version of the critic weights", "minutes since the first step")
 
@@ -210,28 +190,20 @@ def draw_components(axes: Axes, run: RunRecord) -> None:
     finish(axes, "Each reward, without its weight", "step")
 
 
-def draw_turns(axes: Axes, run: RunRecord) -> None:
-    """Draw the turns of a conversation, and at the right the shares of conversations that did not come to an end."""
-    axes.set_ylim(0, 1.7 * max(_plot(axes, run, TURNS, color=BLUE, lw=1.8, label="turns of the policy")))
-    shares = axes.twinx()
-    for key, style in {"truncated": {"color": ORANGE}, "failed_environments": {"color": RED, "ls": "--"}}.items():
-        label = f"{key.partition('_')[0]} (share, right axis)"
-        axes.plot([], [], label=label, **style)
-        _plot(shares, run, f"train_rollouts/{key}", lw=1.2, **style)
-    shares.set_ylim(-0.03, 1.7)
-    shares.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    shares.grid(visible=False)
-    finish(axes, "Conversations", "step")
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Draws one metric over the steps; `high` bounds the axis, which begins at 0."""
 
+    title: str
+    caption: str
+    key: str
+    high: float | None = None
 
-def _minutes(run: RunRecord, rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the times of rows in minutes since the first step."""
-    start = min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
-    return [(row["time"] - start) / 60 for row in rows]
-
-
-def _versions(rows: Sequence[dict[str, Any]]) -> list[int]:
-    return [row["weights_version"] for row in rows]
+    def __call__(self, axes: Axes, run: RunRecord) -> None:
+        """Draw it."""
+        _plot(axes, run, self.key, color=BLUE, lw=1.8)
+        axes.set_ylim(min(0.0, axes.get_ylim()[0]), self.high or 1.05 * axes.get_ylim()[1])
+        finish(axes, self.title, "step")
 
 
 def _plot(axes: Axes, run: RunRecord, key: str, **style: Any) -> list[float]:
@@ -252,20 +224,14 @@ def _level(axes: Axes, value: float | None, colour: str, label: str) -> None:
         axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {formatted(value, '.2f')}")
 
 
-def finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1, legend: bool = True) -> None:
+def finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
     """Write the title, the label of the x axis and, unless no line has a label, the legend."""
     axes.set_title(title)
     axes.set_xlabel(xlabel)
     if xlabel == "step":
         axes.xaxis.get_major_locator().set_params(integer=True)
-    if legend and axes.get_legend_handles_labels()[0]:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", ncols=columns)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return running means over a tenth of the values."""
-    window = max(1, len(values) // 10)
-    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def _recorded(key: str, *, least: int = 2) -> Callable[[RunRecord], bool]:
@@ -273,101 +239,41 @@ def _recorded(key: str, *, least: int = 2) -> Callable[[RunRecord], bool]:
     return lambda run: len(series(run.steps, key)[0]) >= least
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlay:
-    """A picture with a line per run; `low` and `high` bound the axis."""
-
-    title: str
-    caption: str
-    points: Callable[[RunRecord], Points]
-    xlabel: str = "step"
-    low: float | None = None
-    high: float | None = None
-    is_smooth: bool = True
-
-    def draw(self, axes: Axes, runs: Sequence[RunRecord]) -> None:
-        """Draw a line for each of the runs that have data."""
-        for i, run in enumerate(runs):
-            x, y = self.points(run)
-            if x:
-                colour, dashes = line_style(i)
-                smooth = self.is_smooth and len(y) >= 20
-                if smooth and len(runs) <= FEW:
-                    axes.plot(x, y, color=colour, alpha=0.25, lw=0.8)
-                axes.plot(
-                    x, smoothed(y) if smooth else y, color=colour, ls=dashes, lw=1.8, label=run.name, **markers(x)
-                )
-        if self.low is not None:
-            axes.set_ylim(max(self.low, min(0.0, axes.get_ylim()[0])), 1.05 * axes.get_ylim()[1])
-        if self.high is not None:
-            axes.set_ylim(top=self.high)
-        finish(axes, self.title, self.xlabel, legend=1 < len(runs) <= FEW)
-
-    def of_one(self, axes: Axes, run: RunRecord) -> None:
-        """Draw the line of one run, and where it resumed with other settings."""
-        self.draw(axes, [run])
-        _mark_changes(axes, run)
-
-
-def _metric(key: str) -> Callable[[RunRecord], Points]:
-    return lambda run: series(run.steps, key)
-
-
-def _frontier(run: RunRecord) -> Points:
-    """Return (KL, reward) of the steps that have both, each smoothed."""
-    rows = [row for row in run.steps if series([row], KL)[0] and series([row], REWARD)[0]]
-    return smoothed(series(rows, KL)[1]), smoothed(series(rows, REWARD)[1])
-
-
-METRICS = (
-    Overlay(
+CURVES = (  # TensorBoard has all other metrics
+    Curve(
+        title="Turns of the policy per conversation",
+        caption="How often the policy speaks before a conversation ends.",
+        key="train_rollouts/turns",
+    ),
+    Curve(
+        title="Conversations that a limit ended (share)",
+        caption="Those whose environment failed are not among them.",
+        key="train_rollouts/truncated",
+        high=1.03,
+    ),
+    Curve(
         title="Tokens per response",
         caption="Tokens that the policy generated: mean of each batch.",
-        points=_metric("train_rollouts/generation_length"),
-        low=0.0,
+        key="train_rollouts/generation_length",
     ),
-    Overlay(
+    Curve(
         title="Responses that ended on their own (share)",
         caption="The others reached their length limit.",
-        points=_metric(ENDED),
-        low=-0.03,
+        key="train_rollouts/fraction_of_samples_properly_ended",
         high=1.03,
     ),
-    Overlay(
+    Curve(
         title="Prompts whose responses differ in reward (share)",
         caption="The others teach nothing where responses to a prompt are compared.",
-        points=_metric("train_rollouts/useful_prompts"),
-        low=-0.03,
+        key="train_rollouts/useful_prompts",
         high=1.03,
     ),
-    Overlay(
+    Curve(
         title="Entropy of the policy (nats per token)",
         caption="Whether the policy still explores: near 0 it samples the same responses again and again.",
-        points=_metric("train_optim/entropy"),
-        low=0.0,
-    ),
-    Overlay(
-        title="Gradient norm",
-        caption="Before it is clipped to actor.optimizer.grad_clip.",
-        points=_metric("train_optim/grad_norm"),
-        low=0.0,
-    ),
-    Overlay(
-        title="Clipped tokens (share)",
-        caption="Tokens whose probability ratio the loss clips.",
-        points=_metric("train_optim/clip_fraction"),
-        low=0.0,
-    ),
-    Overlay(
-        title="Learning rate", caption="Of the policy.", points=_metric("train_optim/lr"), low=0.0, is_smooth=False
+        key="train_optim/entropy",
     ),
 )
-
-
-def _has_curve(overlay: Overlay) -> Callable[[RunRecord], bool]:
-    return lambda run: len(overlay.points(run)[0]) > 1
-
-
 PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (caption, whether the run has its data)}
     draw_reward: ("The mean reward per batch.", _recorded(REWARD, least=1)),
     draw_kl: (
@@ -389,49 +295,5 @@ PICTURES: dict[Draw, tuple[str, Callable[[RunRecord], bool]]] = {  # {draw: (cap
         "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
         _recorded(STEP_TIME),
     ),
-    draw_turns: (
-        "Turns of the policy per conversation, and which share of the conversations a limit or a failure ended.",
-        _recorded(TURNS),
-    ),
-    **{each.of_one: (each.caption, _has_curve(each)) for each in METRICS},
+    **{curve: (curve.caption, _recorded(curve.key)) for curve in CURVES},
 }
-
-
-OVERLAYS = (
-    Overlay(title="Reward", caption="Mean reward per batch, smoothed.", points=_metric(REWARD)),
-    Overlay(
-        title="Reward on held-out prompts",
-        caption="Mean reward of each validation.",
-        is_smooth=False,
-        points=lambda run: series(run.validations, "reward"),
-    ),
-    Overlay(title="KL to the initial policy (nats per sequence)", caption="Training batches.", points=_metric(KL)),
-    Overlay(
-        title="Reward against KL",
-        caption="Reward at equal KL; smoothed.",
-        is_smooth=False,
-        points=_frontier,
-        xlabel="KL to the initial policy (nats per sequence)",
-    ),
-    Overlay(
-        title="Critic: explained variance of the returns",
-        caption="Cut off below -1.",
-        low=-1.0,
-        high=1.0,
-        points=_metric(EXPLAINED),
-    ),
-    Overlay(title="Seconds per step", caption="All phases together.", points=_metric(STEP_TIME), low=0.0),
-    *METRICS,
-)
-
-
-def overlaid(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return (caption, SVG text) of the pictures that show several runs."""
-    return [
-        (overlay.caption, as_svg(overlay.draw, runs)) for overlay in OVERLAYS if any(overlay.points(r)[0] for r in runs)
-    ]
-
-
-def line_style(index: int) -> tuple[str, str]:
-    """Return (colour, dashes) of the run with this index."""
-    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]

@@ -22,15 +22,16 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_triton.tools.server.child import restart_pause_s
-from rlhf_triton.tools.server.tritonserver import SCORING_OUTPUTS, TritonServer, probe
-from rlhf_triton.trainer.control_plane import (
+from rlhf_triton.client.control_plane import (
+    PROBED_OUTPUTS,
     ControlPlaneError,
     LoadRefused,
     ModelFailed,
     ModelProcessDied,
     ModelUnusable,
 )
+from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.wire.contract import LOAD_LABEL
 
 PROBE_EVERY_S = 1.0
@@ -192,7 +193,7 @@ class ServerHealth:
             self._replace(model, watched, f"the process of {model} {why}")
             return
         except ControlPlaneError as error:  # busy, being reloaded, failing, or hung
-            answers = self._progresses(watched, self._metrics(model), scores=model in SCORING_OUTPUTS)
+            answers = self._progresses(watched, self._metrics(model), scores=model in PROBED_OUTPUTS)
             watched.errors = 0 if answers or not isinstance(error, ModelFailed) else watched.errors + 1
             if watched.errors >= FAILED_PROBES:
                 self._replace(model, watched, f"{model} answers with errors only ({error})", unload=True)
@@ -222,7 +223,7 @@ class ServerHealth:
         if not processes:
             raise ModelProcessDied(f"{model}: its process is gone")
         found = self._metrics(model)
-        if model not in SCORING_OUTPUTS:
+        if model not in PROBED_OUTPUTS:
             return not _is_stopped(processes) and self._progresses(watched, found, scores=False)
         watched.num_instances = watched.num_instances or self._control.num_instances(model)
         if len(processes) < watched.num_instances:
@@ -240,7 +241,7 @@ class ServerHealth:
             is_new = not failed and watched.silence.seconds <= STOPPED_S
             if is_new and not _runs(processes):  # a probe would be a request that Triton gives up, and the process too
                 return False
-            probe(self._control, model, PROBE_TIMEOUT_S)
+            self._control.probe(model, PROBE_TIMEOUT_S)
             watched.successes += 1
             watched.probe_at = time.monotonic() + IDLE_PROBE_S
         return True

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.config.live_models import live_models
 from rlhf_triton.path_alias import odd_part, plain_alias
@@ -46,35 +47,21 @@ from rlhf_triton.tools.server.triton_home import (
     lay_out_backends,
     server_environment,
 )
-from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
-    LOGPROBS,
     REFERENCE,
     REWARD_CHECKPOINT,
-    REWARD_COMPONENT,
-    REWARD_ERROR,
     REWARD_FUNCTION_PREFIX,
     REWARD_MIXTURE,
     REWARD_MODEL,
-    REWARDS,
-    VALUES,
-    WEIGHTS_VERSION,
 )
 
 # Makes sure that a newly started tritonserver works: every model is loaded and answers a request.
 
 
-SCORING_OUTPUTS = {
-    REWARD_CHECKPOINT: (REWARDS,),
-    REWARD_MODEL: (REWARDS,),  # if it is an ensemble, this also probes the mixture
-    REFERENCE: (LOGPROBS,),
-    CRITIC: (VALUES, WEIGHTS_VERSION),
-    CRITIC_INFER: (VALUES, WEIGHTS_VERSION),  # its rewards are those of reward_model, if any
-}
 POLL_INTERVAL_S = 0.1
 
 
@@ -117,7 +104,7 @@ def load_and_probe(
         return f"{model} loaded in {time.monotonic() - start:.1f} s"
 
     def answer(model: str) -> str:
-        probe(control, model, time_left())
+        control.probe(model, time_left())
         return f"{model} answers"
 
     missing = {model for model in models if not control.is_ready(model)}
@@ -168,16 +155,6 @@ def _together(
             check()
     finally:
         executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
-
-
-def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
-    """Send the model a request without side effects and wait for its answer. Raises ControlPlaneError."""
-    if model in SCORING_OUTPUTS:
-        control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
-    elif model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is made up: NaN is a valid answer
-        control.probe_scoring(model, (REWARD_COMPONENT, REWARD_ERROR), timeout_s)
-    elif model in (CRITIC_TRAIN, CRITIC_SAVE):
-        control.probe_rejection(model, timeout_s)
 
 
 KILL_AFTER_S = 10.0

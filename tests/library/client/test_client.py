@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -219,59 +218,7 @@ async def test_a_request_whose_process_was_killed_is_sent_again():
         assert client.counters == RequestCounters(requests=1)
 
 
-async def test_a_step_that_overtakes_a_lost_one_waits_for_it():
-    """Step 2 reached the new process of critic_train before the repeated step 1, and its refusal ended the actor."""
-    async with FakeTriton(first("hang", "early")) as server, client_of(server, retries=0) as client:
-        step = asyncio.create_task(train(client, 1))
-        await until(lambda: server.in_flight > 0)
-        overtaking = asyncio.create_task(train(client, 2))
-        await until(lambda: client.counters.retries == 1)
-        advance(REPEAT_AFTER_S)
-        await overtaking
-        assert step.done(), "step 2 is sent again only after the answer to step 1"
-        assert len(server.asked) == 4
-    async with FakeTriton(first("early")) as server, client_of(server, retries=1) as client:
-        with pytest.raises(RequestFailed, match="send step 1 first"):
-            await train(client, 2)
-
-
 # ---- a server that goes away ----
-
-
-async def test_requests_wait_for_a_server_that_comes_back_and_burn_nothing():
-    async with FakeTriton(lambda *_: "wait") as server, client_of(server, retries=1, retry_reserve=0) as client:
-        asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(10)]
-        await until(lambda: server.in_flight == 10)
-        await server.stop()  # breaks ten connections
-        asking += [asyncio.create_task(client.rewards(ROWS)) for _ in range(10)]
-        await until(lambda: client.counters.outages == 1)
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in asking)
-        server.ready = lambda model: False
-        server.go.set()
-        await server.start()
-        await until(lambda: server.probes >= 3)
-        assert len(server.asked) == 10, "it listens, but its models are not ready"
-        server.ready = lambda model: True
-        await asyncio.gather(*asking)
-        assert client.counters.failed_requests == client.counters.over_budget == 0
-        assert client.counters.outages == 1
-        assert client.counters.outage_seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("max_outage_s", "error"),
-    [
-        (0.1, r"no healthy server for \d+ s \(max_outage_s\).*URL: Connection refused; is `rlhf-triton serve`"),
-        (0, r"cannot be reached after 3 attempts: Connection refused"),
-    ],
-)
-async def test_a_server_that_stays_away_is_an_error(max_outage_s: float, error: str):
-    async with FakeTriton() as server, client_of(server, retries=2, max_outage_s=max_outage_s) as client:
-        await server.stop()
-        with pytest.raises(RequestFailed, match=error.replace("URL", re.escape(server.url))):
-            await client.rewards(ROWS)
-        assert client.counters.failed_requests == 1
 
 
 async def test_a_server_that_speaks_no_http_is_not_asked_again():
@@ -305,59 +252,6 @@ async def test_the_first_contact_is_impatient_and_takes_any_server_that_answers(
 
 
 # ---- several servers ----
-
-
-async def test_requests_are_balanced_and_fail_over_without_pause_or_budget():
-    lost, other = FakeTriton(lambda *_: "wait"), FakeTriton(lambda *_: "wait")
-    async with lost, other, client_of(lost, other, retries=1, retry_reserve=0, backoff_s=60.0) as client:
-        asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(20)]
-        await until(lambda: lost.in_flight + other.in_flight == 20)
-        assert (lost.in_flight, other.in_flight) == (10, 10)
-        await lost.stop()
-        await until(lambda: other.in_flight == 20)
-        other.go.set()
-        await asyncio.gather(*asking)
-        await client.rewards(ROWS)
-        assert client.counters == RequestCounters(requests=21, retries=10, failovers=10)
-        assert len(lost.asked) == 10
-
-
-async def test_steps_reach_the_next_server_in_order():
-    """Two steps and a save are under way when the server dies: the other one gets each after the answer to the last."""
-    lost, other = FakeTriton(lambda *_: "wait"), FakeTriton()
-    async with lost, other, client_of(lost, other) as client:
-        work: list[asyncio.Task[Any]] = []
-        for step in (1, 2, 3):
-            work.append(asyncio.create_task(client.save(run_id="r", step=2) if step == 2 else train(client, step)))
-            await until(lambda: lost.in_flight == len(work))
-        await lost.stop()
-        await asyncio.gather(*work)
-        assert lost.asked == other.asked == [CRITIC_TRAIN, CRITIC_SAVE, CRITIC_TRAIN]
-        assert other.most_in_flight == 1
-
-
-async def test_draining_servers_one_after_the_other_costs_nothing():
-    """No pause (each would take a minute), no retry of a request's own, nothing of the budget."""
-    one, two = FakeTriton(), FakeTriton()
-    async with one, two, client_of(one, two, retries=0, retry_reserve=0, backoff_s=0.01) as client:
-        for draining in (one, two, one):
-            draining.behaviour, draining.ready = lambda *_: "unloaded", lambda _: False
-            await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)))
-            await asyncio.gather(*(train(client, step) for step in range(1, 4)))
-            draining.behaviour, draining.ready = lambda *_: "ok", lambda _: True
-            refused = len(draining.asked)
-            while len(draining.asked) == refused:  # until it has come back
-                await client.rewards(ROWS)
-        assert client.counters.failed_requests == client.counters.over_budget == client.counters.outages == 0
-        assert client.counters.failovers == client.counters.retries >= 3
-
-
-async def test_the_same_server_is_no_failover(monkeypatch: pytest.MonkeyPatch):
-    """The pause of a server whose model died may be over before the next attempt chooses a server."""
-    monkeypatch.setattr(pool, "backoff_s", lambda first_s, doublings: 0.0)
-    async with FakeTriton(first("dead")) as server, client_of(server) as client:
-        await client.rewards(ROWS)
-        assert client.counters == RequestCounters(requests=1, retries=1)
 
 
 async def test_servers_may_differ_in_what_changes_no_score(caplog: pytest.LogCaptureFixture):
@@ -399,19 +293,6 @@ async def test_a_server_whose_scores_mean_something_else_does_not_come_back(
 
 
 # ---- the end ----
-
-
-async def test_closing_cancels_requests_in_flight_and_later_ones():
-    async with FakeTriton(lambda *_: "hang") as server:
-        async with client_of(server, max_in_flight=2) as client:
-            asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(4)]
-            asking.append(asyncio.create_task(train(client, 1)))
-            await until(lambda: server.in_flight == 2)
-            late = asyncio.create_task(client.rewards(ROWS))
-        assert all(task.cancelled() for task in asking)
-        with pytest.raises(asyncio.CancelledError):
-            await late
-    assert len(asyncio.all_tasks()) == 1
 
 
 STOPPED = """

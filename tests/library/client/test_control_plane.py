@@ -13,10 +13,10 @@ import pytest
 from settled import settled_statistics
 from tiny_models import ready_server, stub_of, write_journal_model, write_scoring_model
 
+from rlhf_triton.client import control_plane
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, root_cause
 from rlhf_triton.tools.server.ports import with_free_ports
 from rlhf_triton.tools.server.tritonserver import TritonServer
-from rlhf_triton.trainer import control_plane
-from rlhf_triton.trainer.control_plane import ControlPlane, ControlPlaneError, root_cause
 
 OUTPUTS = ("values", "weights_version")
 
@@ -36,9 +36,9 @@ def control(server: TritonServer) -> Iterator[ControlPlane]:
 def test_statistics_count_rows_batches_and_failures(control: ControlPlane):
     before = settled_statistics(control, "reward_model")
     for _ in range(3):
-        control.probe_scoring("reward_model", ("rewards",), timeout_s=120)
+        control.probe("reward_model", 120, ("rewards",))
     with pytest.raises(ControlPlaneError):
-        control.probe_scoring("reward_model", ("values",), timeout_s=120)
+        control.probe("reward_model", 120, ("values",))
     after = settled_statistics(control, "reward_model")
     assert after.inference_count - before.inference_count == 3
     assert after.execution_count - before.execution_count == 3
@@ -77,7 +77,7 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server: Trit
     ):
         with pytest.raises(ControlPlaneError, match=message):
             control.load("critic", parameters={"weights_version": value}, timeout_s=120)
-    assert control.probe_scoring("critic", OUTPUTS, timeout_s=120)["weights_version"] == 8
+    assert control.probe("critic", 120, OUTPUTS)["weights_version"] == 8
     assert control.is_ready("critic")
     for ask in (functools.partial(control.load, timeout_s=120), control.statistics):
         with pytest.raises(ControlPlaneError, match="'nothing'"):
@@ -90,18 +90,18 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server: Trit
 
 
 def test_rejection_probe_wants_the_models_own_refusal(server: TritonServer, control: ControlPlane):
-    control.probe_rejection("critic_train", timeout_s=120)
-    control.probe_rejection("critic_save", timeout_s=120)
+    control.probe("critic_train", 120)
+    control.probe("critic_save", 120)
     shutil.rmtree(server.repository / "critic_save")
     write_journal_model(server.repository, "critic_save", refuse=False)
     control.load("critic_save", timeout_s=120)
     with pytest.raises(ControlPlaneError, match="critic_save accepted dummy_var = -1"):
-        control.probe_rejection("critic_save", timeout_s=120)
+        control.probe("critic_save", 120)
     config = server.repository / "critic_save" / "config.pbtxt"
     config.write_text(config.read_text().replace(" optional: true", ""))
     control.load("critic_save", timeout_s=120)
     with pytest.raises(ControlPlaneError, match="critic_save: expected 2 inputs but got 1"):  # the server's refusal
-        control.probe_rejection("critic_save", timeout_s=120)
+        control.probe("critic_save", 120)
 
 
 def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mends_it(
@@ -110,10 +110,10 @@ def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mend
     stub = stub_of(server, "critic_train")
     stub.kill()
     with pytest.raises(ControlPlaneError, match="critic_train: its process has died"):
-        control.probe_rejection("critic_train", timeout_s=120)
+        control.probe("critic_train", 120)
     assert control.is_ready("critic_train")
     control.load("critic_train", parameters={"nonce": "1"}, timeout_s=120)
-    control.probe_rejection("critic_train", timeout_s=120)
+    control.probe("critic_train", 120)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
     monkeypatch.setattr(control, "_tokens_type", lambda model: "INT64")
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
-    with pytest.raises(ControlPlaneError, match="critic returned empty values, as a server with NumPy 2"):
-        control.probe_scoring("critic", ("values",), timeout_s=120)
+    with pytest.raises(ControlPlaneError, match="critic returned empty values; the usual cause is NumPy 2"):
+        control.probe("critic", 120, ("values",))
 
 
 def test_every_call_has_a_deadline_and_a_load_that_hangs_holds_no_caller_up(
@@ -158,7 +158,7 @@ def test_every_call_has_a_deadline_and_a_load_that_hangs_holds_no_caller_up(
     write_scoring_model(server.repository, "slow", on_request="time.sleep(2)")
     control.load("slow", timeout_s=120)
     with pytest.raises(ControlPlaneError, match=r"slow: no answer within 0\.1 s"):
-        control.probe_scoring("slow", OUTPUTS, timeout_s=0.1)
+        control.probe("slow", 0.1, OUTPUTS)
     shutil.rmtree(server.repository / "slow")
     write_scoring_model(server.repository, "hanging")
     control.load("hanging", timeout_s=120)
@@ -166,8 +166,8 @@ def test_every_call_has_a_deadline_and_a_load_that_hangs_holds_no_caller_up(
     for nonce in "12":
         with pytest.raises(ControlPlaneError, match=r"hanging could not be loaded: no answer within 1 s"):
             control.load("hanging", parameters={"nonce": nonce}, timeout_s=1)
-    assert control.probe_scoring("hanging", OUTPUTS, timeout_s=120)["values"].size  # the old process serves on
+    assert control.probe("hanging", 120, OUTPUTS)["values"].size  # the old process serves on
     for ask in (control.is_ready, control.statistics, control.active_parameters):
         with contextlib.suppress(ControlPlaneError):  # an answer or an error, but not a hang
             ask("hanging")
-    assert control.probe_scoring("critic", OUTPUTS, timeout_s=120)["values"].size
+    assert control.probe("critic", 120, OUTPUTS)["values"].size

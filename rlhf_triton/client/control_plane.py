@@ -25,16 +25,26 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import control_key
 from rlhf_triton.wire.contract import (
     CRITIC,
+    CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
     DUMMY_VAR,
     LOAD_LABEL,
+    LOGPROBS,
     NEEDS_MORE,
     PROBE_HEADER,
+    REFERENCE,
+    REWARD_CHECKPOINT,
+    REWARD_COMPONENT,
+    REWARD_ERROR,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MODEL,
     REWARD_VERSION,
+    REWARDS,
     SEQUENCE_LENGTHS,
     TOKENS,
     UNTIL_LOADED,
+    VALUES,
     WEIGHTS_VERSION,
 )
 
@@ -59,7 +69,15 @@ _CONNECTION_ERROR = re.compile(
     re.IGNORECASE,
 )
 _NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
-# Inputs that violate the models' contracts, for `probe_rejection`.
+# Of the models that score rows; what they answer a probe.
+PROBED_OUTPUTS = {
+    REWARD_CHECKPOINT: (REWARDS,),
+    REWARD_MODEL: (REWARDS,),  # if it is an ensemble, this also probes the mixture
+    REFERENCE: (LOGPROBS,),
+    CRITIC: (VALUES, WEIGHTS_VERSION),
+    CRITIC_INFER: (VALUES, WEIGHTS_VERSION),  # its rewards are those of reward_model, if any
+}
+# Inputs that violate the models' contracts, which a probe of these models expects to be rejected.
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
 
 
@@ -219,12 +237,25 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             failure_count=sum(version.inference_stats.fail.count for version in versions),
         )
 
-    def probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
-        """Score one row of two tokens with id 0, to verify that the model computes; return the `outputs` by name.
+    def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> dict[str, np.ndarray]:
+        """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
 
-        A reward model that such a row cannot be sent to refuses it, which proves that it is alive; returns {} then.
-        Reward functions are not run.
+        A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
+        reward functions are not run. A reward model that such a row cannot be sent to refuses it, which proves that it
+        is alive. critic_train and critic_save receive an invalid request, and must reject it themselves. Other models
+        are not probed.
+
+        Raises ControlPlaneError: the model did not answer, or accepted an invalid request.
         """
+        if model in _REJECTIONS:
+            self._probe_rejection(model, timeout_s)
+            return {}
+        wanted = tuple(outputs) or PROBED_OUTPUTS.get(model, ())
+        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is made up: NaN is a valid answer
+            wanted = (REWARD_COMPONENT, REWARD_ERROR)
+        return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
+
+    def _probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
         tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
         inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
@@ -245,15 +276,13 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         arrays = {name: answer.as_numpy(name) for name in outputs}
         empty = [name for name, array in arrays.items() if array is None or array.size == 0]
         if empty:
-            raise ControlPlaneError(f"{model} returned empty {', '.join(empty)}, as a server with NumPy 2 does")
+            raise ControlPlaneError(
+                f"{model} returned empty {', '.join(empty)}; the usual cause is NumPy 2 in the server's Python: "
+                "install numpy<2 there"
+            )
         return arrays
 
-    def probe_rejection(self, model: str, timeout_s: float) -> None:
-        """Send critic_train or critic_save an invalid request: the model's rejection proves that the model is alive.
-
-        Raises:
-            ControlPlaneError: the model did not respond, or accepted the request.
-        """
+    def _probe_rejection(self, model: str, timeout_s: float) -> None:
         name, value = _REJECTIONS[model]
         try:
             sent = _tensor(name, value, self._tokens_type(model) if name == TOKENS else "INT64")
@@ -400,7 +429,7 @@ class ModelServers:
             return list(pool.map(one, urls))
 
     def _ask(self, control: ControlPlane) -> int:
-        answer = control.probe_scoring(self._model, [self._output], PROBE_TIMEOUT_S)
+        answer = control.probe(self._model, PROBE_TIMEOUT_S, [self._output])
         return int(answer[self._output].ravel()[0])
 
 

@@ -1,0 +1,98 @@
+"""`rlhf-triton bench`, tiny: each benchmark measures every contender, reports, and leaves nothing running."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(out: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Return result.json and what was printed."""
+    command = [sys.executable, "-m", "rlhf_triton.tools", "bench", *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    if code == 2:
+        return {}, done.stderr
+    assert done.stdout == (out / "report.md").read_text()
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(out) not in running
+    return json.loads((out / "result.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_scoring_compares_contenders_round_by_round_and_their_scores_with_transformers(tmp_path: Path) -> None:
+    names = ["ours", "pytriton_padded"]
+    sizes = ["--models", "tiny", "--rows", "2", "--concurrency", "1,8", "--splits", "1x1", "--seconds", "0.1"]
+    result, report = bench(tmp_path, "scoring", *sizes, "--contenders", ",".join(names), "--repeats", "2")
+    rounds = [[s["contender"] for s in result["samples"] if s["round"] == i and s["concurrency"] == 8] for i in (0, 1)]
+    assert rounds == [names, names[::-1]]
+    ours, padded = (row for row in result["rows"] if row["concurrency"] == 8)
+    assert (ours["contender"], ours["ours_times_as_fast"], ours["p99_of_ours"]) == ("ours", 1.0, 1.0)
+    ratios = [
+        other["seconds"] / own["seconds"]
+        for own in result["samples"]
+        for other in result["samples"]
+        if (own["contender"], other["contender"], own["concurrency"]) == ("ours", "pytriton_padded", 8)
+        and (own["round"], own["concurrency"]) == (other["round"], other["concurrency"])
+    ]
+    assert padded["ours_times_as_fast"] == pytest.approx(sum(ratios) / 2)  # the median of two
+    assert all(row["cpu_ms_per_token"] > 0 and row["p50_ms"] <= row["p99_ms"] for row in result["rows"])
+    assert all(row["difference"] < 1e-4 for row in result["rows"])
+    assert "| tiny | 2 | 8 | pytriton_padded |" in report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_reload_counts_failures_on_both_sides_and_times_swaps(tmp_path: Path) -> None:
+    few = ["--swaps", "4", "--triton-reloads", "1", "--cycles", "1", "--quiet-s", "0.5", "--publishes", "2"]
+    result, _ = bench(tmp_path, "reload", "--models", "tiny", "--parts", "a,b", "--clients", "4", *few)
+    swaps, reloads, publish = result["rows"]
+    assert (swaps["reloads"], reloads["reloads"], publish["reloads"]) == (4, 1, 2)
+    assert [swaps["failed_by_clients"], swaps["failed_by_server"]] == [0, 0]
+    assert swaps["versions_seen"] > 1
+    assert min(swaps["p99_ms"], swaps["p99_ms_without"], reloads["p99_ms"]) > 0
+    alone = publish["hash_ms"] + publish["load_ms"] + publish["canary_ms"]
+    assert publish["ratio"] == pytest.approx(publish["reload_ms"] / alone)
+    assert (tmp_path / "reload.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trl_runs_both_algorithms_and_says_what_is_missing(tmp_path: Path) -> None:
+    few = ["--models", "tiny", "--cells", "16x8", "--rounds", "1", "--steps", "1", "--warmup", "1"]
+    result, _ = bench(tmp_path / "out", "trl", *few, "--contenders", "ours")
+    assert [row["algorithm"] for row in result["rows"]] == ["grpo", "ppo"]
+    assert all(row["ours_seconds"] > 0 and row["ours_over_trl"] is None for row in result["rows"])
+    assert all(sample["cpu_seconds"] > 0 for sample in result["samples"])
+    _, error = bench(tmp_path / "none", "trl", *few, "--environment", str(tmp_path), code=2)
+    assert "make trl-environment" in error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gpu_runs_on_a_cpu_and_a_part_that_takes_too_long_fails_it(tmp_path: Path) -> None:
+    result, report = bench(tmp_path, "gpu", "--device", "cpu", "--parts", "environment,device_tests,tritonserver")
+    assert [sample["state"] for sample in result["samples"]] == ["passed"] * 3
+    assert "its speeds say nothing about a real GPU" in report
+    assert any(row["number"] == "tiny: tokens/s" and row["value"] > 0 for row in result["rows"])
+    late, report = bench(tmp_path / "late", "gpu", "--device", "cpu", "--parts", "swap", "--minutes", "0.01", code=1)
+    assert "TIMED OUT" in report
+    assert late["samples"][0]["numbers"] == []
+
+
+def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    _, error = bench(tmp_path / "out", "scoring", "--contenders", "ours,theirs", code=2)
+    assert "unknown 'theirs'; known: ours" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_trl_runs_with_our_torch_and_transformers() -> None:
+    files = ("benchmarks/trl_requirements.txt", "constraints.txt")
+    theirs, ours = ({line.split(" ;")[0] for line in (ROOT / file).read_text().splitlines()} for file in files)
+    assert {"torch", "transformers", "tokenizers"} <= {pin.split("==")[0] for pin in theirs & ours}

@@ -1,0 +1,48 @@
+"""A Llama with random weights, and a tokenizer of given words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf_triton.python_backend.models.modeling import quiet_transformers
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_labels": 1,
+    "pad_token_id": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
+    """Return a model; `kind`: policy, reward or critic; `settings`: `LlamaConfig` arguments that override `SMALL`."""
+    quiet_transformers()
+    torch.manual_seed(seed)
+    kinds = {
+        "policy": LlamaForCausalLM,
+        "reward": LlamaForSequenceClassification,
+        "critic": LlamaForTokenClassification,
+    }
+    return kinds[kind](LlamaConfig(**{**SMALL, **settings}))
+
+
+def word_tokenizer(words: Sequence[str], *, eos: str, unknown: str) -> Any:
+    """Return a tokenizer that splits text at spaces; `words[i]` is token i, and one word must be `<pad>`."""
+    bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token=eos, unk_token=unknown)

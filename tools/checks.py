@@ -1,0 +1,63 @@
+"""The form of a check before a start and of what it finds. Needs the standard library alone: packages may be broken."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from rlhf_triton.errors import RlhfError, reason_of
+
+
+class Level(Enum):
+    """How serious a finding is; the value is what the report prints."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    text: str
+    """What was found; of a problem, also what to do."""
+    level: Level = Level.OK
+
+    def __str__(self) -> str:
+        first, *others = self.text.splitlines() or [""]
+        return "\n".join([f"{self.level.value:<8} {self.name:<16} {first}", *(f"{'':<26}{line}" for line in others)])
+
+
+def failed(name: str, text: str) -> Finding:
+    """Return the finding of a problem that keeps a run from working."""
+    return Finding(name, text, Level.FAILED)
+
+
+def warning(name: str, text: str) -> Finding:
+    """Return the finding of something that works but may not last."""
+    return Finding(name, text, Level.WARNING)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a configuration."""
+
+    name: str
+    when: tuple[str, ...]
+    """Commands that make it: `doctor` prints what it finds, the others do not start if it fails."""
+    find: Callable[[Any], Iterable[Finding]]
+    """Takes the RunConfig; an RlhfError is a failure, too."""
+
+
+def found_by(name: str, find: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:
+    """Yield what a check finds; if it raises, it has failed."""
+    try:
+        yield from find(*arguments)
+    except RlhfError as error:
+        yield failed(name, str(error))
+    except OSError as error:
+        yield failed(name, reason_of(error))
+    except Exception as error:  # a broken package may raise anything where it is imported
+        yield failed(name, f"{type(error).__name__}: {error}")

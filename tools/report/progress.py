@@ -1,0 +1,129 @@
+"""Prints the phases, steps and validations of a run, a line each, as the actor and the sidecar record them."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.store.jsonl import NewLines
+from rlhf_triton.store.run_lock import RUN_LOCK_FILE
+from rlhf_triton.tools.report.data import COMPONENT, components, formatted, number
+
+MOST_LINES = 100  # for a run's steps; more are left out
+LONGEST_PAUSE_S = 60.0  # between lines for steps, whatever `MOST_LINES` leaves out
+ETA_STEPS = 20  # steps whose intervals the estimate uses
+
+
+class RunProgress:
+    """Context manager that prints how far a run is; call `refresh` a few times a second while it is open."""
+
+    def __init__(self, run_dir: Path, total_steps: int) -> None:
+        self._phase_file = run_dir / RUN_LOCK_FILE
+        self._metrics = NewLines(run_dir / "metrics.jsonl")
+        self._critic_metrics = NewLines(run_dir / "critic_metrics.jsonl")
+        self._validations = NewLines(run_dir / "validations.jsonl")
+        self._total = total_steps
+        self._every = max(1, round(total_steps / MOST_LINES))
+        self._recent = deque[dict[str, Any]](maxlen=ETA_STEPS + 1)  # the last steps
+        self._reloads: dict[str, dict[str, Any]] = {}
+        self._resumed_at = 0
+        self._validated = -1  # step of the newest validation
+        self._start = self._printed_at = time.monotonic()
+
+    def __enter__(self) -> "RunProgress":
+        for row in self._new_steps():  # steps from before a resume are not reported again
+            self._resumed_at = row["step"]
+        for _ in self._new_validations():
+            pass
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.refresh()
+
+    def phase(self, text: str) -> None:
+        """Print the phase that begins now."""
+        self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
+        self._phase_file.write_text(text)  # for `rlhf-triton status`
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def refresh(self) -> None:
+        """Print lines for what the actor and the sidecar have recorded since the last call."""
+        for row in self._new_steps():
+            step = row["step"]
+            is_late = time.monotonic() - self._printed_at > LONGEST_PAUSE_S
+            if step % self._every == 0 or step in (1, self._total) or is_late:
+                self._printed_at = time.monotonic()
+                self.log(self._step_line(row))
+        for line in self._new_validations():
+            figures = [_format(line, "reward", "+.3f") or "unavailable", _format(line, "kl", ".2f", " nats of KL")]
+            self.log(f"validation at step {line['step']}: reward {', '.join(filter(None, figures))}")
+
+    def _new_validations(self) -> Iterator[dict[str, Any]]:
+        """Yield the validations of later steps than any before; a run that resumes writes their file anew."""
+        for line in self._validations.read_objects():
+            if line["step"] > self._validated:
+                self._validated = line["step"]
+                yield line
+
+    def _new_steps(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of new steps; each is one of the recent ones before it is yielded."""
+        for row in self._critic_metrics.read_objects():
+            if row.get("reload"):
+                self._reloads[row["reload"]] = row
+        known = 0
+        for row in self._metrics.read_objects():
+            step = row.get("step")
+            if not isinstance(step, int):
+                continue
+            last = self._recent[-1]["step"] if self._recent else 0
+            if step <= last:  # a resumed run has rewritten the file
+                known = last
+                self._recent.clear()
+            self._recent.append(row)
+            if step > known:
+                yield row
+
+    def _eta(self) -> str:
+        """Return the time left, from the median interval between the latest steps; ignores pauses before a resume."""
+        new = [row for row in self._recent if row["step"] > self._resumed_at]
+        gaps = [after["time"] - before["time"] for before, after in pairwise(new)]
+        last = self._recent[-1]
+        per_step = statistics.median(gaps) if gaps else number(last.get("timers/step_time"))
+        return "-" if per_step is None else _clock(per_step * (self._total - last["step"]))
+
+    def _step_line(self, row: dict[str, Any]) -> str:
+        swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
+        newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
+        served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
+        figures = [
+            ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
+            *((name, _format(row, f"{COMPONENT}{name}", "+.3f")) for name in components([row])),
+            ("useful prompts", _format(row, "train_rollouts/useful_prompts", ".0%")),
+            ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
+            ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
+            ("critic explains", _format(row, "train_rollouts/explained_variance", ".2f")),
+            ("weights version", _format(served, "weights_version", ".0f")),
+            ("swap reload", _format(swap, "reload_ms", ",.0f", " ms")),
+            ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
+            ("failed requests", _format(row, "client/failed_requests", ".0f")),
+        ]
+        known = (f"{name} {text}" for name, text in figures if text)  # a run without a critic has no critic figures
+        parts = [f"step {row['step']}/{self._total}", *known, _format(row, "timers/step_time", ".1f", " s")]
+        return "  ".join([*parts, f"ETA {self._eta()}"])
+
+
+def _format(row: dict[str, Any], key: str, spec: str, unit: str = "") -> str:
+    value = number(row.get(key))
+    return "" if value is None else formatted(value, spec) + unit
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
