@@ -1,14 +1,17 @@
 """Validation on held-out prompts, sampled with the same seed each time and scored by the server."""
 
 import asyncio
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
+
 from rlhf_triton.actor.algorithms.advantages import explained_variance
-from rlhf_triton.actor.algorithms.batch import score_returns, sequence_kl, text_metrics
+from rlhf_triton.actor.algorithms.batch import score_returns, sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import InThread
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -36,7 +39,8 @@ class Validation:
     @property
     def reward(self) -> float:
         """Mean reward of the scored conversations."""
-        return text_metrics(self.conversations)["rewards"]
+        scores = [each[-1].score for each in self.conversations if not failure_of(each)]
+        return float(np.mean([score.reward for score in scores], dtype=np.float32)) if scores else math.nan
 
 
 async def validate(

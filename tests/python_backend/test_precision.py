@@ -26,7 +26,7 @@ from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.python_backend.models.precision import in_float32
-from rlhf_triton.tools import render as render_reference
+from rlhf_triton.tools import render_configs
 from rlhf_triton.wire.contract import LOGPROBS, REFERENCE
 from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.samples import logprobs_of, tokens_of
@@ -265,7 +265,7 @@ def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, famil
     policy = Policy.of(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
     assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS, seed=0)))).all()
-    assert render_reference._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
+    assert render_configs._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
 
 
 def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
