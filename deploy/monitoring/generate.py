@@ -1,7 +1,6 @@
-"""Generates the dashboard and the tables of docs/monitoring.md from the table of metrics."""
+"""Generates the dashboard from the table of metrics."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ if __name__ == "__main__":  # as a file: the package beside it, not the installe
 from rlhf_triton.monitoring.metrics import TABLES, MetricSpec
 
 DASHBOARD = Path(__file__).with_name("dashboard.json")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 PANELS = (  # in their order
     "Steps",
     "Reward",
@@ -85,16 +83,5 @@ def dashboard(text: str) -> str:
     return json.dumps(board, indent=1) + "\n"
 
 
-def page(text: str) -> str:
-    """Return the page with both tables of metrics anew."""
-    rows = {
-        prefix: [(exported(prefix, each) + (f"{{{each.label}}}" if each.label else ""), each.help) for each in table]
-        for prefix, table in TABLES.items()
-    }
-    tables = iter("".join(f"| `{name}` | {text} |\n" for name, text in found) for found in rows.values())
-    return re.sub(r"(\| metric \| meaning \|\n.*\n)(?:\|.*\n)+", lambda match: match[1] + next(tables), text)
-
-
 if __name__ == "__main__":
     DASHBOARD.write_text(dashboard(DASHBOARD.read_text()))
-    PAGE.write_text(page(PAGE.read_text()))

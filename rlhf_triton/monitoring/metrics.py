@@ -1,6 +1,6 @@
 """The metrics of actor, sidecar and gateway, a row each: what exporters, `rlhf-triton status`, dashboard and docs read.
 
-`python deploy/monitoring/generate.py` writes the dashboard and the tables of docs/monitoring.md.
+`python deploy/monitoring/generate.py` writes the dashboard.
 """
 
 from __future__ import annotations
