@@ -17,7 +17,7 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.sample import (
     Conversation,
     Group,
-    Sample,
+    SampledRow,
     conversations_of,
     failure_of,
     padded,
@@ -118,12 +118,12 @@ def make_batch(
     )
 
 
-def positions(rows: Sequence[Sample], field: Callable[[Sample], np.ndarray]) -> Tensor:
+def positions(rows: Sequence[SampledRow], field: Callable[[SampledRow], np.ndarray]) -> Tensor:
     """Return a field `[n]` of each sample by position, `[B, S-1]`: position t belongs to token t + 1."""
     return padded([field(row) for row in rows])[:, 1:]
 
 
-def known_positions(rows: Sequence[Sample], name: str) -> Tensor | None:
+def known_positions(rows: Sequence[SampledRow], name: str) -> Tensor | None:
     """Return the log-probs of this name by position, float32 `[B, S-1]`; None unless all scored samples have them."""
     missing = [row for row in rows if getattr(row, name) is None]
     if len(missing) == len(rows) or not all(row.score.failure for row in missing):
@@ -131,7 +131,7 @@ def known_positions(rows: Sequence[Sample], name: str) -> Tensor | None:
     return positions(rows, lambda row: _or_zeros(row, getattr(row, name)))
 
 
-def _or_zeros(row: Sample, array: np.ndarray | None) -> np.ndarray:
+def _or_zeros(row: SampledRow, array: np.ndarray | None) -> np.ndarray:
     return np.zeros(len(row.tokens), np.float32) if array is None else array
 
 
@@ -376,7 +376,7 @@ def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, fl
     }
 
 
-def distinct_bigrams(rows: Sequence[Sample]) -> float:
+def distinct_bigrams(rows: Sequence[SampledRow]) -> float:
     """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
     base = max(int(row.tokens.max()) for row in rows) + 1
     pairs = np.concatenate(

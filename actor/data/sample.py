@@ -38,7 +38,7 @@ UNSCORED = Score(failure="it was not scored")
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledRow:
     """A prompt and its response, or one row of a conversation with an environment."""
 
     prompt: Prompt
@@ -57,7 +57,7 @@ class Sample:
     score: Score = UNSCORED
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Sample:
+    def of(cls, fields: Mapping[str, Any]) -> SampledRow:
         """Return the sample that another rank has sent as JSON, before it was scored."""
         arrays = {"tokens": np.int64, "sampled": np.bool_, "logprobs": np.float32}
         given = {name: value for name, value in fields.items() if name != "score"}
@@ -69,12 +69,12 @@ class Sample:
             **{**given, "prompt": Prompt.of(given["prompt"]), "turns": turns, "messages": tuple(given["messages"])}
         )
 
-    def scored(self, **changes: Any) -> Sample:
+    def scored(self, **changes: Any) -> SampledRow:
         """Return the sample with these fields of its score changed."""
         return dataclasses.replace(self, score=dataclasses.replace(self.score, **changes))
 
 
-Conversation = tuple[Sample, ...]
+Conversation = tuple[SampledRow, ...]
 """The rows of a conversation, of which the last one has its end; a response to a prompt is one of a single row."""
 
 
@@ -85,7 +85,7 @@ class Group:
     conversations: tuple[Conversation, ...]
 
     @property
-    def ends(self) -> list[Sample]:
+    def ends(self) -> list[SampledRow]:
         """The last row of each conversation."""
         return [conversation[-1] for conversation in self.conversations]
 
@@ -95,7 +95,7 @@ def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
     return [conversation for group in groups for conversation in group.conversations]
 
 
-def rows_of(conversations: Sequence[Conversation]) -> list[Sample]:
+def rows_of(conversations: Sequence[Conversation]) -> list[SampledRow]:
     """Return the rows of all conversations, in order."""
     return [row for conversation in conversations for row in conversation]
 
@@ -105,12 +105,12 @@ def failure_of(conversation: Conversation) -> str:
     return next((row.score.failure for row in conversation if row.score.failure), "")
 
 
-def sample_of(prompt: Prompt, tokens: Sequence[int], logprobs: Sequence[float] | None, *, ended: bool) -> Sample:
+def sample_of(prompt: Prompt, tokens: Sequence[int], logprobs: Sequence[float] | None, *, ended: bool) -> SampledRow:
     """Return the sample of a prompt and the tokens of its response."""
     size = len(prompt.tokens)
     row = np.concatenate([prompt.tokens, np.asarray(tokens, np.int64)])
     known = None if logprobs is None else np.array([0.0] * size + [*logprobs], np.float32)
-    return Sample(prompt, row, np.arange(len(row)) >= size, ended, known)
+    return SampledRow(prompt, row, np.arange(len(row)) >= size, ended, known)
 
 
 def conversation_of(
@@ -119,13 +119,13 @@ def conversation_of(
     """Return the rows of a conversation that have begun with these prompts, in order; the last one has its end.
 
     Args:
-        truncated, error, known: as of `Sample`.
+        truncated, error, known: as of `SampledRow`.
     """
     found = []
     for prompt, row in rows:
         logprobs = np.array(row.logprobs, np.float32)
         found.append(
-            Sample(
+            SampledRow(
                 prompt,
                 np.array(row.tokens, np.int64),
                 ~np.array(row.observed, np.bool_),
@@ -141,7 +141,7 @@ def conversation_of(
     return tuple(found)
 
 
-def text_places(sample: Sample, tokenizer: Any) -> list[int]:
+def text_places(sample: SampledRow, tokenizer: Any) -> list[int]:
     """Return the indices of the tokens that have a text for readers: all but those that end the policy's turns."""
     length = len(sample.tokens)
     ends = set[int]()

@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.slots import Finished, Turn
+from rlhf_triton.actor.generation.slots import Finished, PolicyTurn
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -243,7 +243,7 @@ class Agent:
             )
         return begun
 
-    def _after(self, talk: _Talk, turn: Turn, answers: Sequence[Message]) -> tuple[list[int], Prompt | None]:
+    def _after(self, talk: _Talk, turn: PolicyTurn, answers: Sequence[Message]) -> tuple[list[int], Prompt | None]:
         """Return the tokens between a turn and the next one, and the prompt of another row if these begin one."""
         if MESSAGES_KEY not in talk.prompt.metadata:
             text = "".join(str(answer["content"]) for answer in answers)
@@ -276,7 +276,7 @@ class Talks:
         self.size, self.longest = len(prompts), agent.longest
         self._loop, self._finished = agent.loop, finished
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._turns: dict[int, asyncio.Future[Turn]] = {}  # by the row's number
+        self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # by the row's number
         self._missing = set(prompts)
         self._in_step = agent.in_step
         self._later = deque(prompts)  # they begin in this order, when there is room for their environments
@@ -286,7 +286,7 @@ class Talks:
             for index, prompt in prompts.items()
         ]
 
-    def take(self, index: int, turn: Turn) -> bool:
+    def take(self, index: int, turn: PolicyTurn) -> bool:
         """Hand a turn of the policy to its conversation, which may go on."""
 
         def deliver() -> None:
@@ -329,7 +329,7 @@ class Talks:
         self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # of agents, too
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sampled(self, row: int, before: Sequence[int]) -> Turn:
+    async def sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
         """Return the policy's next turn in a row, behind the tokens `before`."""
         turn = self._turns[row] = self._loop.create_future()
         self._arrivals.put((row, before))
@@ -372,11 +372,11 @@ class TalkRows:
         """Return a time in seconds that does not count what the conversation has waited for the policy."""
         return (self._since if self._asked else time.monotonic()) - self._waited
 
-    async def sampled(self, before: Sequence[int]) -> Turn:
+    async def sampled(self, before: Sequence[int]) -> PolicyTurn:
         """Return the policy's turn behind `before`, which follows the tokens that the row has. Raises TemplateError."""
         return await self._sampled(self._row, before)
 
-    async def _sampled(self, row: int, before: Sequence[int]) -> Turn:
+    async def _sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
         self._check_tokens(before)
         if not self._asked:
             self._since = time.monotonic()
@@ -393,7 +393,7 @@ class TalkRows:
         self._talks.leave(self._row)
         self._row += ROW_STEP
 
-    async def alone(self, tokens: Sequence[int]) -> Turn:
+    async def alone(self, tokens: Sequence[int]) -> PolicyTurn:
         """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
         self._row += ROW_STEP
         row = self._row

@@ -29,9 +29,9 @@ from rlhf_triton.actor.generation.slots import (
     Draws,
     Finished,
     Partner,
+    PolicyTurn,
     Prompts,
     Rules,
-    Turn,
     check_finite,
     draw,
     warpers_of,
@@ -263,12 +263,12 @@ class Generation:
                 turns = self._plain_turns([rows[index] for index in batch], drawing)
                 for index, turn in zip(batch, turns, strict=True):
                     left = partner.longest - len(rows[index])
-                    turn = Turn(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
+                    turn = PolicyTurn(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
                     rows[index] += turn.tokens
                     sampled[index] += len(turn.tokens)
                     partner.take(index, turn)
 
-    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[Turn]:
+    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[PolicyTurn]:
         """Return what follows the tokens of each row, of which the first is the longest."""
         s, width, device = self._settings, len(rows[0]), self._model.device
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
@@ -296,7 +296,7 @@ class Generation:
         for i, row in enumerate(output[:, width:]):
             ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
             end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
-            turns.append(Turn(row[:end].tolist(), end is not None))
+            turns.append(PolicyTurn(row[:end].tolist(), end is not None))
         return turns
 
 

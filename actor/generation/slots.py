@@ -28,7 +28,7 @@ REFILL_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Turn:
+class PolicyTurn:
     """What the policy sampled behind some tokens: the response to a prompt, or one turn of a conversation."""
 
     tokens: list[int]
@@ -49,7 +49,7 @@ class Partner(Protocol):
     longest: int
     """Maximum tokens of a row."""
 
-    def take(self, index: int, turn: Turn) -> bool:
+    def take(self, index: int, turn: PolicyTurn) -> bool:
         """Receive a turn of row `index`, without waiting for anything; return whether the row may go on."""
 
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
@@ -71,7 +71,7 @@ class Prompts:
         self.size = len(prompts)
         self.longest = max(len(tokens) for _, tokens in self._waiting) + max_new_tokens
 
-    def take(self, index: int, turn: Turn) -> bool:
+    def take(self, index: int, turn: PolicyTurn) -> bool:
         """Report the response; the row is complete."""
         sample = sample_of(self._prompts[index], turn.tokens, turn.logprobs, ended=turn.ended)
         self._finished(index, (sample,))
@@ -355,7 +355,7 @@ class Decoder:
             if not by_itself and row.written < rules.max_new_tokens and len(row.tokens) < self._longest:
                 continue
             row.cached = len(row.tokens) - 1
-            goes_on = partner.take(row.index, Turn(row.tokens[row.begin :], by_itself, row.logprobs))
+            goes_on = partner.take(row.index, PolicyTurn(row.tokens[row.begin :], by_itself, row.logprobs))
             last = len(self._rows) - 1
             if goes_on:
                 cache.swap(i, last, min(row.start, self._rows[last].start), self._end)

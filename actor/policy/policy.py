@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Sample, padded
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import Finished
@@ -207,7 +207,7 @@ class Policy:
 
         self._samplers.follow(respond, self._own_logprobs)
 
-    def logprobs(self, rows: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
+    def logprobs(self, rows: Sequence[SampledRow], *, reference: bool = False) -> list[np.ndarray]:
         """Return the log-probs of each sample's tokens, float32 `[n]`, under the sampler or the reference.
 
         They are 0 where the policy did not sample. Each rank computes those of some rows.
@@ -216,7 +216,7 @@ class Policy:
             return self._own_logprobs(rows, reference=reference)
         return self._samplers.logprobs(self._own_logprobs, rows, reference=reference)
 
-    def _own_logprobs(self, rows: Sequence[Sample], *, reference: bool) -> list[np.ndarray]:
+    def _own_logprobs(self, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
         found = [np.zeros(len(row.tokens), np.float32) for row in rows]
         lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
@@ -232,7 +232,7 @@ class Policy:
                 self.memory.in_parts(fill, chunk)
         return found
 
-    def sampled_logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+    def sampled_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray]:
         """Return the log-probs of each sample's tokens under the policy that sampled them, as `logprobs` does.
 
         Slot-based decoding returns them with the responses. For the first rows they are compared with those of a
@@ -245,7 +245,7 @@ class Policy:
             self._generation_agrees = self._agrees(rows[:PROOF_ROWS], own)
         return own if self._generation_agrees else self.logprobs(rows)
 
-    def _agrees(self, rows: Sequence[Sample], own: Sequence[np.ndarray]) -> bool:
+    def _agrees(self, rows: Sequence[SampledRow], own: Sequence[np.ndarray]) -> bool:
         difference = max(float(abs(one - other).max()) for one, other in zip(self.logprobs(rows), own, strict=False))
         if difference <= MOST_DISAGREEMENT:
             return True

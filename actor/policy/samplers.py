@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Sample
+from rlhf_triton.actor.data.sample import Conversation, SampledRow
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.errors import RlhfError
@@ -30,7 +30,7 @@ POLL_S = 0.002
 class OwnLogprobs(Protocol):
     """Computes log-probs on this rank, as `Policy.logprobs` returns them."""
 
-    def __call__(self, rows: Sequence[Sample], *, reference: bool) -> list[np.ndarray]: ...
+    def __call__(self, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]: ...
 
 
 class OtherSamplers:
@@ -59,7 +59,7 @@ class OtherSamplers:
 
         def take(_: int, message: Mapping[str, Tensor]) -> None:
             index, rows = value_of(message["conversation"])
-            conversation = tuple(Sample.of(row) for row in rows)
+            conversation = tuple(SampledRow.of(row) for row in rows)
             if not generation.agent:  # its prompt has come back without text
                 conversation = tuple(replace(row, prompt=prompts[index]) for row in conversation)
             finished(index, conversation)
@@ -75,7 +75,7 @@ class OtherSamplers:
                 raise
             received.result()
 
-    def logprobs(self, own: OwnLogprobs, rows: Sequence[Sample], *, reference: bool) -> list[np.ndarray]:
+    def logprobs(self, own: OwnLogprobs, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
         """Return the log-probs of samples; each rank computes those of some. Rank 0 only; raises as `_receive`."""
         self._announce("logprobs", reference=reference)
         shares = [share.tolist() for share in dealt(torch.tensor([len(row.tokens) for row in rows]), self._size)]
@@ -112,7 +112,7 @@ class OtherSamplers:
             message = self._message_of_rank_0()
             sizes, nothing = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
             parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
-            rows = [Sample(nothing, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
+            rows = [SampledRow(nothing, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
             with self._reported():
                 self._reply(number, {"logprobs": _joined(own(rows, reference=reference), np.float32)})
 

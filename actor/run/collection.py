@@ -20,7 +20,7 @@ from rlhf_triton.actor.algorithms.batch import with_limit
 from rlhf_triton.actor.data.compute import AT_ONCE, InThread, cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import chances
-from rlhf_triton.actor.data.sample import Conversation, Group, Sample, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
@@ -106,7 +106,7 @@ async def collect(
     return [Group(tuple(tuple(map(_with_logprobs, each, known)) for each in group)) for group in found]
 
 
-def _with_logprobs(scored: Sample, row: Sample) -> Sample:
+def _with_logprobs(scored: SampledRow, row: SampledRow) -> SampledRow:
     ref = row.ref_logprobs if scored.ref_logprobs is None else scored.ref_logprobs
     return replace(scored, policy_logprobs=row.policy_logprobs, ref_logprobs=ref)
 
@@ -132,7 +132,7 @@ class GroupScoring:
         self._unit = group_size if scorer.reward.groupwise else 1
         self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or wait for `ready`
         self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
-        self._logprobs: Gathering[Sample, list[np.ndarray | str]] | None = None
+        self._logprobs: Gathering[SampledRow, list[np.ndarray | str]] | None = None
         if isinstance(reference, ServedReference):
             ask = self._limited(reference.ask)
             self._logprobs = Gathering(ask, gather_s=GATHER_S, max_rows=reference.rows_per_request)
@@ -175,8 +175,10 @@ class GroupScoring:
         self.span = min(self.span[0], start), time.monotonic()
         return found
 
-    def _limited(self, ask: Callable[[list[Sample]], Awaitable[Any]]) -> Callable[[list[Sample]], Awaitable[Any]]:
-        async def limited(rows: list[Sample]) -> Any:
+    def _limited(
+        self, ask: Callable[[list[SampledRow]], Awaitable[Any]]
+    ) -> Callable[[list[SampledRow]], Awaitable[Any]]:
+        async def limited(rows: list[SampledRow]) -> Any:
             async with self._starting:
                 await asyncio.sleep(0)
             return await ask(rows)
@@ -211,14 +213,14 @@ def _versions(conversations: Sequence[Conversation]) -> set[int]:
     return {version for version in versions if version is not None}
 
 
-def _rewarded_again(row: Sample, again: Sample) -> Sample:
+def _rewarded_again(row: SampledRow, again: SampledRow) -> SampledRow:
     """Return a sample with the rewards of `again`, and with its own values."""
     own = row.score
     failure = own.failure or again.score.failure
     return replace(row, score=replace(again.score, values=own.values, version=own.version, failure=failure))
 
 
-def _with_reference(row: Sample, logprobs: np.ndarray | str) -> Sample:
+def _with_reference(row: SampledRow, logprobs: np.ndarray | str) -> SampledRow:
     if isinstance(logprobs, str):
         return row.scored(failure=row.score.failure or logprobs)
     return replace(row, ref_logprobs=logprobs)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhf_triton.actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.sample import Conversation, Group, Sample, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -49,7 +49,7 @@ from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
-CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `Sample.truncated` has it
+CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `SampledRow.truncated` has it
 GRADIENT = "train_optim/grad_norm"
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
@@ -239,7 +239,9 @@ class Recorder:
         self._masked_samples += num_failed
         return distance
 
-    def _warn_of_no_learning(self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[Sample]) -> None:
+    def _warn_of_no_learning(
+        self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[SampledRow]
+    ) -> None:
         """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
 
         Args:
@@ -273,7 +275,7 @@ class Recorder:
             if len(self._taught) == wanted and not any(self._taught):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
-    def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[Sample]) -> None:
+    def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
 
         Of conversations, the limits that ended them are named; `_warn_of_failures` has why others failed.

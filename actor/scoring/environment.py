@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf_triton.actor.data.sample import Conversation, Sample
+from rlhf_triton.actor.data.sample import Conversation, SampledRow
 
 COMPONENT = "environment"  # name among a conversation's rewards
 BEYOND = "the environment's rewards, or their sum, are beyond float32; return smaller ones, or lower environment.weight"
@@ -36,7 +36,7 @@ def with_environment(conversation: Conversation, weight: float) -> Conversation:
     return tuple(rows)
 
 
-def _with_rewards(row: Sample, rewards: list[float]) -> Sample:
+def _with_rewards(row: SampledRow, rewards: list[float]) -> SampledRow:
     size, score = len(row.tokens), row.score
     steps = np.zeros(size, np.float32) if score.steps is None else score.steps.copy()
     ends = np.zeros(size, np.bool_) if score.ends is None else score.ends.copy()

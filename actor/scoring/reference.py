@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rlhf_triton.actor.data.sample import Sample
+from rlhf_triton.actor.data.sample import SampledRow
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import fingerprint_weights
 from rlhf_triton.checkpoints.tokenization import fingerprint
@@ -31,7 +31,7 @@ class OwnReference:
     async def compare(self) -> None:
         """Do nothing: the reference comes from the policy itself."""
 
-    def known(self, rows: Sequence[Sample]) -> list[Sample]:
+    def known(self, rows: Sequence[SampledRow]) -> list[SampledRow]:
         """Return the samples with their log-probs. Blocks: call it in the thread that computes."""
         logprobs = self._policy.logprobs(rows, reference=True)
         return [dataclasses.replace(row, ref_logprobs=each) for row, each in zip(rows, logprobs, strict=True)]
@@ -95,7 +95,7 @@ class ServedReference:
                 f"reference.model ({self._checkpoint}); start the server with the actor's configuration"
             )
 
-    async def ask(self, rows: Sequence[Sample]) -> list[np.ndarray | str]:
+    async def ask(self, rows: Sequence[SampledRow]) -> list[np.ndarray | str]:
         """Request the log-probs of samples, and return them, float32 `[n]` each, or why there are none."""
         try:
             answer = await self._client.logprobs([row.tokens for row in rows])

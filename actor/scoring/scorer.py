@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import each
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Sample, Score, sample_of, text_places
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, sample_of, text_places
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.batching import halved
@@ -223,7 +223,7 @@ class Scorer:
         whole = [(*(next(more) for _ in conversation[:-1]), next(found)) for conversation in conversations]
         return [with_environment(conversation, self.environment_weight) for conversation in whole]
 
-    async def valued(self, rows: Sequence[Sample], versions: VersionRange | None = None) -> list[Sample]:
+    async def valued(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
         """Return the samples with values, of these versions, and nothing else: the reward model is not asked."""
         ask = functools.partial(self._values, versions)
         reward = ServedModel()
@@ -237,22 +237,22 @@ class Scorer:
 
     async def _answered(
         self,
-        rows: Sequence[Sample],
-        ask: Callable[[Sequence[Sample]], Awaitable[dict[str, np.ndarray]]],
+        rows: Sequence[SampledRow],
+        ask: Callable[[Sequence[SampledRow]], Awaitable[dict[str, np.ndarray]]],
         unit: int = 1,
         *,
         reward: ServedModel | None = None,
-    ) -> list[Sample]:
+    ) -> list[SampledRow]:
         """Return the samples with the answers to `ask`; those without one have its error as their failure."""
         parts = await halved(rows, ask, str, unit=unit)
         read = functools.partial(self._read, reward or self.reward)
         return [*itertools.chain(*[await asyncio.to_thread(read, part, answer) for part, answer in parts])]
 
-    async def _values(self, versions: VersionRange | None, rows: Sequence[Sample]) -> dict[str, np.ndarray]:
+    async def _values(self, versions: VersionRange | None, rows: Sequence[SampledRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
 
     async def _ask(
-        self, group_size: int, versions: VersionRange | None, samples: Sequence[Sample]
+        self, group_size: int, versions: VersionRange | None, samples: Sequence[SampledRow]
     ) -> dict[str, np.ndarray]:
         if not self._has_rewards:
             return await self._values(versions, samples) if self.has_critic else {}
@@ -276,7 +276,7 @@ class Scorer:
         return {**values, **answer}
 
     def _texts(
-        self, samples: Sequence[Sample], group_size: int
+        self, samples: Sequence[SampledRow], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair.
 
@@ -295,7 +295,7 @@ class Scorer:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
 
-    def _read(self, reward: ServedModel, rows: Sequence[Sample], answer: Answer) -> list[Sample]:
+    def _read(self, reward: ServedModel, rows: Sequence[SampledRow], answer: Answer) -> list[SampledRow]:
         """Return the samples with what the server answered for them, in the rows of the answer."""
         if isinstance(answer, str):
             return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
@@ -326,7 +326,7 @@ class Scorer:
         return found
 
     def _with_steps(
-        self, row: Sample, score: Score, reward: ServedModel, rewards: np.ndarray, ends: np.ndarray
+        self, row: SampledRow, score: Score, reward: ServedModel, rewards: np.ndarray, ends: np.ndarray
     ) -> Score:
         """Return the score with the process rewards of a row, each at the last sampled token of its step.
 
@@ -351,7 +351,7 @@ class Scorer:
         )
         return dataclasses.replace(score, steps=steps, ends=given, outcome=outcome)
 
-    def _ends_on_tokens(self, sample: Sample, ends: np.ndarray) -> np.ndarray:
+    def _ends_on_tokens(self, sample: SampledRow, ends: np.ndarray) -> np.ndarray:
         """Return the indices of the tokens that contain these characters of the sentence that was sent."""
         first, row = self._reply_start(sample), sample.tokens
         places, shift = text_places(sample, self._tokenizer), 0
@@ -365,16 +365,16 @@ class Scorer:
         return np.array([len(row) - 1 if count is None else max(first, at[count]) for count in counts], np.int64)
 
     @staticmethod
-    def _is_chat(sample: Sample) -> bool:
+    def _is_chat(sample: SampledRow) -> bool:
         return MESSAGES_KEY in sample.prompt.metadata
 
-    def _reply_start(self, sample: Sample) -> int:
+    def _reply_start(self, sample: SampledRow) -> int:
         """Return where the response begins in its row; in a chat with an environment, the policy's last message."""
         if sample.turns and self._is_chat(sample):
             return sample.turns[-1].start
         return len(sample.prompt.tokens)
 
-    def _said(self, sample: Sample) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
+    def _said(self, sample: SampledRow) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
         """Return prompt and response, and the messages of a conversation from the policy's first one on.
 
         A text and its response are one text without a gap. Of a conversation, the response is the policy's last
@@ -395,7 +395,7 @@ class Scorer:
         return str(self._tokenizer.decode([*ids], skip_special_tokens=False))
 
 
-async def _without_values(rows: Sequence[Sample]) -> list[Sample]:
+async def _without_values(rows: Sequence[SampledRow]) -> list[SampledRow]:
     return [dataclasses.replace(row, score=Score()) for row in rows]
 
 

@@ -14,7 +14,7 @@ from rlhf_triton.actor.data.compute import cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, Partner, Turn
+from rlhf_triton.actor.generation.slots import Finished, Partner, PolicyTurn
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.pool import ServerPool
@@ -156,7 +156,7 @@ class VllmGeneration(Generation):
 
     async def _respond(
         self, pool: ServerPool[VllmConnection], tokens: list[int], sampling: Mapping[str, Any], *, session: int
-    ) -> Turn:
+    ) -> PolicyTurn:
         """Return the response to one prompt from any server, with retries and failover.
 
         The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
@@ -165,7 +165,7 @@ class VllmGeneration(Generation):
         attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries, session=sticky)
         return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
 
-    def _response(self, choice: Mapping[str, Any]) -> Turn:
+    def _response(self, choice: Mapping[str, Any]) -> PolicyTurn:
         """Return vLLM's response. Raises RlhfError if it contains a banned token."""
         tokens = list(choice["token_ids"])
         if banned := sorted(set(tokens) & set(self._banned_ids)):
@@ -177,4 +177,4 @@ class VllmGeneration(Generation):
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings
         is_plain = (s.top_k, s.top_p, s.repetition_penalty, s.min_new_tokens) == (0, 1.0, 1.0, 0)
-        return Turn(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)
+        return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)

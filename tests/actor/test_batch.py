@@ -25,7 +25,7 @@ from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.sample import Sample, Score
+from rlhf_triton.actor.data.sample import SampledRow, Score
 from rlhf_triton.actor.run.validation import explained
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
 FIELDS = ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl")
 
 
-def kl_of(rows: list[Sample]) -> Tensor:
+def kl_of(rows: list[SampledRow]) -> Tensor:
     """Estimates k1, [B, S-1]."""
     return positions(rows, lambda row: row.policy_logprobs - row.ref_logprobs)
 
@@ -49,7 +49,7 @@ def fields(batch: PPOBatch) -> dict[str, Tensor]:
     return {name: getattr(batch, name) for name in FIELDS}
 
 
-def metrics_of(rows: list[Sample], batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
+def metrics_of(rows: list[SampledRow], batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
     found = rollout_metrics(groups_of(rows), batch, kl_coef=kl_coef)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
@@ -349,7 +349,7 @@ ENDS = STEPS != 0
 PLAIN = {"whiten_advantages": False, "mask_unfinished": False, "gamma": 1.0, "lam": 1.0, "kl_coef": 0.0}
 
 
-def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[Sample]:
+def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[SampledRow]:
     """The two responses, with values that grow by 0.1 from token to token, and no KL."""
     rows = []
     for i, size in enumerate((6, 5)):
@@ -359,7 +359,7 @@ def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (T
     return rows
 
 
-def batch_of(rows: list[Sample], name: str) -> PPOBatch:
+def batch_of(rows: list[SampledRow], name: str) -> PPOBatch:
     return make_batch(rows, name=name, responses_per_prompt=2 if name == "grpo" else 1, **PLAIN)
 
 
@@ -426,7 +426,7 @@ def test_a_row_without_process_rewards_is_masked():
     ],
 )
 def test_each_step_is_normalised_and_clipped_and_penalties_come_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, sample: list[Sample], settings: dict[str, Any], steps: list, rewards: list
+    monkeypatch: pytest.MonkeyPatch, sample: list[SampledRow], settings: dict[str, Any], steps: list, rewards: list
 ):
     received: list[AdvantageInputs] = []
     monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, lambda inputs, _: (received.append(inputs), inputs)[1]))
@@ -451,7 +451,7 @@ SHAPED = {"rewards_normalization": "static", "rewards_mean": 0.5, "rewards_std":
 K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 
 
-def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sample:
+def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> SampledRow:
     """A row with turns of one token behind a prompt of two, an observed token between them."""
     size = 2 * len(rewards) + 1
     ends = np.arange(size) % 2 == 0
@@ -466,7 +466,7 @@ def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sa
     return a_sample([1] * size, 2, score=score, **{**known, **more})
 
 
-def conversation(*rows: Sample) -> tuple[Sample, ...]:
+def conversation(*rows: SampledRow) -> tuple[SampledRow, ...]:
     """Rows whose last one has the total reward."""
     total = sum(float(row.score.steps.sum()) for row in rows)
     return (*rows[:-1], rows[-1].scored(reward=total))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
-from rlhf_triton.actor.data.sample import Conversation, Sample, Score
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, Rules
@@ -51,7 +51,7 @@ def conversations(model: Any, agent: CapturedAgents, count: int, **settings: Any
     return [found[i] for i in range(count)]
 
 
-def ends(*arguments: Any, **settings: Any) -> list[Sample]:
+def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
     """The last row of each of the `conversations`."""
     return [rows[-1] for rows in conversations(*arguments, **settings)]
 

@@ -30,19 +30,18 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.sample import Conversation, Sample, Score, failure_of, sample_of
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, failure_of, sample_of
 from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Rules, Turn
+from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Rules
 from rlhf_triton.actor.run.collection import group_metrics, has_spread
 from rlhf_triton.actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
-from rlhf_triton.rewards.function import Sample as Scored
-from rlhf_triton.rewards.function import load_function
+from rlhf_triton.rewards.function import Sample, load_function
 from tests.actor.test_generation import one_response
 from tests.support.messages import assistant, user
 from tests.support.samples import a_sample, groups_of, make_batch, tokens_of
@@ -96,7 +95,7 @@ def ids(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any) -> tuple[Sample, list[int]]:
+def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any) -> tuple[SampledRow, list[int]]:
     """As `talk_in_rows`; return the last row."""
     found, seen = talk_in_rows(agent, replies, prompt, **more)
     return found[-1], seen
@@ -111,10 +110,10 @@ def talk_in_rows(
     class Scripted:
         clock = staticmethod(time.monotonic)
 
-        async def sampled(self, before: Sequence[int]) -> Turn:
+        async def sampled(self, before: Sequence[int]) -> PolicyTurn:
             seen.append(before)
             reply = ids(left.pop(0), tokenizer) + [EOS] * ends
-            return Turn(reply, ends, [-1.0] * len(reply))
+            return PolicyTurn(reply, ends, [-1.0] * len(reply))
 
         def renew(self) -> None:
             seen.clear()
@@ -123,7 +122,7 @@ def talk_in_rows(
     return found, [token for part in seen for token in part]
 
 
-def sampled_of(row: Sample) -> list[int]:
+def sampled_of(row: SampledRow) -> list[int]:
     return row.tokens[row.sampled].tolist()
 
 
@@ -363,7 +362,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
     assert chat["reply_messages"] == completion
     assert chat["messages"] == [user("Play. 3 left, seed 5."), *completion[:-1]]
     assert (chat["response"], sentences[0]) == ("three", "three")
-    assert Scored("", metadata=chat).prompt == completion[-2]["content"]
+    assert Sample("", metadata=chat).prompt == completion[-2]["content"]
     places = scorer._ends_on_tokens(ends[0], np.array([3, 5]))
     assert places.tolist() == [ends[0].turns[-1].start + 2, len(ends[0].tokens) - 1]
     echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
@@ -372,7 +371,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
         (text, "Play. 3 left, seed 5.", "".join(message["content"] for message in completion)),
     ):
         expected = {"prompts": [prompt], "completions": [said], "turns": [3]}
-        assert echo(Scored("", metadata={**metadata, "expected": expected})) == 1
+        assert echo(Sample("", metadata={**metadata, "expected": expected})) == 1
 
 
 def test_another_end_than_the_templates_is_completed():
@@ -396,7 +395,7 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Callable[..., 
         for row, before in talks.next(wait=True):
             if before is not None:
                 reply = [*ids("<|extra|>"), EOS]
-                talks.take(row, Turn(reply, True, [-1.0] * len(reply)))
+                talks.take(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
@@ -419,17 +418,17 @@ def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
 
 
-def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings: Any) -> list[Sample]:
+def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings: Any) -> list[SampledRow]:
     """The last row of a conversation about each prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.agent = agent
-    rows: dict[int, Sample] = {}
+    rows: dict[int, SampledRow] = {}
     engine.run(prompts, lambda i, found: rows.update({i: found[-1]}), seed=3, greedy=bool(settings.get("greedy")))
     return [rows[i] for i in range(len(prompts))]
 
 
-def unscored(rows: Sequence[Sample]) -> list[Conversation]:
+def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
     """Conversations that have no rewards yet."""
     return [(replace(row, score=Score()),) for row in rows]
 
@@ -483,7 +482,7 @@ def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
 ):
     now, sampled = [0.0], Talks.sampled
 
-    async def slowly(talks: Talks, row: int, before: Sequence[int]) -> Turn:
+    async def slowly(talks: Talks, row: int, before: Sequence[int]) -> PolicyTurn:
         turn = await sampled(talks, row, before)
         now[0] += 1000
         return turn
@@ -554,7 +553,7 @@ def test_closing_ends_a_generation_that_waits(agents: Callable[..., Agent], mode
 # ---- rewards, limits and what is trained ----
 
 
-def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> Sample:
+def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> SampledRow:
     """A prompt of two tokens, and these turns (first token, token after the last, reward)."""
     inside = np.array([any(start <= token < end for start, end, _ in turns) for token in range(length)])
     logprobs = np.where(inside, -1.0, 0.0).astype(np.float32)
@@ -564,7 +563,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
     return a_sample([5, 6, *[9] * (length - 2)], 2, ended=not truncated, **about, **known)
 
 
-def scored_of(*rows: Sample | Conversation, served: float = 0.0, weight: float = 1.0) -> list[Conversation]:
+def scored_of(*rows: SampledRow | Conversation, served: float = 0.0, weight: float = 1.0) -> list[Conversation]:
     """Conversations with a served reward, and the value 0.1 times its place for each token."""
     found = []
     for given in rows:
@@ -633,7 +632,7 @@ def test_metrics_count_all_rows_of_the_conversations_in_the_update():
     """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
     limited = row((2, 5, 1.0), length=5, truncated="environment.max_turns")
 
-    def with_kl(each: Sample, gap: float) -> Sample:
+    def with_kl(each: SampledRow, gap: float) -> SampledRow:
         return replace(each, ref_logprobs=np.where(each.sampled, each.policy_logprobs - gap, 0.0).astype(np.float32))
 
     scored = scored_of(with_kl(ROWS[0], 0.5), tuple(with_kl(each, 1.0) for each in SECOND), with_kl(limited, 9.0))
@@ -671,7 +670,7 @@ def test_lines_and_metrics_say_how_conversations_ended():
 def test_lines_have_the_turns_of_all_rows():
     """The first row's prompt, and the turns of both; the other conversation has its own alone."""
 
-    def named(each: Sample, text: str) -> Sample:
+    def named(each: SampledRow, text: str) -> SampledRow:
         return replace(each, messages=(assistant(text),), prompt=replace(each.prompt, text=text))
 
     scored = scored_of(named(ROWS[0], "alone"), (named(SECOND[0], "first"), named(SECOND[1], "later")))

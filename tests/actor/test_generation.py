@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Sample, padded, rows_of
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded, rows_of
 from rlhf_triton.actor.generation import cache, slots
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Prompts, Rules, Turn, draw
+from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Prompts, Rules, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 from tests.support.samples import logprobs_of, tokens_of
@@ -224,7 +224,7 @@ class Talk:
         self._now: list[tuple[int, list[int] | None]] = [(i, parts[0]) for i, parts in self.rows.items()]
         self.answered = 0
 
-    def take(self, index: int, turn: Turn) -> bool:
+    def take(self, index: int, turn: PolicyTurn) -> bool:
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
@@ -377,7 +377,7 @@ def make_policy(checkpoint: Path, **settings: Any) -> Policy:
     return Policy.of(actor_section(model=checkpoint, max_new_tokens=12, **settings))
 
 
-def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[Sample]:
+def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[SampledRow]:
     given = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(prompts)]
     rows = rows_of(policy.generate(given, seed=seed, **settings))
     assert [row.tokens[~row.sampled].tolist() for row in rows] == prompts
@@ -387,11 +387,11 @@ def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 
     return rows
 
 
-def responses(rows: list[Sample]) -> list[list[int]]:
+def responses(rows: list[SampledRow]) -> list[list[int]]:
     return [row.tokens[row.sampled].tolist() for row in rows]
 
 
-def ends(rows: list[Sample]) -> list[bool]:
+def ends(rows: list[SampledRow]) -> list[bool]:
     return [row.ended for row in rows]
 
 

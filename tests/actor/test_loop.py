@@ -35,7 +35,7 @@ from rlhf_triton.actor.algorithms.batch import RewardsFailed
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import chances, preferred
-from rlhf_triton.actor.data.sample import Conversation, Sample
+from rlhf_triton.actor.data.sample import Conversation, SampledRow
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy
@@ -141,7 +141,7 @@ async def collected(
     ready: asyncio.Future[Any] | None = None,
     called: Callable[[str], None] = lambda name: None,
     row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
-) -> list[Sample]:
+) -> list[SampledRow]:
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
     if ready is None:
         ready = asyncio.get_running_loop().create_future()

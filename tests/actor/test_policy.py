@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Sample, rows_of
+from rlhf_triton.actor.data.sample import SampledRow, rows_of
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy
@@ -72,7 +72,7 @@ def make_policy(folder: Path, *, seed: int = 0, **settings: Any) -> Any:
     return trainable_policy(**{**limits, **settings})
 
 
-def trained(folder: Path, **settings: Any) -> tuple[Policy, list[Sample]]:
+def trained(folder: Path, **settings: Any) -> tuple[Policy, list[SampledRow]]:
     policy = make_policy(folder, **settings)
     rollout = rows_of(policy.generate(PROMPTS[:2], seed=1))
     train(policy, rollout)

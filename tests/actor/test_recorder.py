@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.sample import Sample
+from rlhf_triton.actor.data.sample import SampledRow
 from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
@@ -114,7 +114,7 @@ async def ends(recorder: Recorder) -> None:
     await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
-def a_talk(**more: Any) -> Sample:
+def a_talk(**more: Any) -> SampledRow:
     """A conversation in which the policy has said nothing."""
     return a_sample([1], turns=(), **more)
 

@@ -160,15 +160,15 @@ def scorer_of(client: Client, tokenizer: Any, *, rows_per_request: int = 8, with
 
 
 def score(
-    client: Client, tokenizer: Any, rows: Sequence[samples.Sample], *, texts: bool = False, size: int = 8
-) -> list[samples.Sample]:
+    client: Client, tokenizer: Any, rows: Sequence[samples.SampledRow], *, texts: bool = False, size: int = 8
+) -> list[samples.SampledRow]:
     client.rows = [row.tokens.tolist() for row in rows]
     scorer = scorer_of(client, tokenizer, rows_per_request=size)
     scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
     return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
 
 
-def are_scored(rows: Sequence[samples.Sample]) -> list[bool]:
+def are_scored(rows: Sequence[samples.SampledRow]) -> list[bool]:
     return [not row.score.failure for row in rows]
 
 
@@ -239,7 +239,7 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
 # ---- process rewards ----
 
 
-def written(tokenizer: Any, *texts: str) -> list[samples.Sample]:
+def written(tokenizer: Any, *texts: str) -> list[samples.SampledRow]:
     """Responses to the prompt "Open it."."""
     prompt = Prompt("", "Open it.", np.asarray(tokenizer("Open it.")["input_ids"]))
     replies = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
@@ -347,7 +347,7 @@ GROUP = 2
 Versions = Sequence[int | None]
 
 
-def of_version(row: samples.Sample, version: int | None) -> Conversation:
+def of_version(row: samples.SampledRow, version: int | None) -> Conversation:
     """Row i of version v has the score 100 v + i; None: it has none."""
     if version is None:
         return (replace(row, score=Score(failure="503")),)
@@ -379,7 +379,7 @@ class Swapping:
         return [of_version(row, version) for (row,), version in zip(rows, given, strict=True)]
 
 
-def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[list[int]], list[samples.Sample]]:
+def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[list[int]], list[samples.SampledRow]]:
     """Rows asked for again, and what they have in the end."""
     scorer = Swapping(first, answer)
 
@@ -581,7 +581,7 @@ def sampled(reply: str) -> list[int]:
     return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
 
 
-def answered(prompt: Prompt, reply: str) -> samples.Sample:
+def answered(prompt: Prompt, reply: str) -> samples.SampledRow:
     return sample_of(prompt, sampled(reply), None, ended=REPLIES[reply][2])
 
 
@@ -598,7 +598,7 @@ def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
     assert scored_ids(Reader(tmp_path, theirs), row) == encode_text(theirs, whole, 500)
 
 
-def with_a_tool(prompt: Prompt, reply: str) -> samples.Sample:
+def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
     """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
@@ -643,7 +643,7 @@ class Reader:
         return {REWARDS: np.zeros((len(texts), 1), np.float32)}
 
 
-def scored_ids(reader: Reader, row: samples.Sample) -> list[int]:
+def scored_ids(reader: Reader, row: samples.SampledRow) -> list[int]:
     """The ids that a run's row is scored by."""
     scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
     asyncio.run(scorer.compare_tokenizers())

@@ -15,7 +15,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.conversations import Agent
-from rlhf_triton.actor.generation.slots import Turn
+from rlhf_triton.actor.generation.slots import PolicyTurn
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed
@@ -42,7 +42,7 @@ def setup(tmp_path: Path, checkpoint: Path) -> Callable[..., VllmSetup]:
 Setup = Callable[..., VllmSetup]
 
 
-async def run(here: VllmSetup, **settings: Any) -> list[Turn]:
+async def run(here: VllmSetup, **settings: Any) -> list[PolicyTurn]:
     """Generate in a thread; return the responses in the order of the prompts."""
     responses = await asyncio.to_thread(lambda: here.run(**settings))
     return [responses[row] for row in range(len(PROMPTS))]
@@ -60,7 +60,7 @@ async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
     async with FakeVllm() as server:
         here = setup(server)
         for _ in range(2):
-            assert await run(here) == [Turn(END, True, [-0.5] * 4)] * 3
+            assert await run(here) == [PolicyTurn(END, True, [-0.5] * 4)] * 3
         assert [path.name for path in server.loaded] == ["1"], "loaded once for both"
         here.policy.renew_sampler()
         await run(here)
@@ -74,7 +74,7 @@ async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
         assert kept == {"2", "3", "CURRENT", f"{server.url}.lock"}
         assert server.calls.count("/resume") == server.calls.count("/pause") == 3
         server.answer = lambda request: {"token_ids": [5] * 8, "finish_reason": "length"}
-        assert await run(here) == [Turn([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
+        assert await run(here) == [PolicyTurn([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])

@@ -17,7 +17,7 @@ from triton_python_backend_utils import Request
 
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, read_prompts
-from rlhf_triton.actor.data.sample import Sample, rows_of
+from rlhf_triton.actor.data.sample import SampledRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import ActorSection, RunConfig
@@ -63,7 +63,7 @@ def make_policy(folder: Path, **settings: Any) -> Policy:
     return Policy.of(actor_section(**{**limits, **settings}))
 
 
-def by_hand(model: Any, rows: list[Sample], banned: list[int]) -> torch.Tensor:
+def by_hand(model: Any, rows: list[SampledRow], banned: list[int]) -> torch.Tensor:
     """Log-probs `[B, S-1]` of the whole rows: a float32 model under autocast, its head in float32."""
     tokens, lengths = tokens_of(rows).to(model.device), torch.tensor([[len(row.tokens)] for row in rows])
     attention = (torch.arange(tokens.shape[1]) < lengths).long().to(model.device)

@@ -9,7 +9,7 @@ from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation
-from rlhf_triton.actor.generation.slots import Turn
+from rlhf_triton.actor.generation.slots import PolicyTurn
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import RunConfig
@@ -49,14 +49,14 @@ class VllmSetup:
         self.policy.optimizer_step += 1
         self.policy.renew_sampler()
 
-    def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, Turn]:
+    def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:
         """Generate a response to each of PROMPTS."""
-        found: dict[int, Turn] = {}
+        found: dict[int, PolicyTurn] = {}
 
         def finished(row: int, conversation: Conversation) -> None:
             (sample,) = conversation
             logprobs = None if sample.logprobs is None else sample.logprobs[sample.sampled].tolist()
-            found[row] = Turn(sample.tokens[sample.sampled].tolist(), sample.ended, logprobs)
+            found[row] = PolicyTurn(sample.tokens[sample.sampled].tolist(), sample.ended, logprobs)
 
         self.generation.run(PROMPTS, finished, seed=seed, greedy=greedy)
         return found
