@@ -5,10 +5,9 @@ A group is a coroutine. If a reward function is groupwise, its responses wait fo
 
 import asyncio
 import itertools
-import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,6 @@ from rlhf_triton.client.batching import Gathering
 from rlhf_triton.config import AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
-logger = logging.getLogger(__name__)
 # Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
 # of 8 rows takes a third of the CPU time (server and client together) of 8 requests of one row.
 GATHER_S = 0.01
@@ -128,14 +126,13 @@ class GroupScoring:
         group_size: int,
     ) -> None:
         """`reference`: one that is served is asked, too; `ready` as of `collect`."""
-        self._scorer, self._ready = scorer, ready
+        self._scorer, self._reference, self._ready = scorer, reference, ready
         self._unit = group_size if scorer.reward.groupwise else 1
-        self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or wait for `ready`
+        self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or have waited
         self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
         self._logprobs: Gathering[SampledRow, list[np.ndarray | str]] | None = None
         if isinstance(reference, ServedReference):
-            ask = self._limited(reference.ask)
-            self._logprobs = Gathering(ask, gather_s=GATHER_S, max_rows=reference.rows_per_request)
+            self._logprobs = Gathering(self._known, gather_s=GATHER_S, max_rows=reference.rows_per_request)
         self.requests = set[asyncio.Task[Any]]()
         self.span = (math.inf, 0.0)
         """`time.monotonic` of the first scoring request and the last response."""
@@ -167,23 +164,22 @@ class GroupScoring:
         return answers()
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
-        async with self._starting:
-            versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
-            await asyncio.sleep(0)
+        versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
+        await self._turn()
         start = time.monotonic()
         found = await self._scorer.score(conversations, self._unit, versions=versions)
         self.span = min(self.span[0], start), time.monotonic()
         return found
 
-    def _limited(
-        self, ask: Callable[[list[SampledRow]], Awaitable[Any]]
-    ) -> Callable[[list[SampledRow]], Awaitable[Any]]:
-        async def limited(rows: list[SampledRow]) -> Any:
-            async with self._starting:
-                await asyncio.sleep(0)
-            return await ask(rows)
+    async def _known(self, rows: list[SampledRow]) -> list[np.ndarray | str]:
+        assert isinstance(self._reference, ServedReference)
+        await self._turn()
+        return await self._reference.ask(rows)
 
-        return limited
+    async def _turn(self) -> None:
+        """Let the event loop look for responses and signals between the starts of many requests."""
+        async with self._starting:
+            await asyncio.sleep(0)
 
     async def _of_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
         """Return the conversations with rewards of one version of a live reward model; score again what differs.
@@ -194,7 +190,6 @@ class GroupScoring:
         for _ in range(ROUNDS):
             if len(_versions(conversations)) < 2:
                 return conversations
-            logger.info("a group is scored again: version %d is served now", max(_versions(conversations)))
             again = await self._scorer.score(conversations, self._unit, versions=self._ready.result())
             conversations = [tuple(map(_rewarded_again, *pair)) for pair in zip(conversations, again, strict=True)]
         failure = f"the reward model's version changed more than {ROUNDS} times while the rows of a group were scored"

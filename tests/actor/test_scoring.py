@@ -223,6 +223,26 @@ def test_values_are_those_of_one_demanded_version(tokenizer: Any, versions: list
     assert client.versions == VersionRange(4)
 
 
+class Critic(Client):
+    """Gives each token its id as its value; refuses rows that begin with 2."""
+
+    async def score(self, rows: Any, *_: object, versions: Any) -> dict[str, np.ndarray]:
+        if any(row[0] == 2 for row in rows):
+            raise RequestRefused("refused", "tokens[0]: too long")
+        width = max(map(len, rows))
+        values = np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype(np.float32)
+        return {VALUES: values, WEIGHTS_VERSION: np.full((len(rows), 1), 3)}
+
+
+def test_all_rows_of_a_conversation_have_values_or_it_has_failed(tokenizer: Any):
+    scorer = Scorer(Critic({}), tokenizer, rows_per_request=8, with_rewards=False)  # type: ignore[arg-type]
+    one, other = (tuple(a_sample(tokens) for tokens in rows) for rows in (([3, 5], [1, 4, 6]), ([2, 5, 6], [1, 7])))
+    whole, failed = asyncio.run(scorer.score([one, other]))
+    assert [row.score.values.tolist() for row in whole] == [[3, 5], [1, 4, 6]]
+    assert [row.score.version for row in (*whole, *failed)] == [3, 3, -1, 3]
+    assert (failure_of(whole), failure_of(failed)) == ("", "refused")
+
+
 def test_a_column_is_refused_only_where_it_would_be_replaced():
     plain, groupwise = ServedModel(components=("a",)), ServedModel(components=("a",), groupwise=True)
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"}, where="p.jsonl:7")
