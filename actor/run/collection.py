@@ -4,10 +4,10 @@ A group is a coroutine. If a reward function is groupwise, its responses wait fo
 """
 
 import asyncio
+import contextlib
 import itertools
-import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,8 @@ async def collect(
                 await ready
         with timers.phase("score_wait"):
             found = await asyncio.gather(*groups)
-        timers.note("scoring", *scoring.span)
+        for name, span in scoring.spans.items():
+            timers.note(name, *span)
     finally:
         is_over = True
         await cancelled([*groups, *scoring.requests])
@@ -134,8 +135,8 @@ class GroupScoring:
         if isinstance(reference, ServedReference):
             self._logprobs = Gathering(self._known, gather_s=GATHER_S, max_rows=reference.rows_per_request)
         self.requests = set[asyncio.Task[Any]]()
-        self.span = (math.inf, 0.0)
-        """`time.monotonic` of the first scoring request and the last response."""
+        self.spans: dict[str, tuple[float, float]] = {}
+        """`time.monotonic` of the first request and the last response, of `scoring` and a served `init_logprobs`."""
 
     async def scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
         """Return the conversations of a group, scored by one version of the reward model."""
@@ -166,15 +167,20 @@ class GroupScoring:
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
         await self._turn()
-        start = time.monotonic()
-        found = await self._scorer.score(conversations, self._unit, versions=versions)
-        self.span = min(self.span[0], start), time.monotonic()
-        return found
+        with self._noted("scoring"):
+            return await self._scorer.score(conversations, self._unit, versions=versions)
 
     async def _known(self, rows: list[SampledRow]) -> list[np.ndarray | str]:
         assert isinstance(self._reference, ServedReference)
         await self._turn()
-        return await self._reference.ask(rows)
+        with self._noted("init_logprobs"):
+            return await self._reference.ask(rows)
+
+    @contextlib.contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
 
     async def _turn(self) -> None:
         """Let the event loop look for responses and signals between the starts of many requests."""

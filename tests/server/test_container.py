@@ -309,10 +309,10 @@ def environment_below(folder: Path) -> Path:
 
 def printed_lines(python: Path, folder: Path, *overrides: str) -> str:
     """Run the page's command in `folder`; return what it prints."""
-    (command,) = re.findall(r"^    \.venv/bin/python (.* --print-command)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^    \.venv/bin/rlhf-triton (.* --print-command)$", PAGE, re.MULTILINE)
     ports = [f"server.{name}_port=0" for name in ("http", "grpc", "metrics")]
     done = subprocess.run(
-        [str(python), *command.split(), *ports, *overrides],
+        [str(python), "-m", "rlhf_triton.tools", *command.split(), *ports, *overrides],
         cwd=folder,
         capture_output=True,
         text=True,
