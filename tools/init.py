@@ -16,7 +16,7 @@ NUM_PROMPTS = 16
 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write what is asked for; return 0, or 2 after an error."""
+    """Write the YAML or the environment; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(description="Write a YAML for your models, or an environment of agents.")
     kinds = parser.add_subparsers(dest="what", required=True)
     models = kinds.add_parser("models", help="inspect models, try them, convert pickled weights, and write their YAML")

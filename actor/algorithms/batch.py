@@ -1,13 +1,13 @@
-"""Builds the training batch for policy and critic from scored samples, and measures it."""
+"""Builds the training batch for policy and critic from scored samples."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.advantages import explained_variance, masked_mean, masked_whiten
+from rlhf_triton.actor.algorithms.advantages import masked_whiten
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.losses import kl_estimate
 from rlhf_triton.actor.algorithms.method import Method
@@ -58,9 +58,9 @@ def make_batch(
     if settings.mask_unfinished:
         learned &= ended
     mask = positions(rows, lambda row: row.sampled).float() * scored[owner, None]
-    logprobs, ref_logprobs, engine = (
-        known_positions(rows, name) for name in ("policy_logprobs", "ref_logprobs", "logprobs")
-    )
+    logprobs = known_positions(rows, "policy_logprobs")
+    ref_logprobs = known_positions(rows, "ref_logprobs")
+    engine = known_positions(rows, "logprobs")
     kl = None
     if logprobs is not None and ref_logprobs is not None:
         # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
@@ -75,20 +75,20 @@ def make_batch(
         given = positions(rows, lambda row: _or_zeros(row, row.score.ends)).bool()
     lines = Lines(conversations)
     inputs = AdvantageInputs(
-        torch.tensor([end.score.reward if steps is None else end.score.outcome for end in ends]),
-        lines.joined(penalty),
-        lines.joined(values),
-        lines.joined(mask),
-        group,
-        scored,
-        ended,
-        learned,
-        settings.gamma,
-        settings.lam,
-        settings.lam_values,
-        settings.lam_length,
-        None if steps is None else lines.joined(steps),
-        None if given is None else lines.joined(given),
+        rewards=torch.tensor([end.score.reward if steps is None else end.score.outcome for end in ends]),
+        penalty=lines.joined(penalty),
+        values=lines.joined(values),
+        mask=lines.joined(mask),
+        groups=group,
+        scored=scored,
+        ended=ended,
+        counted=learned,
+        gamma=settings.gamma,
+        lam=settings.lam,
+        lam_values=settings.lam_values,
+        lam_length=settings.lam_length,
+        steps=None if steps is None else lines.joined(steps),
+        ends=None if given is None else lines.joined(given),
     )
     inputs = shaper.run(inputs)
     if truncated == "bootstrap":
@@ -99,17 +99,17 @@ def make_batch(
     if method.loss_mean == "sequence":
         weights = weights / inputs.mask.sum(-1)[owner, None].clamp(min=1)
     return PPOBatch(
-        padded([row.tokens for row in rows]),
-        torch.tensor([len(row.tokens) for row in rows]),
-        mask,
-        weights,
-        engine if settings.old_logprobs == "sampler" and engine is not None else logprobs,
-        ref_logprobs,
-        masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
-        returns * mask,
-        values,
-        kl,
-        lines.split(returns_to_go(inputs)[1]) if has_values else None,
+        tokens=padded([row.tokens for row in rows]),
+        lengths=torch.tensor([len(row.tokens) for row in rows]),
+        mask=mask,
+        policy_weights=weights,
+        logprobs=engine if settings.old_logprobs == "sampler" and engine is not None else logprobs,
+        ref_logprobs=ref_logprobs,
+        advantages=masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
+        returns=returns * mask,
+        prev_values=values,
+        kl=kl,
+        rewards_to_go=lines.split(returns_to_go(inputs)[1]) if has_values else None,
         groups=group[owner],
         versions=torch.tensor([row.score.version for row in rows]),
         positive=torch.tensor([end.score.reward > 0 for end in ends])[owner] if settings.positive_nll else None,
@@ -238,23 +238,6 @@ def check_failures(conversations: Sequence[Conversation], max_failed_fraction: f
         )
 
 
-def sequence_kl(conversations: Sequence[Conversation]) -> float | None:
-    """Return the mean KL of the scored conversations (summed k1, nats).
-
-    None without any, or without reference log-probs.
-    """
-    sums = list[float]()
-    for conversation in conversations:
-        pairs = [(row.policy_logprobs, row.ref_logprobs, row.sampled) for row in conversation]
-        if failure_of(conversation) or not any(row.sampled.any() for row in conversation):
-            continue
-        gaps = [(own - ref)[sampled] for own, ref, sampled in pairs if own is not None and ref is not None]
-        if len(gaps) < len(pairs):
-            return None
-        sums.append(sum(float(gap.sum()) for gap in gaps))
-    return float(np.mean(sums)) if sums else None
-
-
 def score_returns(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor, Tensor]:
     """Return (values, returns, mask) of scored conversations, each `[C, T]`.
 
@@ -266,124 +249,3 @@ def score_returns(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor
     steps = lines.joined(positions(rows, lambda row: _or_zeros(row, row.score.steps))) * mask
     outcome = torch.tensor([conversation[-1].score.outcome for conversation in conversations])
     return values, (steps.flip(1).cumsum(1).flip(1) + outcome[:, None]) * mask, mask
-
-
-# Metrics of samples: the `train_rollouts/…` of a step, and those of a validation.
-
-
-def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
-    """Return the `train_rollouts/…` metrics of one step: means over scored conversations or sampled tokens.
-
-    `batch` has the rows of `groups`.
-    """
-    conversations = conversations_of(groups)
-    rows = rows_of(conversations)
-    metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
-    learned = batch.mask.any(-1).tolist()
-    counted, first = list[Conversation](), 0
-    for conversation in conversations:
-        if any(learned[first : first + len(conversation)]):
-            counted.append(conversation)
-        first += len(conversation)
-    distance = sequence_kl(counted)
-    if batch.kl is not None and distance is not None:
-        metrics |= {
-            "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
-            "init_policy_kl_per_sequence": distance,
-            "rewards_with_kl": metrics["rewards"] - kl_coef * float((batch.kl * batch.mask).sum()) / len(counted),
-        }
-    if any(row.policy_logprobs is not None and row.policy_logprobs is not row.logprobs for row in rows):
-        ours, theirs = known_positions(rows, "policy_logprobs"), known_positions(rows, "logprobs")
-        if ours is not None and theirs is not None:
-            gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
-            metrics |= {
-                "generation_logprob_gap": float(masked_mean(gap, batch.mask)),
-                "generation_logprob_gap_max": float(gap.max()),
-            }
-    charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
-    if batch.rewards_to_go is not None:
-        versions = [row.score.version for row in rows if row.score.version >= 0]
-        charted["values"] = batch.prev_values, batch.mask
-        metrics |= {
-            # Not `returns`: with lam below 1 they contain the values, so even an untrained critic would score well.
-            "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
-            "weights_version": float(max(versions)),
-            "weights_version_min": float(min(versions)),
-        }
-    for name, (tensor, mask) in charted.items():
-        mean = masked_mean(tensor, mask)
-        metrics[f"{name}_mean"] = float(mean)
-        metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, mask).sqrt())
-    return {f"train_rollouts/{name}": value for name, value in metrics.items()}
-
-
-def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return metrics of any conversations, training or validation: lengths, rewards of scored ones, diversity."""
-    ends = [conversation[-1] for conversation in conversations]
-    rows = rows_of(conversations)
-    scored = [each[-1].score for each in conversations if not failure_of(each)]
-    rewards = np.array([score.reward for score in scored], np.float32)
-    metrics = {
-        "rollout_size": float(len(ends)),
-        "response_lengths": _mean(len(end.tokens) for end in ends),
-        "prompt_lengths": _mean(len(end.prompt.tokens) for end in ends),
-        "generation_length": sum(int(row.sampled.sum()) for row in rows) / len(ends),
-        "rewards": float(rewards.mean()),
-        "rewards_std": float(rewards.std()),
-        "fraction_of_samples_properly_ended": _mean(end.ended for end in ends),
-        "masked_samples": float(len(ends) - len(scored)),
-        "distinct2": distinct_bigrams(rows),
-    }
-    if versions := [score.reward_version for score in scored if score.reward_version is not None]:
-        metrics["reward_version"] = float(max(versions))
-    metrics |= process_metrics(conversations) | _conversation_metrics(conversations)
-    for name in ends[0].score.components:
-        known = [end.score.components.get(name, np.nan) for end in ends]
-        finite = [value for value in known if np.isfinite(value)]
-        if missing := len(known) - len(finite):  # it failed, or does not apply
-            metrics[f"reward_{name}_missing"] = float(missing)
-        if finite:  # a reward that failed on every row has no mean
-            metrics[f"reward_{name}"] = _mean(finite)
-    return metrics
-
-
-def process_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the mean reward of a step and the mean number of steps of scored conversations; empty without any."""
-    scored = [conversation for conversation in conversations if not failure_of(conversation)]
-    given = [row.score.steps[row.score.ends] for row in rows_of(scored) if row.score.steps is not None]
-    if not given:
-        return {}
-    steps = np.concatenate(given)
-    mean = float(steps.mean()) if len(steps) else float("nan")
-    return {"process_rewards": mean, "steps_per_response": len(steps) / len(scored)}
-
-
-def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the mean number of turns and the share of them that is trained as sampled, and the shares of conversations
-    that a limit ended and that failed; empty without environments.
-    """
-    ends = [conversation[-1] for conversation in conversations]
-    if ends[0].turns is None:
-        return {}
-    turns = [(row, turn) for row in rows_of(conversations) for turn in row.turns or ()]
-    exact = [[*turn.tokens] == row.tokens[turn.start : turn.end].tolist() for row, turn in turns]
-    return {
-        "turns": len(turns) / len(ends),
-        "truncated": _mean(bool(end.truncated) for end in ends),
-        "exact_turns": sum(exact) / max(1, len(exact)),
-        "failed_environments": _mean(bool(end.error) for end in ends),
-        "restarted_environments": _mean(end.restarts for end in ends),
-    }
-
-
-def distinct_bigrams(rows: Sequence[SampledRow]) -> float:
-    """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
-    base = max(int(row.tokens.max()) for row in rows) + 1
-    pairs = np.concatenate(
-        [(row.tokens[:-1] * base + row.tokens[1:])[row.sampled[:-1] & row.sampled[1:]] for row in rows]
-    )
-    return np.unique(pairs).size / max(1, pairs.size)
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean([*values]))

@@ -184,7 +184,9 @@ class Session:
         """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
         if self.is_over:
             raise _over(self.name)
-        call.sampled, call.reply, call.number = sampled, reply, len(self.calls)
+        call.sampled = sampled
+        call.reply = reply
+        call.number = len(self.calls)
         self.num_tokens += len(call.before) + len(sampled.tokens)
         self.calls.append(call)
         self._ends[_digest(call.digest, _identity(reply))] = call

@@ -128,14 +128,14 @@ def conversation_of(
             SampledRow(
                 prompt,
                 np.array(row.tokens, np.int64),
-                ~np.array(row.observed, np.bool_),
-                bool(row.turns) and not truncated and not error,
-                None if np.isnan(logprobs).any() else logprobs,
-                tuple(row.turns),
-                tuple(row.messages),
-                known,
-                truncated,
-                error,
+                sampled=~np.array(row.observed, np.bool_),
+                ended=bool(row.turns) and not truncated and not error,
+                logprobs=None if np.isnan(logprobs).any() else logprobs,
+                turns=tuple(row.turns),
+                messages=tuple(row.messages),
+                known=known,
+                truncated=truncated,
+                error=error,
             )
         )
     return tuple(found)

@@ -127,7 +127,9 @@ class GroupScoring:
         group_size: int,
     ) -> None:
         """`reference`: one that is served is asked, too; `ready` as of `collect`."""
-        self._scorer, self._reference, self._ready = scorer, reference, ready
+        self._scorer = scorer
+        self._reference = reference
+        self._ready = ready
         self._unit = group_size if scorer.reward.groupwise else 1
         self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or have waited
         self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.batch import failures, process_metrics, rollout_metrics, text_metrics
+from rlhf_triton.actor.algorithms.batch import failures
+from rlhf_triton.actor.algorithms.sample_metrics import process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of

@@ -149,7 +149,9 @@ class Rollouts:
         settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
         ready = asyncio.create_task(self._critic.served(needed))
-        metrics, dropped, algorithm = dict[str, float](), list[Group](), settings.algorithm
+        algorithm = settings.algorithm
+        metrics = dict[str, float]()
+        dropped = list[Group]()
         try:
             prompts = await self._prompts(step, partial(self.inputs.prompts_of, step), ready, timers)
             with timers.phase("rollout_time"):
@@ -210,15 +212,19 @@ class Rollouts:
 
         What cannot be replaced in `max_resampled` attempts stays, so that the step is full.
         """
-        algorithm, dropped, useful, useless = self._settings.algorithm, list[Group](), list[Group](), list[Group]()
+        algorithm = self._settings.algorithm
+        dropped = list[Group]()
+        useful = list[Group]()
+        useless = list[Group]()
         for repeat in range(algorithm.max_resampled + 1):
             if repeat:
                 dropped += useless
                 read = partial(self.inputs.more_prompts_of, step, len(useless))
                 prompts = await self._prompts(step, read, ready, timers, repeat)
                 groups = await self._collect(prompts, step, ready, timers, repeat)
-            useless = [group for group in groups if not has_spread(group, algorithm, self._truncated)]
-            useful += [group for group in groups if has_spread(group, algorithm, self._truncated)]
+            useless = []
+            for group in groups:
+                (useful if has_spread(group, algorithm, self._truncated) else useless).append(group)
             if not useless:
                 break
         metrics = {

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.actor.algorithms.advantages import explained_variance
-from rlhf_triton.actor.algorithms.batch import score_returns, sequence_kl
+from rlhf_triton.actor.algorithms.batch import score_returns
+from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import InThread
 from rlhf_triton.actor.data.prompt_reader import Prompt

@@ -14,14 +14,12 @@ from rlhf_triton.actor.algorithms import grpo, stages
 from rlhf_triton.actor.algorithms.batch import (
     check_failures,
     critic_payload,
-    distinct_bigrams,
     failures,
     positions,
-    process_metrics,
-    rollout_metrics,
     score_returns,
 )
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, process_metrics, rollout_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn

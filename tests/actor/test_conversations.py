@@ -19,13 +19,8 @@ from random_models import random_llama
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
-from rlhf_triton.actor.algorithms.batch import (
-    failures,
-    rollout_metrics,
-    score_returns,
-    sequence_kl,
-    text_metrics,
-)
+from rlhf_triton.actor.algorithms.batch import failures, score_returns
+from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics, sequence_kl, text_metrics
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt

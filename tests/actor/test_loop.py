@@ -30,7 +30,7 @@ from live_system import TEXTS, Checkpoints, make_run, validations_of
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
-from rlhf_triton.actor.algorithms import batch as batches
+from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.batch import RewardsFailed
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -1046,7 +1046,7 @@ def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_p
 
 LONG: list[tuple[Any, str]] = [
     (os, "fsync"),
-    (batches, "distinct_bigrams"),
+    (sample_metrics, "distinct_bigrams"),
     (rlhf_triton.actor.loop, "critic_payload"),
     (PPORun, "make_batch"),
     (Policy, "generate"),

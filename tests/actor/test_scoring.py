@@ -23,7 +23,7 @@ from live_system import TEXTS, Checkpoints, make_run
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
-from rlhf_triton.actor.algorithms.batch import rollout_metrics, text_metrics
+from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics, text_metrics
 from rlhf_triton.actor.data import sample as samples
 from rlhf_triton.actor.data.chat import Chat
 from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow

@@ -467,7 +467,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_a_used_repository_becomes_that_of_a_fresh_folder(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """A model.py left beside an ensemble once made the supervisor restart the server for ever."""
+    """A model.py left beside an ensemble once made the supervisor restart the server in an endless loop."""
 
     def render_into(folder: Path, sections: dict[str, Any]) -> set[Path]:
         config = RunConfig.model_validate(sections)

@@ -143,7 +143,7 @@ class TritonPythonModel:
 
 
 def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path) -> None:
-    """Triton never answers what a model's process had taken over, and reports the model as unloading for ever."""
+    """Triton never answers what a model's process had taken over, and never stops reporting the model as unloading."""
     write_scoring_model(run_dir / "model_repository", "blocking")
     (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
     model.write_text(KEEPS.format(begun=str(run_dir / "begun")))

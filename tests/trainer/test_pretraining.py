@@ -1,4 +1,4 @@
-"""`critic.pretrain`: the critic is trained before version 0, once and to the same bits, or refused by one sentence."""
+"""`critic.pretrain`: the critic is trained before version 0, once and bit-identically, or refused by one sentence."""
 
 import json
 import shutil
@@ -108,7 +108,7 @@ def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(ro
     assert (store.current(), store.versions()) == (0, [0])
     assert (store.manifest(0).made_from or {})["critic.pretrain"] == [str(root / "a")]
     assert store.manifest(0).tensors == WeightsStore(root / "a" / "weights" / "critic").manifest(0).tensors
-    assert torch.equal(version(config), version(again)), "the same files give the same bits"
+    assert torch.equal(version(config), version(again)), "the same files give identical weights"
     assert torch.equal(version(config), version(other)), "the old values are those of another critic"
     (line,) = lines_of(config)
     assert (line["step"], line["weights_version"]) == (0, 0)
