@@ -211,7 +211,7 @@ class Job:
         training = {"device": self.device, "precision": dtype, "token_budget": budget, **trained}
         return RunConfig.model_validate(
             {
-                "run": {"dir": folder / "run", "share_cards": True},
+                "run": {"dir": folder / "run"},
                 "server": FREE_PORTS,
                 "reward": {"model": folder / "reward", **scoring},
                 "critic": {"model": folder / "critic", **scoring},
