@@ -86,7 +86,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "verdict": reward and verdict("The reward", reward),
         "training": None if run.pairs else ends(run, REWARD),
         "training_kl": None if "kl_final" in run.summary else ends(run, KL),
-        "panels": [(caption, as_svg(draw, run)) for draw, caption in pictures(run).items()],
+        "panels": [(caption, as_svg(draw, run)) for caption, draw in pictures(run)],
         "groups": pick_texts(rewarded(run.pairs)) | _failed(run.pairs),
         "replaced": {section.title for section in run.sections},
         "most_texts": MOST_TEXTS,
