@@ -143,7 +143,7 @@ def running_triton(config: RunConfig) -> Iterator[TritonServer]:
     """Run a tritonserver on the run's repository; yield it once it is ready.
 
     Raises:
-        ServerStartError: the block failed because the server had died; ServerAborted if by a fault of its own.
+        ServerStartError: the block failed because the server had died.
     """
     render_repository(config, config.run.repository_dir)
     server = serve_rendered(config, log=lambda line: None)
