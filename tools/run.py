@@ -27,7 +27,7 @@ from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools import preflight
-from rlhf_triton.tools.arguments import parse_or_complete, program
+from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
     )
-    args = parse_or_complete(parser, argv)
+    args = parse(parser, argv)
     signals = StopSignals()
     with signals.raising():
         config = load_config(args.config, args.overrides)
