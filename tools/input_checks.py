@@ -1,9 +1,15 @@
 """Checks what the models of a run read: tokens and ends, chat templates, and the form of the prompts."""
 
+import difflib
+import functools
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jinja2
+from jinja2 import meta
 
 from rlhf_triton.actor.data.prompt_files import EMPTY
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -26,12 +32,21 @@ from rlhf_triton.tools.checks import Finding, warning
 from rlhf_triton.wire.chats import (
     PROBE,
     TEMPLATE_COLUMNS,
+    TEMPLATE_VARIABLES,
+    TOOLS,
     rendered_probe,
+    template_options,
 )
 
 VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}
 MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
+ANSWER = re.compile(
+    r"(\w+_)?(answer|output|response|completion|reply|solution|label|summary|chosen|gold|ground_truth)s?(_text)?",
+    re.IGNORECASE,
+)
+TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
+GIVEN_SHARE, GIVEN_CHARACTERS = 0.75, 12  # of a file whose prompts have the answers: of rows, and of different answers
 # Columns beside the prompt that trainers, or chat templates, put into it: of LLaMA-Factory, Alpaca, TRL, transformers.
 PARTS_OF_PROMPTS = (
     "system",
@@ -86,6 +101,7 @@ def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     return [
         *([*_rendered_texts(config, prompts)] or _ended_texts(config, prompts)),
         *_headers(config, prompts),
+        *_given_answers(prompts),
         *_unused_columns(config, prompts),
     ]
 
@@ -105,8 +121,57 @@ def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
         )
 
 
+def _given_answers(prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning for each column whose values are at the end of a file's prompts, as in files for SFT.
+
+    A short answer may be there by accident ("Is 5 or 3 larger, 3 or 5"), in one row or in some of a file.
+    """
+    found: dict[tuple[str, str], list[tuple[Prompt, str]]] = defaultdict(list)
+    for prompt in prompts:
+        for name, answer in _answers(prompt.metadata):
+            found[prompt.where.rstrip("0123456789"), name].append((prompt, answer))
+    for (_, name), rows in found.items():
+        given = [(prompt, answer) for prompt, answer in rows if _ends_with(prompt, answer)]
+        is_known = len("".join({answer for _, answer in given})) >= GIVEN_CHARACTERS
+        if is_known and len(given) >= GIVEN_SHARE * len(rows):
+            yield (
+                f"{given[0][0].where}: the prompt ends with the row's {name!r}, the answer that the policy is to write "
+                f"(in {len(given)} of {len(rows)} rows with that column); end the prompt before it, or rename the "
+                "column if the policy is to repeat it"
+            )
+
+
+def _answers(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in columns.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", answer) for key, answer in _answers(value))
+        elif ANSWER.fullmatch(name):
+            last = value[-1] if isinstance(value, list) and value else value
+            text = last.get("content") if isinstance(last, dict) else last
+            answer = re.sub(r"(\s*<[^<>]*>)+$", "", _squeezed(str(text)))
+            if isinstance(text, (str, int)) and answer:
+                yield name, answer
+
+
+def _ends_with(prompt: Prompt, answer: str) -> bool:
+    """Return whether the prompt, or a message of it, ends with the answer, but for tags and signs behind it."""
+    chat = prompt.metadata.get(MESSAGES_KEY)
+    for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
+        before, found, behind = _squeezed(text).rpartition(answer)
+        if found and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
+            return True
+    return False
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning for each column that should change a prompt but does not."""
+    """Yield a warning for each column, or variable of a chat template, that should change a prompt but does not."""
+    tokenizers = [load_tokenizer(config.actor.policy.model.absolute())]
+    if config.uses_reward_model and config.reward.template is None:
+        tokenizers.append(load_tokenizer(config.reward.model.absolute()))
     found: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         columns = prompt.metadata
@@ -120,6 +185,13 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
                     f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt"
                     f"{' as `messages`' * (name in TEMPLATE_COLUMNS)}, or rename it if a reward function reads it"
                 ].append(prompt)
+        options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
+        tools = options.pop(TOOLS, None)
+        given = [each for each in tokenizers if options and each.chat_template]
+        read = {name for each in given for name in _variables(each.get_chat_template(tools=tools))}
+        for name in sorted(name for name in options.keys() - read if options[name] not in (*EMPTY, {})):
+            near = "".join(f" (did you mean {other!r}?)" for other in difflib.get_close_matches(name, read, 1))
+            found[f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"].append(prompt)
     for told, rows in found.items():
         yield f"{rows[0].where}: {told} ({len(rows)} such rows)" if len(rows) > 1 else f"{rows[0].where}: {told}"
 
@@ -135,6 +207,14 @@ def _texts_in(value: Any) -> Iterator[str]:
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _texts_in(inner)
+
+
+@functools.cache
+def _variables(template: str) -> set[str]:
+    """Return the names that a chat template reads, which it does not define itself."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    without = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers' own
+    return meta.find_undeclared_variables(environment.parse(without))
 
 
 def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

@@ -156,9 +156,69 @@ def test_a_template_without_the_bos_of_texts_is_named(
 
 
 QUESTION = [{"role": "user", "content": "Open it."}]
+SENTENCE = "Paris is the capital of France."
+ALPACA = "### Instruction:\nName it.\n\n### Response:\n"
 SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 STARTS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 THINKING = CHATS["qwen2"] + STARTS + "{% if enable_thinking %}<think>{% endif %}"
+COUNTDOWN = [{"prompt": f"Make an equation of [3, 4, 7] that equals {i}.", "target": i} for i in range(20)]
+LARGER = [{"text": f"Which is larger, {i} or {i + 1}", "answer": str(i + i % 2)} for i in range(40)]
+COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth": i}} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        *(
+            ([{"text": f"{ALPACA}{SENTENCE}{end}", "output": SENTENCE}], "'output'")
+            for end in ("", "</s>", "\n[END]\n")
+        ),
+        ([{"prompt": f"{ALPACA}{SENTENCE}", "completion": f" {SENTENCE}\n</s>"}], "'completion'"),
+        ([{"prompt": f"{ALPACA}{SENTENCE}\n\n{SENTENCE}", "output": f"{SENTENCE}\r\n{SENTENCE}"}], "'output'"),
+        ([{"prompt": f"Q: Where?\nA: {SENTENCE}", "reference_answers": ["Rome", SENTENCE]}], "'reference_answers'"),
+        ([{"text": f"Q: Where?\nA: {SENTENCE}", "extra_info": {"answer": SENTENCE}}], "'extra_info.answer'"),
+        ([{"messages": [{**QUESTION[0], "content": f"Where? {SENTENCE}"}], "answer": SENTENCE}], "'answer'"),
+        (
+            [{"messages": [QUESTION[0], {"role": "assistant", "content": SENTENCE}, QUESTION[0]], "output": SENTENCE}],
+            "'output'",
+        ),
+        (
+            [
+                {
+                    "prompt": f"Q: Where? {SENTENCE}",
+                    "chosen": [QUESTION[0], {"role": "assistant", "content": SENTENCE}],
+                    "rejected": [QUESTION[0]],
+                }
+            ],
+            "'chosen'",
+        ),
+        (
+            COUNTED,
+            "'reward_model.ground_truth', the answer that the policy is to write (in 20 of 20 rows with that column)",
+        ),
+        (COUNTED[:1], None),
+        (LARGER, None),
+        (COUNTDOWN, None),
+        ([{"text": "Is 3 or 5 larger, 3 or 5", "answer": "5"}], None),
+        ([{"text": "Is 3 or 15 larger?", "answer": "5", "output": None}], None),
+        (
+            [
+                {"text": f"Repeat: {SENTENCE}", "output": SENTENCE},
+                *({"text": f"Name {i}.", "output": "x"} for i in "abc"),
+            ],
+            None,
+        ),
+        ([{"text": f"{ALPACA}", "output": SENTENCE, "instruction": "Name it."}], None),
+        ([{"messages": QUESTION, "chosen": [*QUESTION, {"role": "assistant", "content": SENTENCE}]}], None),
+        ([{"text": f"### Input:\n{SENTENCE}\n\n### Response:\n", "output": SENTENCE}], None),
+    ],
+)
+def test_a_file_whose_prompts_have_the_answer_is_named(
+    config: Path, rows: list[dict[str, Any]], told: str | None
+) -> None:
+    found = [each for each in warnings(config, rows) if "the answer that the policy is to write" in each]
+    assert len(found) == (told is not None)
+    assert all(f"prompts.jsonl:1: the prompt ends with the row's {told}" in each for each in found)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +232,16 @@ THINKING = CHATS["qwen2"] + STARTS + "{% if enable_thinking %}<think>{% endif %}
             "the column 'chat_template_kwargs' is not",
         ),
         ({"prompt": QUESTION, "chat_template_kwargs": {"enable_thinking": True}}, None),
+        # Of SmolTalk 2, whose rows have all variables of SmolLM3's template.
+        ({"prompt": QUESTION, "chat_template_kwargs": {"enable_thinking": False, "xml_tools": []}}, None),
+        (
+            {"prompt": QUESTION, "chat_template_kwargs": {"enable_thinkin": True}},
+            "no chat template of this run reads 'enable_thinkin' (did you mean 'enable_thinking'?)",
+        ),
+        (
+            {"prompt": QUESTION, "chat_template_kwargs": '{"documents": [{"text": "x"}]}'},
+            "reads 'documents'; remove it",
+        ),
         ({"prompt": QUESTION, "system": "Be brief."}, "the column 'system' is not in the prompt"),
         ({"prompt": [{"role": "system", "content": "Be brief."}, *QUESTION], "system": "Be brief. "}, None),
         ({"prompt": QUESTION, "system": "", "documents": [], "images": None}, None),
