@@ -137,7 +137,7 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
 
 
 def run_part(name: str, job: Mapping[str, Any], limit_s: float, log: Path) -> dict[str, Any]:
-    """Run one part in a process of its own, which ends with its descendants at the limit; return its sample."""
+    """Run one part in its own process, killed with its descendants at the time limit; return its sample."""
     found = log.with_suffix(".jsonl")
     found.unlink(missing_ok=True)
     start = time.monotonic()

@@ -67,7 +67,7 @@ def command_to_complete(commands: Mapping[str, tuple[str, str]]) -> str:
 
 
 def seconds(text: str) -> float:
-    """Return the value of an argument that is a pause. Raises ArgumentTypeError unless it is positive."""
+    """Parse an interval in seconds. Raises ArgumentTypeError unless it is positive."""
     try:
         value = float(text)
     except ValueError:

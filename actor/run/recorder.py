@@ -526,7 +526,7 @@ def _ended_well(save: asyncio.Task[None]) -> bool:
 
 
 class ConstantTerms:
-    """The terms of the reward that have had one value since the start, of which nothing can be learned."""
+    """Reward terms that have been constant since the start, so that they teach nothing."""
 
     def __init__(self, steps: int) -> None:
         """`steps`: how many to wait for."""

@@ -91,7 +91,7 @@ def _measured(conversations: list[Conversation]) -> Validation:
 def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:
     """Return the share of the variance of the returns of `rewarded` that the values of `valued` explain.
 
-    Both are the same conversations; those that failed in either do not count.
+    Both are the same conversations; one that failed on either side does not count.
     """
     pairs = [pair for pair in zip(rewarded, valued, strict=True) if not any(map(failure_of, pair))]
     if not pairs:

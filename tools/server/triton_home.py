@@ -37,7 +37,7 @@ class ServerStartError(RlhfError):
 
 
 class ServerAborted(ServerStartError):
-    """The server was ended by a fault of its own."""
+    """The server crashed."""
 
 
 @dataclass(frozen=True)
