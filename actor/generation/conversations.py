@@ -373,7 +373,7 @@ class TalkRows:
         return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, before: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn behind `before`, which follows the tokens that the row has. Raises TemplateError."""
+        """Append `before` to the row's tokens and return the policy's next turn. Raises TemplateError."""
         return await self._sampled(self._row, before)
 
     async def _sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:

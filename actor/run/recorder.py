@@ -187,8 +187,8 @@ class Recorder:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update.
 
         Args:
-            groups: those that the policy learned from; `batch` has their rows.
-            dropped: those without spread that others took the place of.
+            groups: the groups that the policy learned from; `batch` has their rows.
+            dropped: groups without spread that dynamic sampling replaced.
 
         Returns the mean KL of a sequence; None if it is not known.
         """

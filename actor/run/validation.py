@@ -102,7 +102,7 @@ def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) 
 
 
 def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first ones.
+    """Return prompt, response, reward (None if unavailable) and reward version of the first conversations.
 
     A conversation with an environment has its turns, too, in all of its rows.
     """

@@ -76,7 +76,7 @@ class TokenHead:
         return one_by_one(forward, ids, attention, **types) if self.one_by_one else forward(ids, attention, **types)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
-        """Return outputs `[B, A]` at index length-1 of each row; NaN where the tokens that the gate reads are missing."""
+        """Return outputs `[B, A]` at index length-1 of each row; NaN where the gate's tokens are missing."""
         if isinstance(self.head, GatedHead) and self.head.pattern is not None:
             start = last_match(ids, lengths, self.head.pattern)
             hidden = self._by_rows(self._hidden, ids, attention, **types)
