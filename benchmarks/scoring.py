@@ -62,7 +62,7 @@ Send = Callable[[list[np.ndarray]], Awaitable[Any]]
 
 
 class Setup(NamedTuple):
-    """What a contender is started with."""
+    """Start settings of a contender."""
 
     checkpoint: Path
     folder: Path

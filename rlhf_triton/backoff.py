@@ -1,4 +1,4 @@
-"""Exponential back-off, for every loop that repeats what failed. Needs the standard library alone."""
+"""Exponential back-off, for every retry loop. Needs the standard library alone."""
 
 import random
 

@@ -16,7 +16,7 @@ RlhfError                    the user can fix it; the message names what is wron
   RewardsFailed              too many rewards of a rollout are unavailable
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that cannot be used for conversations
-    HistoryChanged           ... as it writes earlier messages anew
+    HistoryChanged           ... as it changes earlier messages
   Unavailable                a request that cannot be served now (503)
   StepFailed                 a step that the sidecar reported as failed (500)
   RequestFailed              a request that is not retried any more

@@ -116,7 +116,7 @@ def _check_index(folder: Path, converted: Path) -> None:
 
 
 def _kept(folder: Path, weights: list[Path]) -> list[Path]:
-    """Return the files to copy: those of the configuration, and heads that are safetensors already."""
+    """Return the files to copy: configuration files, and heads that are safetensors already."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file()]
     return [
         *(file for file in files if file.suffix in KEPT and not file.name.endswith(".index.json")),

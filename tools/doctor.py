@@ -1,6 +1,6 @@
 """`rlhf-triton doctor`: checks the machine, a configuration and its server, one line each, with the remedy.
 
-Only the standard library is imported here: the packages may be what is broken.
+Only the standard library is imported here, because the packages may be broken.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Check the machine and, if `path` is given, the configuration and its server; yield what is found."""
+    """Check the machine and, if `path` is given, the configuration and its server; yield the findings."""
     installed = [*found_by("python", python), *found_by("packages", packages)]
     yield from installed
     yield from found_by("devices", devices)

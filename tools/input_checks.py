@@ -64,7 +64,7 @@ RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
 def token_problems(config: RunConfig) -> Iterator[str]:
-    """Yield which models receive the policy's tokens and lack some that it may sample: a run would end at these."""
+    """Yield models that receive the policy's tokens but have no embedding for some of them: a run would end there."""
     folder = config.actor.policy.model.absolute()
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     entries = sorted(tokenizer.get_vocab().values())
@@ -97,7 +97,7 @@ def _rendered(tokenizer: Any) -> str:
 
 
 def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
-    """Return what is odd about the form of these prompts, as policy and reward model read them."""
+    """Describe oddities in the form of these prompts, as policy and reward model read them."""
     return [
         *([*_rendered_texts(config, prompts)] or _ended_texts(config, prompts)),
         *_headers(config, prompts),
@@ -218,7 +218,7 @@ def _variables(template: str) -> set[str]:
 
 
 def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning if the policy has to write the header of its own turn, which then is a part of each reply."""
+    """Yield a warning if the policy has to write the header of its own turn, which then becomes part of each reply."""
     if not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
         return
     tokenizer = load_tokenizer(config.actor.policy.model.absolute())
@@ -276,7 +276,7 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
 
 
 def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Yield what the reward model reads of the prompts that may not be what it was trained on."""
+    """Yield warnings where the reward model's rendering of prompts may differ from its training."""
     yield from (warning("prompts", told) for told in prompt_warnings(config, prompts))
     reward = config.reward
     is_rendered = config.uses_reward_model and reward.template is None and reward.add_special_tokens

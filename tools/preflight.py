@@ -204,9 +204,9 @@ def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 def trial(
     term: RewardTerm, group: list[Sample], columns: Sequence[str] | None = None, *, hidden_variables: Sequence[str]
 ) -> str:
-    """Call a reward function once, in a worker of its own; return what went wrong, "" for nothing.
+    """Call a reward function once, in its own worker; return the problem, "" if there is none.
 
-    `columns`: those that the rows of the run have; None: they are not known.
+    `columns`: the columns of the run's rows; None: unknown.
     """
     call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables, columns)
     outcomes: queue.SimpleQueue[list[ScoreOutcome]] = queue.SimpleQueue()

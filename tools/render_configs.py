@@ -473,7 +473,7 @@ def _scoring_parameters(section: ModelSection, config: RunConfig, place: Place) 
 
 
 def _threads(section: ModelSection, config: RunConfig) -> str:
-    """Return the number of threads, or as `1/2` the part of the cores, which only the serving machine knows."""
+    """Return the number of threads, or a share of the serving machine's cores, such as `1/2`."""
     if section.threads is not None:
         return str(section.threads)
     if section.device != "cpu":

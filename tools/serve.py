@@ -111,7 +111,7 @@ def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) ->
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Run the trainer to write version 0 of critic and reward model, of those served from versions that have none yet.
+    """Run the trainer to write version 0 of each live model (critic, reward model) that has no version yet.
 
     Args:
         config: the configuration loaded from `path` with `overrides`.

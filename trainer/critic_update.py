@@ -312,7 +312,7 @@ class CriticUpdate:
                 yield [replace(shortest, mask=np.zeros_like(shortest.mask))]
 
     def _gradients(self, batch: list[TrainingRow], num_tokens: float, progress: Callable[[], None]) -> float:
-        """Accumulate the gradients of a batch, anew in smaller micro-batches if they do not fit; return its loss."""
+        """Accumulate the gradients of a batch, repeated in smaller micro-batches on out-of-memory; return its loss."""
 
         def accumulate(_: int) -> float:
             self.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory

@@ -1,6 +1,6 @@
 """Trains the critic before version 0 is published: on steps of earlier runs, and on files of responses with returns.
 
-The training set is held in memory, 20 bytes a token. On a CPU, the same files and settings give the same bits.
+The training set is held in memory, 20 bytes a token. On a CPU, the same files and settings give a bit-identical result.
 """
 
 import functools

@@ -54,7 +54,7 @@ class Reload:
 
 
 class Publisher:
-    """Publishes versions of one model, and rolls back those that an instance rejects."""
+    """Publishes versions of one model, and rolls back a version that an instance rejects."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class Publisher:
     def await_staging(self, manifest: Manifest, beat: Callable[[str], None]) -> None:
         """Wait until every live instance that serves has staged the version and reproduced the canary row.
 
-        That checks the forward pass of a version of several ranks, of which none holds the whole critic. Instances that
-        a reload through Triton replaces check the version when they start instead.
+        That checks the forward pass of a version written by several ranks, none of which holds the whole critic.
+        Instances that a reload through Triton replaces check the version when they start instead.
 
         Raises:
             VersionRejected: an instance could not load the version, or its values differ.

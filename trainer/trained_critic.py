@@ -191,7 +191,7 @@ class TrainedCritic(CriticModel):
 
 
 def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> TrainedCritic:
-    """Load the critic to train from version 0 in `folder`, of which each rank keeps its slices; collective.
+    """Load the critic to train from version 0 in `folder`; each rank keeps its slices. Collective.
 
     Args:
         seed: seed of torch's random state, and thus of the adapters' initial weights.

@@ -152,7 +152,7 @@ class Lines:
         return torch.where(self._inside, tensor[self._rows, self._columns], torch.zeros((), dtype=tensor.dtype))
 
     def split(self, lines: Tensor) -> Tensor:
-        """Return the tensor `[B, S-1]` of which these are the lines `[C, T]`."""
+        """Scatter lines `[C, T]` back into a tensor `[B, S-1]`."""
         found = lines.new_zeros(self._shape)
         inside = self._inside.to(lines.device)
         found[self._rows[inside], self._columns[inside]] = lines[inside]
@@ -218,7 +218,7 @@ class RewardsFailed(RlhfError):
 
 
 def failures(conversations: Sequence[Conversation]) -> str:
-    """Return how many rewards are unavailable, of which prompts, and why; "" if all are there."""
+    """Describe the missing rewards: number, prompts and causes; "" if none is missing."""
     causes = [(conversation[0].prompt, failure_of(conversation)) for conversation in conversations]
     failed = [(prompt, cause) for prompt, cause in causes if cause]
     if not failed:

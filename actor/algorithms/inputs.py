@@ -37,7 +37,7 @@ class AdvantageInputs:
 
     @property
     def remainder(self) -> Tensor:
-        """What the total reward of each response, `[B]`, has beyond its process rewards."""
+        """Each response's total reward minus its process rewards, `[B]`."""
         return self.rewards - (self.penalty * self.mask).sum(-1)
 
     @property

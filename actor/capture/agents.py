@@ -33,7 +33,7 @@ class CapturedAgents(Agent):
     _serving: Future[None] | None = None
 
     def __init__(self, settings: EnvironmentSection, tokenizer: Any, **options: Any) -> None:
-        """Start the workers and the server. Arguments and errors as of `Agent`; rows never wait for each other."""
+        """Start the workers and the server. Arguments and errors as in `Agent`; rows never wait for each other."""
         super().__init__(settings, tokenizer, **{**options, "in_step": False})
         self._rows: dict[str, TalkRows] = {}
         self._sessions = Sessions(

@@ -81,7 +81,7 @@ def capture_router(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 
     @router.post("/reward")
     async def reward(name: Name, request: Request) -> dict[str, float]:
-        """Add to the reward of the last call; return what it is then."""
+        """Add to the reward of the last call; return the sum."""
         body = checked(await _json(request), {"reward": NUMBER}, ("reward",))
         last = sessions.find(name).calls[-1]
         last.reward += number(body, "reward", None, -1e9, 1e9)

@@ -30,7 +30,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class PolicyReply:
-    """A reply, of which each dialect makes its own body."""
+    """A reply, independent of the dialect that renders it."""
 
     id: str
     text: str
@@ -144,7 +144,7 @@ PART = {"type": ["text"], "text": str, "cache_control": ANYTHING, "citations": A
 
 
 def _text(body: Json, name: str, where: str = "") -> str:
-    """Return the text of a content: one, or a list of parts, of which only texts can be taken."""
+    """Return the text of a content, a string or a list of text parts; other parts are refused."""
     if not isinstance(body.get(name), list):
         return str(body.get(name, ""))
     return "".join(checked(part, PART, ("type", "text"), place)["text"] for part, place in _each(body, name, where))
@@ -308,7 +308,7 @@ def _read_anthropic(body: Any, default: int) -> Asked:
 
 
 def _anthropic_messages(body: Any, where: str) -> list[Message]:
-    """Return a message, after each tool result in it as a message of its own."""
+    """Split a message into one message per tool result, followed by the rest."""
     found = checked(body, {"role": [*KINDS], "content": TEXT_OR_LIST}, ("role", "content"), where)
     role, results, texts, calls = found["role"], list[Message](), list[str](), list[Json]()
     if isinstance(found["content"], str):

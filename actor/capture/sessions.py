@@ -54,9 +54,9 @@ class Sampler(Protocol):
     """Samples from the policy."""
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Return what follows `tokens`. If it is cancelled, nothing of it goes on.
+        """Sample a continuation of `tokens`; cancelling the call stops generation.
 
-        `session`: calls with the same one have the begin of their tokens in common.
+        `session`: calls with the same one share a prefix of their tokens.
 
         Raises CaptureError with the status that the agent gets.
         """
@@ -270,7 +270,7 @@ class Sessions:
         return self._open[name]
 
     def end(self, name: str) -> Session | None:
-        """Forget a session and return it, None if it is unknown; what is called in it from now on is refused."""
+        """Remove a session and return it, None if it is unknown; later calls in it are refused."""
         session = self._open.pop(name, None)
         if session is not None:
             session.is_over = True

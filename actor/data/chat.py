@@ -24,7 +24,7 @@ class TemplateError(RlhfError):
 
 
 class HistoryChanged(TemplateError):
-    """The chat template writes earlier messages anew, so what follows cannot be appended to what was sampled."""
+    """The chat template changes earlier messages, so the next ones cannot be appended to the sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Chat:
         return options
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text up to the begin of the policy's first reply. Raises TemplateError."""
+        """Return the text up to the start of the policy's first reply. Raises TemplateError."""
         try:
             return self._rendered(messages, self.options)
         except BadMessages as error:

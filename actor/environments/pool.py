@@ -187,7 +187,7 @@ class Environments:
         task.add_done_callback(self._background.discard)
 
     async def _least_loaded(self) -> EnvironmentWorker:
-        """Return the worker with the fewest instances, after those that are missing have been started."""
+        """Start missing workers, then return the one with the fewest instances."""
         async with self._starting:
             missing = self._settings.workers - sum(worker.is_usable() for worker in self._workers)
             await asyncio.gather(*(self._start_worker() for _ in range(missing)))

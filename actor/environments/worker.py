@@ -82,7 +82,7 @@ class HostedEnvironment:
         return {"observation": text, "reward": _reward(reward), "done": any(map(bool, ends))}
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a tool's result as text for the model; what is wrong with the call is such a text, too."""
+        """Return a tool's result as text for the model; an error in the call is also returned as text."""
         tools = self._tools or {}
         try:
             if name not in tools:

@@ -28,7 +28,7 @@ class SlotCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers builds the mask of one token unread; to leave it out, it would wait for the card."""
+        """Whether transformers builds the mask of one token unread; leaving it out would wait for the GPU."""
         return all(layer.is_initialized and layer.keys.is_cuda for layer in self.layers)
 
     def look_at(self, first: int, last: int, begin: int, end: int) -> None:
@@ -37,9 +37,9 @@ class SlotCache(Cache):
             layer.window = (first, last, begin, end)
 
     def copy_rows(self, sources: Tensor | Sequence[int], first: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, and what they have seen, to rows from `first` on.
+        """Copy columns `begin:end` and the seen tokens of rows `sources`, int64 `[n]`, to rows from `first` on.
 
-        All at once: a card would take longer to start a copy of each row than to do them all.
+        One copy for all rows: on a GPU, launching a copy per row takes longer than the copies.
         """
         last = first + len(sources)
         if self.seen is not None:
@@ -49,7 +49,7 @@ class SlotCache(Cache):
                 whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
 
     def swap(self, one: int, other: int, begin: int, end: int) -> None:
-        """Exchange columns `begin:end` of two rows, and what they have seen."""
+        """Exchange columns `begin:end` and the seen tokens of two rows."""
         if one == other:
             return
         pair, turned = [one, other], [other, one]

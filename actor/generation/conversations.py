@@ -369,11 +369,11 @@ class TalkRows:
         self._asked, self._since, self._waited = 0, 0.0, 0.0
 
     def clock(self) -> float:
-        """Return a time in seconds that does not count what the conversation has waited for the policy."""
+        """Return the conversation's clock in seconds; it stops while the conversation waits for the policy."""
         return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, before: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn behind `before`, which follows the tokens that the row has. Raises TemplateError."""
+        """Append `before` to the row's tokens and return the policy's next turn. Raises TemplateError."""
         return await self._sampled(self._row, before)
 
     async def _sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
@@ -389,7 +389,7 @@ class TalkRows:
                 self._waited += time.monotonic() - self._since
 
     def renew(self) -> None:
-        """Begin another row; the one before does not go on."""
+        """Start another row; the previous one is complete."""
         self._talks.leave(self._row)
         self._row += ROW_STEP
 

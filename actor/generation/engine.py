@@ -80,7 +80,7 @@ class Generation:
         self.memory = Halving(
             "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
         )
-        """How many responses fit into the card's memory at the same time."""
+        """How many responses fit into the GPU's memory at the same time."""
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"
         self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
@@ -123,7 +123,7 @@ class Generation:
             finished(index, conversation)
 
         def respond(slots: int) -> None:
-            """Generate the `missing` responses; those that lack of memory interrupted start again, with equal draws."""
+            """Generate the `missing` responses; rows interrupted by out-of-memory start again with the same draws."""
             draws = None if greedy else functools.partial(uniform_draws, seed)
             given = {row: prompts[row] for row in missing}
             with self._merged(), self._partner_of(given, keep, seed) as partner:
@@ -140,7 +140,7 @@ class Generation:
 
     @contextlib.contextmanager
     def _partner_of(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[Partner]:
-        """Yield what begins and continues the rows: the prompts alone, or conversations with environments."""
+        """Yield the partner that supplies rows to the decoder: plain prompts, or conversations with environments."""
         if self.agent is not None:
             partner: Partner = self.agent.begin(prompts, finished, seed=seed)
         else:
@@ -154,7 +154,7 @@ class Generation:
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[None]:
-        """Merge the adapters into the sampler's layers within the block, on a card that has room for both."""
+        """Merge the adapters into the sampler's layers within the block, on a GPU with room for both."""
         with contextlib.ExitStack() as stack:
             if self._merges:
                 try:
@@ -269,7 +269,7 @@ class Generation:
                     partner.take(index, turn)
 
     def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[PolicyTurn]:
-        """Return what follows the tokens of each row, of which the first is the longest."""
+        """Generate a continuation of each row; the first row is the longest."""
         s, width, device = self._settings, len(rows[0]), self._model.device
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded([torch.tensor(row) for row in rows], padding_value=self._pad_id)

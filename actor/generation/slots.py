@@ -191,7 +191,7 @@ class Decoder:
     def _sorted_in(
         self, came: list[tuple[int, Sequence[int] | None]], waiting: list[tuple[int, Sequence[int]]]
     ) -> list[_Row]:
-        """Add new rows to `waiting`, remove complete ones, and return those that can go on with their new tokens."""
+        """Add new rows to `waiting`, remove complete ones, and return parked rows that received new tokens."""
         parked, ready = {row.index: row for row in self._parked}, []
         for index, tokens in came:
             row = parked.get(index)

@@ -124,9 +124,9 @@ class Policy:
             + " or set actor.policy.gradient_checkpointing" * (not settings.gradient_checkpointing),
             alone=ranks.size == 1,
         )
-        """How many tokens of a micro-batch fit into the card's memory."""
+        """How many tokens of a micro-batch fit into the GPU's memory."""
         self.halvings = [self.generation.memory, self.memory]
-        """What has been done in smaller parts because the card's memory did not suffice."""
+        """Work that was repeated in smaller parts because the GPU was out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
@@ -198,7 +198,7 @@ class Policy:
         return [found[index] for index in range(len(prompts))]
 
     def follow_sampling(self) -> None:
-        """Execute what rank 0 announces to do with the samplers. All ranks but rank 0; ends only with an exception."""
+        """Run the sampler operations that rank 0 announces, on every other rank; returns only by an exception."""
         assert self._samplers is not None
 
         def respond(prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:

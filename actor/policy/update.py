@@ -167,7 +167,7 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens.
 
-        If the card's memory does not suffice, everything is done again in smaller micro-batches.
+        If the GPU runs out of memory, all of it is repeated in smaller micro-batches.
 
         Args:
             seed: of the dropout.

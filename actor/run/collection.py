@@ -185,7 +185,7 @@ class GroupScoring:
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
 
     async def _turn(self) -> None:
-        """Let the event loop look for responses and signals between the starts of many requests."""
+        """Yield to the event loop, so that responses and signals are handled while many requests are started."""
         async with self._starting:
             await asyncio.sleep(0)
 

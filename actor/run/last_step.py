@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class LastStep:
-    """Knows what the state was after the last complete step, and so whether it still is."""
+    """Records the state after the last complete step, to tell whether it is still intact."""
 
     step = 0
     is_updating = False

@@ -148,7 +148,7 @@ Metric = float | dict[str, int]  # a scalar, or the count of each integer value
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line with None in place of NaN and infinity, which JSON lacks."""
+    """Return the line with None in place of NaN and infinity, which JSON cannot express."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }

@@ -187,8 +187,8 @@ class Recorder:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update.
 
         Args:
-            groups: those that the policy learned from; `batch` has their rows.
-            dropped: those without spread that others took the place of.
+            groups: the groups that the policy learned from; `batch` has their rows.
+            dropped: groups without spread that dynamic sampling replaced.
 
         Returns the mean KL of a sequence; None if it is not known.
         """
@@ -526,7 +526,7 @@ def _ended_well(save: asyncio.Task[None]) -> bool:
 
 
 class ConstantTerms:
-    """The terms of the reward that have had one value since the start, of which nothing can be learned."""
+    """Reward terms that have been constant since the start, so that they teach nothing."""
 
     def __init__(self, steps: int) -> None:
         """`steps`: how many to wait for."""

@@ -90,7 +90,7 @@ class RemoteCritic:
         await cancelled(waiting)
 
     async def cancel(self) -> None:
-        """Stop waiting for updates; those that the server has accepted are in its journal and will be trained."""
+        """Stop waiting for updates; an update that the server has accepted is in its journal and will be trained."""
         await cancelled(self._in_flight.values())
 
 

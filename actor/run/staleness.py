@@ -20,7 +20,7 @@ def needed_update(step: int, *, max_staleness: int, every: int) -> int:
 
     Args:
         step: `step - 1` updates are sent before its rows are scored.
-        max_staleness: how many of these updates the scoring weights may lack.
+        max_staleness: how many of these updates may be missing from the scoring weights.
         every: only every `every`-th update is published, so the weights may lack `every - 1` in any case.
     """
     oldest = step - 1 - max(max_staleness, every - 1)

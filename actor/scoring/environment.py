@@ -1,4 +1,4 @@
-"""Rewards of environments, beside those of the server."""
+"""Adds the environments' rewards to the server's."""
 
 import itertools
 from dataclasses import replace

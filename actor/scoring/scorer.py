@@ -128,7 +128,7 @@ class Scorer:
         self.rows_per_request = rows_per_request
         self.sends_sentences = False
         self.reward = ServedModel()
-        """What the server declares of its reward, often a sum of several."""
+        """The reward's declaration by the server; often a weighted sum of terms."""
 
     @classmethod
     def of(cls, config: RunConfig, client: TritonClient, tokenizer: Any) -> Scorer:

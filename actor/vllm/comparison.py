@@ -1,4 +1,4 @@
-"""Digests of a published version of the policy, to compare with those that a vLLM server has of its own parameters."""
+"""Digests of a published version of the policy, to compare with the digests of a vLLM server's parameters."""
 
 import hashlib
 from collections.abc import Mapping

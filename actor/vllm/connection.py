@@ -270,7 +270,7 @@ class VllmConnection:
 
     @contextlib.asynccontextmanager
     async def _only_loader(self) -> AsyncIterator[None]:
-        """Hold the lock of this server among the actor's ranks, each of which generates with all servers."""
+        """Hold this server's lock among the actor's ranks; every rank generates with all servers."""
         path = self._version.folder.with_name(f"{self._server.url}.lock")
         with contextlib.ExitStack() as held:
             while True:

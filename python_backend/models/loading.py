@@ -250,8 +250,8 @@ def load_classifier(info: CheckpointInfo, head: Head, dtype: str, pooling: Pooli
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(
-            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
-            "use a checkpoint whose head is a linear `score`"
+            f"{info.folder}: the head {head.prefix} of {info.architecture} needs a bidirectional body, but this body "
+            "is causal; use a checkpoint whose head is a linear `score`"
         )
     return model
 
@@ -573,7 +573,7 @@ def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
 def _from_pretrained(
     info: CheckpointInfo, kind: Any, tensors: dict[str, Tensor], group: RankGroup | None, **settings: Any
 ) -> tuple[Any, Any]:
-    """Return transformers' model of these tensors, and its report of those that it lacks or does not use."""
+    """Load these tensors with transformers; return the model and the report of missing and unused tensors."""
     try:
         with as_checkpoint_error(info.folder):
             if group is None:
@@ -605,14 +605,16 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) 
         for name, tensor in tensors.items()
     }
     if twice := sorted(name for name in named.keys() & tensors.keys() if named[name] is not tensors[name]):
-        raise CheckpointError(f"{folder}: {twice[0]} is stored twice, also under {root}, and differs; remove one")
+        raise CheckpointError(
+            f"{folder}: {twice[0]} is stored twice with different values, once under {root}; remove one"
+        )
     return named
 
 
 def unused_tensors(
     info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
 ) -> list[str]:
-    """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
+    """Return the tensors that `kind` does not use, except any that cannot change its outputs."""
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
     if not left:
         return []
@@ -649,7 +651,7 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
 
 
 def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
-    """Return a tensor, in memory of its own: a mapped one may be unaligned, on which the last bits would depend."""
+    """Copy a tensor into its own memory: a mapped one may be unaligned, which changes the last bits of results."""
     with as_checkpoint_error(folder):
         return _view(_mapped(folder / tensor.file), tensor).clone()
 

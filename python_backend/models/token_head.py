@@ -76,7 +76,7 @@ class TokenHead:
         return one_by_one(forward, ids, attention, **types) if self.one_by_one else forward(ids, attention, **types)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
-        """Return outputs `[B, A]` at index length-1 of each row; NaN for a row without what the head's gate reads."""
+        """Return outputs `[B, A]` at index length-1 of each row; NaN where the gate's tokens are missing."""
         if isinstance(self.head, GatedHead) and self.head.pattern is not None:
             start = last_match(ids, lengths, self.head.pattern)
             hidden = self._by_rows(self._hidden, ids, attention, **types)
@@ -146,7 +146,7 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
 
 @torch.no_grad()
 def _seems_causal(model: Any, row: Tensor, **inputs: Any) -> bool:
-    """Return whether a model of which this rank has a part is causal: its layers have forward passes only.
+    """Return whether a model that is split over ranks is causal; its layers support forward passes only.
 
     Its class must say so, and hidden states of the first tokens must not change with later ones.
     """

@@ -86,7 +86,7 @@ class StepReader(RowReader):
         return ScoringRows(map(self._row_of_tokens, itertools.count(), given, metadata), rows.width, size)
 
     def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
-        """Return the row to score, with a mark behind its last step, and the steps of its tokens from the prompt on."""
+        """Return the row to score, with a mark after its last step, and the steps of its response."""
         row, start = given_row.tokens, given_row.prompt_length or 0
         given = given_ends(index, metadata, start, row.size - 1)
         if given is not None:

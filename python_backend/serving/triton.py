@@ -187,7 +187,7 @@ class ModelServer(Protocol):
 
 
 class TritonModel:
-    """What Triton loads, under the name `TritonPythonModel`: passes its calls on to what `serve` returns."""
+    """The class that Triton loads as `TritonPythonModel`; forwards its calls to the server that `serve` returns."""
 
     serve: Callable[[Mapping[str, str]], ModelServer]
     served: ModelServer

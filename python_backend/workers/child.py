@@ -89,7 +89,7 @@ def _bound_memory(memory_mib: int) -> None:
 
 
 class Parent:
-    """What a worker process knows of the process that has started it."""
+    """A worker's record of the process that started it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Become a worker, for the arguments SPEC FD MEMORY_MIB: returns in a fork of this process, which watches it.

@@ -199,7 +199,7 @@ def unwrapped(tensors: Mapping[str, T], wrapper: str) -> dict[str, T]:
 
 
 def _common_root(names: Iterable[str], prefix: str) -> str:
-    """Return the part with which all names go on behind `prefix`, with its dot; "" if they differ."""
+    """Return the name part, with its dot, that follows `prefix` in all names; "" if they differ."""
     roots = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
     return f"{roots.pop()}." if len(roots) == 1 and all("." in name.removeprefix(prefix) for name in names) else ""
 
@@ -224,7 +224,7 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
 
 
 def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return the tensors beside the body that are not the head's: those that look like another's, or without it any.
+    """Return tensors of neither body nor head: those that look like another head's or, without a head, any.
 
     The loader of the weights knows exactly which tensors a model uses; this is known without it.
     """

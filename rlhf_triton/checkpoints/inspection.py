@@ -436,7 +436,7 @@ def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
 
 
 def pickles_beside(folder: Path) -> list[Path]:
-    """Return those of the `pickles` that are not the weights of the folder once more."""
+    """Return the `pickles` that are not another copy of the folder's weights."""
     return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
 
 

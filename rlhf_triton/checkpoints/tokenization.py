@@ -101,7 +101,7 @@ def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | None) -> str:
-    """Return what is wrong with ids of a text that the policy has no embedding for; "" if there are none."""
+    """Describe token ids of a text for which the policy has no embedding; "" if there are none."""
     if num_embeddings is None or (largest := max(ids, default=0)) < num_embeddings:
         return ""
     return (
@@ -158,7 +158,7 @@ def encode_sentence(
 
 
 def too_long(num_tokens: int, max_length: int) -> str:
-    """Return the message about a row that is too long; `num_tokens`: as of `Encoded`."""
+    """Return the message about a row that is too long; `num_tokens` is that of `Encoded`."""
     least = "at least " if num_tokens >= max_length + SPARE_TOKENS else ""
     return (
         f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and nothing is truncated; "
@@ -352,7 +352,7 @@ def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def _has_entry(tokenizer: Any, token: int) -> bool:
-    """Return whether there is an entry that `get_vocab` lacks because another token has the same text."""
+    """Return whether `get_vocab` omits an entry because another token has the same text."""
     try:
         found = tokenizer.convert_ids_to_tokens(token)
     except (LookupError, ValueError):  # raised by tokenizers that are not the `tokenizers` library's

@@ -404,7 +404,7 @@ class ServerPool(Generic[C]):
     def _pause_for_version(
         self, server: Server[C], attempts: Attempts, demanded: VersionRange, trouble: Trouble
     ) -> float:
-        """Return the pause before the next attempt: 0 unless all servers lack the demanded versions."""
+        """Return the pause before the next attempt: 0 unless no server has the demanded versions."""
         model = attempts.model
         self.answered(server, model)
         pause_s = attempts.pause_for_version_s(trouble, server.url)
@@ -451,9 +451,9 @@ class ServerPool(Generic[C]):
     def _least_busy(
         self, model: str, *, demanded: VersionRange | None = None, session: int | None = None
     ) -> Server[C] | None:
-        """Return the available server with the fewest requests in flight, or that of the session; None: there is none.
+        """Return the available server with the fewest requests in flight, or the session's server; None: there is none.
 
-        One that lacks the demanded versions is chosen only if all do.
+        A server without the demanded versions is chosen only if none has them.
         Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
         are sent to reward and critic in turn, so that one of two servers would get all requests for the critic.
         """

@@ -378,7 +378,7 @@ def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[s
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of nested dictionaries, joined by dots, without those that ask for nothing, as 0 and `auto` do."""
+    """Yield the keys of nested dictionaries, joined by dots, except keys that request nothing (0 and `auto`)."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -559,7 +559,7 @@ def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) ->
 
 
 def _with_word(section: str, name: str, valid: list[str]) -> list[str]:
-    """Return the keys in `section` of which a word is nearly `name`, as a list of one text; [] if there is none."""
+    """Return the keys in `section` with a word similar to `name`, as a list of one text; [] if there is none."""
     keys = {full: full.rpartition(".")[2].split("_") for full in _keys_in(section, valid)}
     words = {word for each in keys.values() for word in each if len(word) > 3}
     near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)

@@ -40,7 +40,7 @@ class OptimizerSection(Section):
     constant_steps: CountOrZero = 0
     """Optimizer steps at `min_lr` after the cosine."""
     max_steps: Count | None = None
-    """Optimizer steps of the whole schedule; default: those of the run."""
+    """Optimizer steps of the whole schedule; default: the run's optimizer steps."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1

@@ -203,7 +203,7 @@ def advice_on(name: str) -> str:
 
 
 def key_of_path(path: str, value: Any) -> str | None:
-    """Return our key for exactly this path of another trainer, which goes on in `value` if that is a section."""
+    """Return our key for exactly this path of another trainer; a section in `value` continues the path."""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         path = f"{path}.{name}"

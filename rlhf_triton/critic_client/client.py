@@ -186,7 +186,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel the calls in flight and close all connections. What a server has accepted is still trained."""
+        """Cancel the calls in flight and close all connections. Accepted steps are still trained."""
         if not self._is_closed:
             self._is_closed = True
             await self._client.__aexit__()
@@ -225,7 +225,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         Args:
             metadata: one dictionary per row for reward functions.
             prompt_lengths: for a process reward, leading tokens of each row that belong to its prompt.
-            min_version, exact_version: of the critic's weights, as of `values`.
+            min_version, exact_version: of the critic's weights, as in `values`.
 
         Raises like `values`; also RlhfError if the server has no reward model that takes these tokens.
         """
@@ -254,7 +254,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         Args:
             step: the number of the update, from 1 on, without gaps.
             tokens: token ids `[length_i]`, prompt and response.
-            returns: `[length_i - 1]`, what the values should have been.
+            returns: `[length_i - 1]`, the targets of the values.
             prev_values: `[length_i - 1]`, the values that the advantages were computed with.
             mask: `[length_i - 1]`, 1 where the value counts: from the last token of the prompt on.
 

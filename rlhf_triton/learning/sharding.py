@@ -45,7 +45,7 @@ class MergedSlices(MergedWeights):
     """
 
     def __init__(self, *args: Any) -> None:
-        """Gather the adapters of all layers, which are small; collective. Arguments as of `MergedWeights`."""
+        """Gather the adapters of all layers, which are small; collective. Arguments as in `MergedWeights`."""
         super().__init__(*args)
         self._gathered = {
             name: {path: whole(p.detach()) for path, p in layer.named_parameters() if path.startswith("lora_")}
@@ -96,7 +96,7 @@ def shard(
         methods: names of methods of `model` that call its parts without going through `forward`.
         prepare: called with each layer before it is sharded, and with the model at the end. What it allocates for a
             layer is reduced to a slice before the next one.
-        precision: in `bfloat16` cards gather the weights of layers as autocast would cast them, and add up gradients in
+        precision: in `bfloat16` GPUs gather the weights of layers as autocast would cast them, and add up gradients in
             float32. Embeddings, final norm and head stay in float32.
     """
     # Without a mesh, the ranks of a CPU run would shard onto the cards of a machine that has some.
@@ -131,7 +131,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def sync_gradients(model: Any, *, is_last: bool) -> None:
-    """Let the next backward pass add up gradients over the ranks; on cards only that of the last micro-batch.
+    """Reduce gradients over the ranks in the next backward pass; on GPUs only in the last micro-batch's.
 
     Until then each rank holds gradients of all trained weights. Where these take more than MOST_UNREDUCED, and on a
     CPU, every backward pass adds them up. No effect on a model that is not sharded.
@@ -273,7 +273,7 @@ def _write_rows(path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[
 
 
 def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
-    """Return the bytes of this rank's slice of a tensor, and their offset in those of the whole one."""
+    """Return the bytes of this rank's slice of a tensor, and their offset in the whole tensor."""
     tensor, offset = tensor.detach(), 0
     if isinstance(tensor, DTensor):
         (slice_,) = tensor.__create_chunk_list__()
@@ -307,7 +307,7 @@ def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
 
 
 def differing(tensors: Mapping[str, Tensor], stored: CheckpointInfo) -> list[str]:
-    """Return the names of the sharded tensors of which this rank's slice is not, bit for bit, in a checkpoint.
+    """Return the names of sharded tensors whose slice on this rank differs from the checkpoint in any bit.
 
     A tensor that is missing on one side, or has another dtype or shape, differs.
 

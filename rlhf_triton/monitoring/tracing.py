@@ -142,7 +142,7 @@ def traceparent() -> str | None:
 
 
 def end_step(step: int) -> None:
-    """End the span of a training step; those of work that goes on, such as the critic's update, may end later."""
+    """End the span of a training step; child spans, such as the critic's update, may end later."""
     if _tracer is not None:
         _tracer.end_step(step)
 

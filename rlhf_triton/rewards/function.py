@@ -47,7 +47,7 @@ def count(name: str, amount: float = 1) -> None:
 
 
 def take_counts() -> dict[str, float]:
-    """Return what was counted since the last call."""
+    """Return the counts since the last call."""
     with _lock:
         taken = dict(_counts)
         _counts.clear()
@@ -187,7 +187,7 @@ def load_function(
 
     A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
     `options`, and called; a parameter `timeout_s` receives the time limit of a call. A function with TRL's signature is
-    called as TRL calls it. What is awaitable is awaited.
+    called as TRL calls it. An awaitable result is awaited.
 
     Raises FunctionError if that fails for any reason, an option is unknown or missing, or a function with TRL's
     signature needs an argument that is none of `columns`; None: any may be a column.
@@ -333,7 +333,7 @@ def _texts(sample: Sample) -> tuple[Any, Any]:
 
 
 def last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the policy's last message, of which there must be one."""
+    """Return the index of the policy's last message; there must be one."""
     return max(i for i, message in enumerate(messages) if message["role"] == "assistant")
 
 

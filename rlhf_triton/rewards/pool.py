@@ -49,7 +49,7 @@ class FunctionCall:
     hidden_variables: Sequence[str] = ()
     """Environment variables that its processes do not inherit, besides the secrets of every run."""
     columns: Sequence[str] | None = None
-    """Columns that rows may have, of which a function with TRL's signature takes its arguments; None: any."""
+    """Columns that rows may have; a function with TRL's signature takes its arguments from them. None: any."""
 
 
 class PoolClosed(RuntimeError):
@@ -97,7 +97,7 @@ class Worker:
         return self._process.is_alive() and not select.select([self._channel], [], [], 0)[0]
 
     def run(self, group: list[Sample]) -> tuple[list[ScoreOutcome], dict[str, float]]:
-        """Score one group; return the outcome of each sample, and what the function has counted.
+        """Score one group; return the outcome of each sample, and the function's counts.
 
         If this raises, for whatever reason, the worker has been killed: its next reply could belong to this group.
 

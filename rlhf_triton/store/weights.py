@@ -192,7 +192,7 @@ class WeightsError(RlhfError):
 class Manifest:
     """Description of a version. It is written last, so a folder with a manifest is complete.
 
-    manifest.json also has the digest of its own content, as `seal`.
+    manifest.json also has the digest of its own content, under `seal`.
     """
 
     version: int

@@ -125,7 +125,7 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
-    """Yield place and value of what messages say: all texts but those that link calls and results, and arguments."""
+    """Yield place and value of the messages' content: arguments and texts, except ids that link calls and results."""
 
     def found(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
         if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):

@@ -204,7 +204,7 @@ class VersionRange(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The parameters of a request that demands it."""
+        """Request parameters that demand this version."""
         return {EXACT_VERSION if self.most == self.least else MIN_VERSION: self.least}
 
     def includes(self, version: int) -> bool:

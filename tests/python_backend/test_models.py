@@ -87,8 +87,8 @@ REFUSED = {  # in these words; a critic of the last two has a head without them,
     "ibert": "cannot score rows of tokens: 'QuantEmbedding'",
     "layoutlmv3": "cannot score rows of tokens",
     "reformer": "ReformerForSequenceClassification draws random numbers in each forward pass",
-    "ctrl": "a causal body under the head classifier of CTRLForSequenceClassification is not supported",
-    "modernbert-decoder": "a causal body under the head classifier of ModernBertDecoder",
+    "ctrl": "the head classifier of CTRLForSequenceClassification needs a bidirectional body",
+    "modernbert-decoder": "the head classifier of ModernBertDecoder",
 }
 
 

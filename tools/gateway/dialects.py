@@ -76,7 +76,7 @@ class ScoredBody(Body):
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What the rows of a request got."""
+    """Rewards and errors of a request's rows."""
 
     rows: list[Row]
     results: list[RowResult]

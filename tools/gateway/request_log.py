@@ -19,7 +19,7 @@ _KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histo
 
 
 class GatewayMetrics:
-    """The metrics of the table `GATEWAY`, by name, and those of the process."""
+    """The metrics of the table `GATEWAY`, by name, and the process's own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -48,7 +48,7 @@ class RequestLog:
     def __init__(
         self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Collection[str], quiet: Collection[str]
     ) -> None:
-        """`routes`: paths that are counted under their name. `quiet`: those that are not logged."""
+        """`routes`: paths that are counted under their name. `quiet`: paths that are not logged."""
         self._app, self._metrics = app, metrics.by_name
         self._routes, self._quiet = routes, quiet
 

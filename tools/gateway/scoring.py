@@ -94,7 +94,7 @@ STATUSES = {DeadlineMissed: HTTPStatus.GATEWAY_TIMEOUT, ServerFailed: HTTPStatus
 
 
 class RewardSource:
-    """Rewards of texts, chats and token rows. Keeps nothing between requests but what the server declares."""
+    """Rewards of texts, chats and token rows. Keeps only the server's declaration between requests."""
 
     def __init__(self, client: TritonClient, settings: GatewaySection) -> None:
         self._client = client

@@ -17,7 +17,7 @@ class Said:
     parts: list[tuple[str, bool]]
     """Pieces of the text, each with whether it is the call of a tool."""
     reward: float | None
-    """What the environment gave for a turn of the policy; None for other messages."""
+    """The environment's reward for a turn of the policy; None for other messages."""
     value: float | None
     """The critic's mean value over the turn's tokens; None if it has none."""
     tokens: Sequence[tuple[str, float, float]] = ()

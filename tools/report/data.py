@@ -228,7 +228,7 @@ class RunRecord:
 
     @cached_property
     def sections(self) -> list[ReportSection]:
-        """What the function that `report` names adds."""
+        """Sections from the function that `report` names."""
         return sections_of(self.settings.get("report"), self)
 
     @cached_property

@@ -75,7 +75,7 @@ def write_page(run: RunRecord, out: Path) -> None:
 
 
 def _values(run: RunRecord) -> dict[str, Any]:
-    """Return what the template shows."""
+    """Return the template's variables."""
     reward = run.reward_gain
     added = {name: sentence for section in run.sections for name, (_, sentence) in section.figures.items()}
     return {
@@ -97,7 +97,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
 
 
 def state(run: RunRecord) -> str | None:
-    """Return a sentence on how far a run is that has not finished; None for a finished run."""
+    """Return a sentence about the progress of an unfinished run; None for a finished one."""
     if run.is_finished:
         return None
     steps, total = run.summary["steps"], run.settings.get("actor.steps")

@@ -77,7 +77,7 @@ class _Silence:
 
 @dataclass
 class _Watched:
-    """State of the checks of one model."""
+    """Health-check state of one model."""
 
     successes: int = -1
     failures: int = 0
