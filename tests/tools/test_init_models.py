@@ -104,12 +104,6 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "already exists" in capsys.readouterr().err
 
 
-def test_the_special_tokens_of_a_sentence_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    save_text_reward(tmp_path, "bert")
-    assert main(["--reward", str(tmp_path)]) == 0
-    assert re.search(r"\n  sentences     'A text.' is tokenised as: \[CLS\] \S.* \[SEP\]\n", capsys.readouterr().out)
-
-
 def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     names = {0: "helpfulness", 1: "verbosity"}
     save_tiny(tmp_path, "llama", "reward", num_labels=2)
