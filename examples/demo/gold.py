@@ -13,10 +13,29 @@ from rlhf_triton.tools.report.page import verdict
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".
-TECHNICAL_WORDS = """
-value values true like no number argument arguments error errors create created creates creating empty block
-blocks string null top shared
-""".split()
+TECHNICAL_WORDS = [
+    "value",
+    "values",
+    "true",
+    "like",
+    "no",
+    "number",
+    "argument",
+    "arguments",
+    "error",
+    "errors",
+    "create",
+    "created",
+    "creates",
+    "creating",
+    "empty",
+    "block",
+    "blocks",
+    "string",
+    "null",
+    "top",
+    "shared",
+]
 
 
 def gold_scorer() -> Callable[[str], float]:

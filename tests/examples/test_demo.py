@@ -14,8 +14,6 @@ import torch
 import transformers as hf
 from synthetic_run import write_run
 
-from rlhf_triton.actor.run.settings import flat_settings
-from rlhf_triton.config import load_config
 from rlhf_triton.python_backend.models.modeling import load_critic, load_reward
 from rlhf_triton.rewards.function import Sample, checked, load_function
 from rlhf_triton.store.jsonl import read_jsonl

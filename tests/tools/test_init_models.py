@@ -16,7 +16,7 @@ import yaml
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
-from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
+from tiny_tokenizers import VOCAB, make_text_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
