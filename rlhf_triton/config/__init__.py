@@ -536,11 +536,9 @@ def _describe(item: Any, location: str) -> str:
         ([same] if same else [])
         or _similar(section, name, valid)
         or ([elsewhere] if elsewhere else [])
-        or (_with_last_part(section, name, valid) if section else [])
-        or _similar(section, name, valid, cutoff=0.75)
-        or _with_word(section, name, valid)
         or _similar(section, name, valid, cutoff=0.66)
-        or (_with_last_part("", name, valid) if "_" in name or len(name) > 5 or not section else [])
+        or [key for key in valid if key.startswith(section) and key.endswith(f".{name}")]
+        or [key for key in valid if ("_" in name or len(name) > 5) and key.endswith(f".{name}")]
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
     return f"unknown key {location}; {hint}"
@@ -556,19 +554,6 @@ def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) ->
     """Return the key in `section` whose last part is nearly `name`, as a list; [] if there is none."""
     keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
     return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)]
-
-
-def _with_word(section: str, name: str, valid: list[str]) -> list[str]:
-    """Return the keys in `section` with a word similar to `name`, as a list of one text; [] if there is none."""
-    keys = {full: full.rpartition(".")[2].split("_") for full in _keys_in(section, valid)}
-    words = {word for each in keys.values() for word in each if len(word) > 3}
-    near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)
-    return [" or ".join(full for full, each in keys.items() if word in each) for word in near]
-
-
-def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:
-    """Search `section` at every depth and return the first key that ends in `name`, as a list; [] if there is none."""
-    return [key for key in valid if key.startswith(section) and key.rpartition(".")[2] == name][:1]
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -186,10 +186,6 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {value_head_prefix: a}", "there is no such setting here: the head is found by config.json and"),
         ("actor: {policy: {load_in_8bit: true}}", "there is no such setting here: weights are float32 or bfloat16"),
         ("critic: {weight_decay: 1}", "unknown key critic.weight_decay; did you mean trainer.optimizer.weight_decay?"),
-        (
-            "server: {prot: 1}",
-            "unknown key server.prot; did you mean server.http_port or server.grpc_port or server.metrics_port?",
-        ),
         ("run: {name: a}", "unknown key run.name; known: run.dir, run.run_id, "),
         ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
         ("actor: {algorithm: {name: DPO}}", "DPO trains on given answers, this project on those that the policy sampl"),

@@ -30,7 +30,7 @@ from tiny_models import tiny_server, write_repository
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.control_key import VARIABLE, control_key
-from rlhf_triton.tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
+from rlhf_triton.tools.render_configs import DEFAULT_REPOSITORY, parse_config, render_repository
 from rlhf_triton.tools.server.container import (
     EXIT_TIMEOUT_S,
     copy_repository,
@@ -196,14 +196,6 @@ def test_training_needs_the_key_unless_another_was_rendered(tmp_path: Path, monk
             else:
                 assert path.read_text() == (source / model / "config.pbtxt").read_text()
         assert weights_dir(copy) == Path("runs/default/weights/critic")
-
-
-def test_another_rendering_keeps_its_paths_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my.yaml").write_text("rewards: {length: {function: 'rewards/length.py:penalty'}, model: {}}\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["--config", "my.yaml", "--relative", "--out", "repository"]) == 0
-    texts = "".join(path.read_text() for path in Path("repository").glob("*/config.pbtxt"))
-    assert (str(tmp_path) in texts, '"rewards/length.py:penalty"' in texts) == (False, True)
 
 
 # ---- the health check ----

@@ -195,29 +195,6 @@ def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path) 
     assert f"monitoring.actor_port: {port} is taken, so there would be no metrics" in taken_alone.text
 
 
-def test_weights_that_are_gone(config: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """A link leads nowhere."""
-    shutil.copytree(checkpoints.policy, tmp_path / "dangling")
-    weights = tmp_path / "dangling" / "model.safetensors"
-    weights.unlink()
-    weights.symlink_to(tmp_path / "none")
-    policy = f"actor.policy.model={weights.parent}"
-    found = findings(str(config), policy)
-    assert (found["files"].level, found["disk"].level) == (Level.FAILED, Level.OK)
-    assert "dangling" in found["files"].text
-
-
-def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) -> None:
-    other = [f"{key}.model={checkpoints.other_policy}" for key in ("actor.policy", "critic")]  # adds BOS
-    for overrides, level, told in (
-        ([], Level.OK, "text prompts begin with no special token"),
-        (other, Level.OK, "text prompts begin with <s>"),
-        ([*other, "actor.prompts.add_special_tokens=false"], Level.WARNING, "text prompts lack <s>, with which"),
-    ):
-        found = findings(str(config), *overrides)["prompts"]
-        assert (found.level, found.text[: len(told)]) == (level, told)
-
-
 def test_settings_without_effect(config: Path) -> None:
     found = findings(str(config), "actor.kl.horizon=9")["settings"]
     assert (found.level, found.text) == (

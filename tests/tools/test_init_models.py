@@ -16,7 +16,7 @@ import yaml
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
-from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
+from tiny_tokenizers import VOCAB, make_text_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -102,12 +102,6 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)  # never writes over a file
     assert "already exists" in capsys.readouterr().err
-
-
-def test_the_special_tokens_of_a_sentence_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    save_text_reward(tmp_path, "bert")
-    assert main(["--reward", str(tmp_path)]) == 0
-    assert re.search(r"\n  sentences     'A text.' is tokenised as: \[CLS\] \S.* \[SEP\]\n", capsys.readouterr().out)
 
 
 def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

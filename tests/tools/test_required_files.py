@@ -29,7 +29,7 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.config.required_files import check_critic, check_files
-from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools import preflight, render_configs
 from rlhf_triton.tools.preflight import check_prompts, check_run
@@ -225,19 +225,6 @@ def test_a_folder_that_cannot_be_served_is_one_sentence(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_library_s_exception_becomes_one_line() -> None:
-    table = {
-        PermissionError(13, "Permission denied", "a/b"): "a/b: Permission denied; let this user read and write it",
-        FileNotFoundError(2, "No such file or directory"): "No such file or directory",
-        ValueError("Validation error for field 'x':\n    TypeError: expected int"): "TypeError: expected int",
-        ValueError("one of:\n(1) this,\n(2) that"): "one of: (1) this, (2) that",
-        KeyError(): "KeyError",
-        KeyError("parent"): "'parent' is missing",
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"): "it is not UTF-8 (byte 0)",
-    }
-    assert {reason_of(error) for error in table} == set(table.values())
-
-
 def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints) -> None:
     (tmp_path / "prompts.jsonl").touch()
     models = {"policy": {"model": checkpoints.reward}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
@@ -293,23 +280,6 @@ def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: s
         return
     with pytest.raises(ConfigError, match=re.escape(told)):
         check_files(config, server=True)
-
-
-@pytest.mark.parametrize("command", [rlhf_triton.actor.__main__, rlhf_triton.trainer.__main__, rlhf_triton.tools.serve])
-def test_each_command_names_what_it_misses(
-    command: Any,
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
-    missing = [f"{role}.model={tmp_path / 'none'}" for role in ("critic", "actor.policy")]
-    assert command.main(["--config", str(path), *missing]) == 2
-    key = "actor.policy.model" if command is rlhf_triton.actor.__main__ else "critic.model"
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {key}: {tmp_path / 'none'} does not exist")
 
 
 @pytest.mark.parametrize(
@@ -847,9 +817,3 @@ def test_grpo_with_a_function_needs_neither_critic_nor_reward_model_and_is_resum
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]
 
 
-@pytest.mark.slow
-def test_ppo_with_a_model_and_a_function_has_all_that_they_need(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
-) -> None:
-    path = write_yaml(tmp_path, "ppo", "both", checkpoints)
-    check_finished(tmp_path / "run", run_to_the_end(path, capsys), "ppo", "both")

@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 import pytest
 from shebang import SHEBANG
-from small_disk import small_disk
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
 
@@ -218,16 +217,6 @@ def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path)
     assert out.count("tritonserver was killed by SIGABRT; its log is") == out.count("starting it once more") == 1
 
 
-def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path) -> None:
-    write_scoring_model(run_dir / "model_repository", "critic", on_load="raise ValueError('3 labels')")
-    process = serve(run_dir)
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert err.startswith("error: critic could not be loaded: ValueError: 3 labels (model.py line 10);")
-    assert len(err.splitlines()) == 1
-    assert (server_processes(process.pid), regions(process.pid)) == ([], [])
-
-
 # ---- child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
 
 PATIENCE_S = 120.0
@@ -251,44 +240,6 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
     assert log.read_bytes() == b"after"  # no hole of zeros before it
     assert (tmp_path / "a.previous.log").read_bytes() == b"new" * 50
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_full_disk_leaves_the_log_for_later(tmp_path: Path):
-    with small_disk(tmp_path / "disk", 1) as disk:
-        log = disk.folder / "a.log"
-        log.write_bytes(b"x" * 50_000)
-        disk.fill()
-        set_aside_if_large(log, 40_000)
-        assert log.stat().st_size == 50_000
-        assert sorted(path.name for path in disk.folder.iterdir()) == ["a.log", "ballast"]
-        disk.empty()
-        set_aside_if_large(log, 40_000)
-        assert log.stat().st_size == 0
-
-
-def test_a_childs_log_stays_within_its_bound(tmp_path: Path):
-    """It writes lines of a thousand bytes, numbered."""
-    (tmp_path / "chatter.py").write_text(
-        "import itertools, time\n"
-        "for number in itertools.count():\n"
-        "    print(f'{number:07d}' + 'x' * 992, flush=True)\n"
-        "    time.sleep(0.0005)\n"
-    )
-    chatter = Child("chatter", ["chatter"], tmp_path / "logs" / "chatter.log", {"PYTHONPATH": str(tmp_path)})
-    previous = chatter.log_path.with_suffix(".previous.log")
-    try:
-        for _ in range(2):
-            previous.unlink(missing_ok=True)
-            until(lambda: chatter.log_path.stat().st_size > 1 << 20)
-            chatter.bound_log(1 << 20)
-            assert chatter.log_path.stat().st_size < 1 << 20 <= previous.stat().st_size
-        until(lambda: chatter.log_path.stat().st_size > 5000)
-        lines = chatter.log_path.read_bytes().splitlines()[1:-1]
-        numbers = [int(line[:7]) for line in lines if len(line) == 999]
-        assert numbers == list(range(numbers[0], numbers[0] + len(lines)))
-        assert chatter.poll() is None
-    finally:
-        chatter.stop(signal.SIGTERM, PATIENCE_S)
 
 
 def test_the_follower_goes_on_after_a_cut(tmp_path: Path):
