@@ -83,8 +83,6 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
     }
     for section in checkpoints_of(algorithm, reward):
         data[section] = {"model": str(getattr(checkpoints, section))}
-    if algorithm == "ppo":
-        data["trainer"] = {"nice": 0}  # on a busy machine the run would wait for it
     if REWARDS[reward] is not None:
         data["rewards"] = REWARDS[reward]
     path = folder / "my.yaml"
