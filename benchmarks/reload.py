@@ -169,7 +169,6 @@ class ReloadService:
                 "server": FREE_PORTS,
                 "reward": served,
                 "critic": served,
-                "trainer": {"serve_timeout_s": 300},
             }
         )
         self.config = config.model_copy(update={"server": with_free_ports(config.server)})

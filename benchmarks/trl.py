@@ -179,7 +179,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "reward": model,
         "critic": model,
-        "trainer": {"optimizer": optimizer, "checkpoint_every": MANY, "reload_on_save": "none", "nice": 0},
+        "trainer": {"optimizer": optimizer, "checkpoint_every": MANY},
     }
     if settings["algorithm"] != "ppo":
         parts = {"rewards": {"variety": {"function": f"{ROOT}/benchmarks/trl_side.py:variety"}}}

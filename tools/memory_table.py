@@ -168,7 +168,7 @@ def _served(config: RunConfig, role: str) -> Held:
     if live is None:
         return Held(size)
     swaps = live.reload == "swap"
-    reloads = role == "critic" and config.trainer.reload_on_save == "triton"
+    reloads = role == "critic" and config.critic.device == "cpu"
     reloads = section.device != "cpu" and (reloads or not swaps)
     return Held(size, copies=size * max(1, swaps + reloads))
 

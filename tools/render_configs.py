@@ -302,7 +302,6 @@ def _critic(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
         "store": weights,
         "run_id": config.run.identity,
         "integrity": config.run.integrity,
-        "heartbeat_timeout_s": f"{config.trainer.heartbeat_timeout_s:g}",
         "training_key_sha256": _training_key_hash(config.server.training_key_env),
         **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }

@@ -38,7 +38,7 @@ PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.url")
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
-KEPT = ("critic.model", "critic.attribute_weights", "critic.standardization", "critic.pretrain_epochs")
+KEPT = ("critic.model", "critic.standardization")
 DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 

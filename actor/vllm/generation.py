@@ -58,9 +58,9 @@ class VllmGeneration(Generation):
 
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
-        if self._policy.ranks.rank == 0 and self._published != self._policy.optimizer_step:
+        if self._policy.ranks.rank == 0 and self._published != self._policy.trained.optimizer_step:
             self._versions.publish(self._write)
-            self._published = self._policy.optimizer_step
+            self._published = self._policy.trained.optimizer_step
 
     def _write(self, folder: Path) -> None:
         self._policy.sampler.save_pretrained(folder)  # of LoRA, only the adapters

@@ -34,7 +34,6 @@ MAY_DIFFER = frozenset(
         "compile",
         "device",
         "forward_overhead_tokens",
-        "heartbeat_timeout_s",
         "integrity",
         "journal",
         "max_request_bytes",

@@ -20,55 +20,26 @@ from rlhf_triton.config.algorithms import (
     LossName,
 )
 from rlhf_triton.config.fields import (
-    AUTO_PRECISION,
     Address,
-    Attention,
     Count,
     CountOrZero,
-    Device,
     Fraction,
-    LoraTargets,
-    Patterns,
-    Precision,
     Seconds,
     Section,
 )
 from rlhf_triton.config.optimizer import OptimizerSection
+from rlhf_triton.config.trained import Resume, TrainedSection
 
 Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
 
 # The parts of the YAML's `actor` section, one class per concern.
 
 
-class PolicySection(Section):
+class PolicySection(TrainedSection):
     """The policy: its model, how it computes, and which of its weights are trained."""
 
-    model: Path = Path("checkpoints/policy")
+    model: Annotated[Path, Resume.FREE] = Path("checkpoints/policy")  # checkpoints compare its weights
     """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
-    token_budget: Count = 4096
-    """Maximum tokens in one forward pass of an update or over generation's prompts, padding included; does not change
-    the result."""
-    device: Device = "cpu"
-    """Device of the policy; further ranks take the next GPUs."""
-    attention: Attention = "auto"
-    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
-    precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast); `auto`: bfloat16 on a GPU, float32 on a CPU. Trained weights and
-    log-probs stay in float32."""
-    lora_rank: CountOrZero = 0
-    """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
-    lora_alpha: Count = 16
-    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
-    lora_targets: LoraTargets = "all-linear"
-    """Linear layers with adapters: all except the output layer, or by the last parts of their names, such as [q_proj,
-    v_proj]."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input, only in updates. With several minibatches or epochs, probability ratios contain
-    its noise."""
-    freeze: Patterns = ()
-    """Parameters that are not trained, as in `trainer.freeze`; names as in transformers."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, same result."""
 
 
 class PromptFileSection(Section):
@@ -475,12 +446,6 @@ def check_actor(actor: ActorSection) -> None:
         )
     if "" in generation.stop_strings:
         raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
-    policy = actor.policy
-    if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
-        raise ValueError(
-            f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
-            f"({policy.lora_dropout:g}) need actor.policy.lora_rank above 0; set it, or remove them"
-        )
     _check_rewards(actor)
     _check_prompts(actor.prompts, actor.steps)
 

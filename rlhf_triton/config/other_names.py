@@ -41,7 +41,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     ),
     "actor.policy.lora_rank": "r lora_r lora_rank use_peft peft_config peft_scheme adapter_dim ds.lora.rank",
     "actor.policy.lora_alpha": "lora_alpha ds.lora.alpha",
-    "actor.policy.lora_dropout": "lora_dropout ds.lora.dropout",
     "actor.policy.lora_targets": "target_modules ds.lora.target_modules",
     "actor.policy.gradient_checkpointing": "gradient_checkpointing actor.gradient_checkpointing_enable",
     "actor.prompts.path": (
@@ -102,7 +101,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.optimizer.betas": "betas adam_beta1 adam_beta2 adam_betas actor.adam.betas",
     "actor.optimizer.min_lr": "lr_scheduler_type min_lr actor.min_lr_ratio",
     "actor.optimizer.warmup_steps": "warmup_steps warmup_ratio lr_warmup_steps_ratio actor.lr_warmup_ratio",
-    "actor.optimizer.constant_steps": "constant_steps",
     "run.deterministic": "train.full_determinism_enable",
     "reference.model": "ref_model ref reference_model",
     "reward.process.separator": "step_separator",

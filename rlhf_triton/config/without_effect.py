@@ -58,8 +58,6 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
     yield from _of_training("trainer", config.trainer.lora_rank, config.trainer.optimizer)
-    is_adapter = config.trainer.publish.format == "adapter"
-    yield is_adapter, "trainer.publish.format is adapter", ("trainer.publish.dtype",)
     has_port = monitoring.actor_port is not None or monitoring.trainer_port is not None
     yield not has_port, "neither monitoring.actor_port nor trainer_port is set", ("monitoring.host",)
     yield not config.has_actor, "no policy is trained", ("monitoring.actor_port",)
@@ -75,8 +73,8 @@ def _of_training(section: str, lora_rank: int, optimizer: OptimizerSection, weig
     weights = weights or section
     yield not lora_rank, f"{weights}.lora_rank is 0", (f"{weights}.lora_alpha",)
     is_constant = optimizer.min_lr in (None, optimizer.lr)
-    keys = _in(f"{section}.optimizer", "constant_steps", "max_steps")
-    yield is_constant, f"without {section}.optimizer.min_lr, the rate is constant after the warm-up", keys
+    why = f"without {section}.optimizer.min_lr, the rate is constant after the warm-up"
+    yield is_constant, why, (f"{section}.optimizer.max_steps",)
 
 
 def _of_actor(config: RunConfig) -> Iterator[Rule]:

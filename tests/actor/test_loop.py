@@ -565,7 +565,7 @@ def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_
     """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
     start, policy = tmp_path / "start", tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
-    settings = {"model": str(start), "engine": engine, "lora_rank": lora_rank, "lora_dropout": 0.0}
+    settings = {"model": str(start), "engine": engine, "lora_rank": lora_rank}
     run = make_grpo(tmp_path / "run", checkpoints, Narrow(), **settings, prompts_max_tokens=40)
     run.policy.causal(run.policy.model).lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|im_end|>")] -= 0.5
     batches = watched_batches(run)
@@ -611,7 +611,6 @@ def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **sett
         "algorithm_name": "grpo",
         "responses_per_prompt": 2,
         "lora_rank": 2,
-        "lora_dropout": 0.1,
         "warmup_steps": 5,
         "min_lr": 1e-4,
         "steps": STEPS,
@@ -704,7 +703,7 @@ def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
     step = run.policy_update._step
 
     def poisoned() -> float:
-        if run.policy.optimizer_step == after:
+        if run.policy.trained.optimizer_step == after:
             next(p for p in run.policy.model.parameters() if p.grad is not None).grad.fill_(math.nan)  # type: ignore[union-attr]
         return step()
 

@@ -33,7 +33,6 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
             "global_batch_size": ROWS,
             "checkpoint_every": 10,
             "max_steps": 10**6,
-            "reload_on_save": "none",
             "publish": {"every": 1, "keep": 4},
         },
         "actor": {

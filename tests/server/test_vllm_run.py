@@ -153,7 +153,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
-            policy.optimizer_step += 1
+            policy.trained.optimizer_step += 1
         policy.renew_sampler()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
         rows, again = (rows_of(policy.generate(PROMPTS, seed=5)) for _ in range(2))

@@ -256,7 +256,6 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
         "trainer": {
             "lr": 1e-3,
             "warmup_steps": 0,
-            "constant_steps": 10,
             "max_steps": 100,
             "checkpoint_every": 100,
             "publish": {"keep": 12},

@@ -46,7 +46,7 @@ class VllmSetup:
 
     def update(self) -> None:
         """Make a new version of the policy, as an update does."""
-        self.policy.optimizer_step += 1
+        self.policy.trained.optimizer_step += 1
         self.policy.renew_sampler()
 
     def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:

@@ -101,7 +101,6 @@ def test_settings_reach_the_files():
             "queue_timeout_s": 1.5,
         },
         reward={"standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
-        trainer={"heartbeat_timeout_s": 2.5},
         run={"dir": "runs/x", "run_id": "name", "integrity": "sha256"},
     )
     critic, reward, train = configs["critic"], configs["reward_model"], configs["critic_train"]
@@ -136,7 +135,7 @@ def test_settings_reach_the_files():
         "tensor_parallel": "1",
     }
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
-    expected = {"store": store, "heartbeat_timeout_s": "2.5", "run_id": "name", "integrity": "sha256"}
+    expected = {"store": store, "run_id": "name", "integrity": "sha256"}
     assert parameters(train).items() >= expected.items()
     assert parameters(configs["critic_save"])["run_id"] == "name"
 

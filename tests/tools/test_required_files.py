@@ -83,8 +83,6 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
     }
     for section in checkpoints_of(algorithm, reward):
         data[section] = {"model": str(getattr(checkpoints, section))}
-    if algorithm == "ppo":
-        data["trainer"] = {"nice": 0}  # on a busy machine the run would wait for it
     if REWARDS[reward] is not None:
         data["rewards"] = REWARDS[reward]
     path = folder / "my.yaml"
@@ -815,5 +813,3 @@ def test_grpo_with_a_function_needs_neither_critic_nor_reward_model_and_is_resum
     assert "step 3/3" in again
     assert "step 2/3" not in again
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]
-
-
