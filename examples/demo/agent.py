@@ -54,7 +54,7 @@ def play(prepared: Path, arguments: Sequence[str]) -> int:
     from rlhf_triton.tools import run
 
     with _server(prepared) as url:
-        return run.main([*arguments, f"environment.url={url}"])
+        return run.main([*arguments, f"environment.options.url={url}"])
 
 
 @contextlib.contextmanager
