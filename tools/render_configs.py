@@ -258,7 +258,6 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Place) -> d
         "hidden_variables": json.dumps(config.hidden_variables(term.options)),
         "timeout_s": f"{term.timeout_s:g}",
         "workers": str(term.workers),
-        "memory_mib": str(term.memory_mib),
         "max_waiting_rows": str(MAX_WAITING_ROWS),
         **_limit_parameters(config.server),
         **({} if tokenizer is None else {"tokenizer": str(place(tokenizer))}),

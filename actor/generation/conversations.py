@@ -30,6 +30,8 @@ from rlhf_triton.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
 ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
+RESTARTS = 2  # of a conversation whose environment is lost
+MAX_INSTANCES = 256  # of environments at the same time
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
 
 
@@ -102,13 +104,12 @@ class Agent:
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
         self._stop_strings, self._vocab_size = {*stop_strings}, vocab_size
-        self.longest, self.in_step, self.restarts = settings.max_tokens, in_step, settings.restarts
+        self.longest, self.in_step = settings.max_tokens, in_step
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
         self._environments = Environments(settings, hidden_variables=hidden_variables)
-        self.concurrent = settings.concurrent
-        self.limit = asyncio.Semaphore(self.concurrent)
+        self.limit = asyncio.Semaphore(MAX_INSTANCES)
         try:
             self._call(self._environments.start())
             self._chat = Chat(tokenizer, self._environments.tools)
@@ -280,7 +281,7 @@ class Talks:
         self._missing = set(prompts)
         self._in_step = agent.in_step
         self._later = deque(prompts)  # they begin in this order, when there is room for their environments
-        self._awaited = {self._later.popleft() for _ in range(min(agent.concurrent, len(prompts)))}
+        self._awaited = {self._later.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
         self._talks = [
             asyncio.run_coroutine_threadsafe(self._talk(agent, index, prompt, seed), self._loop)
             for index, prompt in prompts.items()
@@ -348,7 +349,7 @@ class Talks:
             async with agent.limit:
                 while found is None:
                     try:
-                        may_restart = restarts < agent.restarts
+                        may_restart = restarts < RESTARTS
                         found = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
                     except EnvironmentFailed as error:
                         restarts += 1

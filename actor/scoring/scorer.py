@@ -114,16 +114,15 @@ class Scorer:
         rows_per_request: int,
         with_critic: bool = True,
         with_rewards: bool = True,
-        environment_weight: float = 1.0,
     ) -> None:
         """
         Args:
             with_critic: request values as well.
             with_rewards: request rewards; if False, only environments give any.
-            environment_weight: factor of the rewards that environments give.
         """
         self._client = client
-        self.has_critic, self._has_rewards, self.environment_weight = with_critic, with_rewards, environment_weight
+        self.has_critic = with_critic
+        self._has_rewards = with_rewards
         self._tokenizer = tokenizer
         self.rows_per_request = rows_per_request
         self.sends_sentences = False
@@ -139,7 +138,6 @@ class Scorer:
             rows_per_request=config.actor.client.rows_per_request,
             with_critic=config.actor.algorithm.uses_critic,
             with_rewards=config.serves_rewards,
-            environment_weight=1.0 if config.environment is None else config.environment.weight,
         )
 
     async def compare_tokenizers(self) -> None:
@@ -221,7 +219,7 @@ class Scorer:
         )
         found, more = itertools.chain(*scored), iter(valued)
         whole = [(*(next(more) for _ in conversation[:-1]), next(found)) for conversation in conversations]
-        return [with_environment(conversation, self.environment_weight) for conversation in whole]
+        return [with_environment(conversation) for conversation in whole]
 
     async def valued(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
         """Return the samples with values, of these versions, and nothing else: the reward model is not asked."""

@@ -59,16 +59,6 @@ class ServedPolicySection(Section):
     """HTTP addresses of vLLM servers with the policy (docs/vllm.md), as in `actor.client.servers`."""
     export: Path | None = None
     """JSONL file to which a session's trajectories are appended when it ends; default: they are only returned."""
-    max_tokens: Count = 1024
-    """Default limit on the tokens of a reply."""
-    max_session_tokens: Count = 1_000_000
-    """Maximum tokens of a session; a history that several calls share counts once."""
-    max_sessions: Count = 1024
-    """Maximum open sessions; beyond it, new ones get 429."""
-    idle_s: Seconds = 3600.0
-    """Time without a request after which a session is dropped, without an export."""
-    deadline_s: Seconds = 600.0
-    """Timeout of one reply."""
 
 
 class GatewaySection(Section):
@@ -78,14 +68,8 @@ class GatewaySection(Section):
     """Address to bind. Beyond loopback, set `key_env` and use a TLS proxy."""
     port: Port = 8100
     """Port; 0 selects a free one, which the gateway prints."""
-    model: str = "reward_model"
-    """Name of the reward model in vLLM's protocol."""
     key_env: str | None = None
     """Environment variable with the key that every request must carry; default: no key."""
-    deadline_s: Seconds = 60.0
-    """Timeout for the rewards of a row, retries included."""
-    max_body_bytes: Count = 16_000_000
-    """Maximum size of a request's body, of the texts of its rows, and of all large bodies in memory."""
     policy: ServedPolicySection | None = None
     """The policy for agents; default: rewards only."""
 

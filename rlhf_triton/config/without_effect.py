@@ -64,8 +64,6 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     sizes = ("token_budget", "forward_overhead_tokens")
     rows = tuple(key for role in ("reward", "critic", "reference") for key in _in(role, *sizes))
     yield config.run.deterministic, "with run.deterministic, each row is scored alone", rows
-    has_agent = config.environment is not None and config.environment.agent is not None
-    yield has_agent, "an agent has only environment.timeout_s", ("environment.step_timeout_s",)
 
 
 def _of_training(section: str, lora_rank: int, optimizer: OptimizerSection, weights: str = "") -> Iterator[Rule]:

@@ -131,9 +131,12 @@ def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Callable[.
 
 
 @pytest.mark.timeout(120)
-def test_interrupted_agents_end_at_once(agents: Callable[..., CapturedAgents], model: Any):
+def test_interrupted_agents_end_at_once(
+    agents: Callable[..., CapturedAgents], model: Any, monkeypatch: pytest.MonkeyPatch
+):
     """As when memory is short: the others begin again, in the only place that there is."""
-    agent = agents("converse", concurrent=1)
+    monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
+    agent = agents("converse")
     talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
     assert talks.next(wait=True)
     talks.close()

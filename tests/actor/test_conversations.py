@@ -489,15 +489,21 @@ def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_keep_their_place_when_they_begin_again(agents: Callable[..., Agent], model: Any):
-    agent = agents("Fragile", options={"losses": 2}, concurrent=1)
+def test_conversations_in_step_keep_their_place_when_they_begin_again(
+    agents: Callable[..., Agent], model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
+    agent = agents("Fragile", options={"losses": 2})
     agent.in_step = True
     assert [row.error for row in generated(model, agent, prompts_of(3))] == [""] * 3
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_do_not_await_those_that_have_no_room(agents: Callable[..., Agent], model: Any):
-    agent = agents("Countdown", concurrent=2)
+def test_conversations_in_step_do_not_await_those_that_have_no_room(
+    agents: Callable[..., Agent], model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
+    agent = agents("Countdown")
     agent.in_step = True
     one = generated(model, agent, prompts_of(5))
     assert all(row.turns for row in one)
@@ -519,21 +525,21 @@ def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], 
     rows = generated(model, agents("Countdown"), prompts)
     assert [bool(row.error) for row in rows] == [i in (1, 4) for i in range(6)]
     assert not rows[1].sampled.any()
-    found = [with_environment(conversation, 1.0) for conversation in unscored(rows)]
+    found = [with_environment(conversation) for conversation in unscored(rows)]
     assert [bool(failure_of(each)) for each in found] == [i in (1, 4) for i in range(6)]
     assert "2 of 6 rewards" in failures(found)
     assert all(np.isnan(found[i][0].score.components["environment"]) for i in (1, 4))
 
 
-@pytest.mark.parametrize(("losses", "failed"), [(4, 0), (1000, 6)])
+@pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
 def test_a_conversation_whose_environment_is_lost_begins_again(
     agents: Callable[..., Agent], model: Any, losses: int, failed: int
 ):
-    rows = generated(model, agents("Fragile", options={"losses": losses}, restarts=4), prompts_of(6))
+    rows = generated(model, agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
-    assert sum(row.restarts for row in rows) == (4 * 6 if failed else losses)
+    assert sum(row.restarts for row in rows) == (2 * 6 if failed else losses)
     metrics = text_metrics(unscored(rows))
-    assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 4 if failed else losses / 6)
+    assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 2 if failed else losses / 6)
 
 
 def test_closing_ends_a_generation_that_waits(agents: Callable[..., Agent], model: Any):
@@ -558,7 +564,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
     return a_sample([5, 6, *[9] * (length - 2)], 2, ended=not truncated, **about, **known)
 
 
-def scored_of(*rows: SampledRow | Conversation, served: float = 0.0, weight: float = 1.0) -> list[Conversation]:
+def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Conversation]:
     """Conversations with a served reward, and the value 0.1 times its place for each token."""
     found = []
     for given in rows:
@@ -568,7 +574,7 @@ def scored_of(*rows: SampledRow | Conversation, served: float = 0.0, weight: flo
             for each in conversation
         ]
         end = valued[-1].scored(reward=served, outcome=served)
-        found.append(with_environment((*valued[:-1], end), weight))
+        found.append(with_environment((*valued[:-1], end)))
     return found
 
 
@@ -582,29 +588,29 @@ SECOND = row((2, 5, 3.0), length=5), row((2, 3, 0.0), (5, 6, 4.0), length=6)
 
 
 def test_a_turns_reward_stands_at_its_last_token():
-    scored = scored_of(*ROWS, served=0.5, weight=2.0)
-    assert [end.score.reward for (end,) in scored] == [6.5, 8.5]
+    scored = scored_of(*ROWS, served=0.5)
+    assert [end.score.reward for (end,) in scored] == [3.5, 4.5]
     batch = batch_of(scored, "reinforce++")
     assert batch.mask.tolist() == [[0, 1, 1, 0, 0, 1], [0, 1, 0, 0, 1, 0]]
-    assert batch.returns.tolist() == [[0, 6.5, 6.5, 0, 0, 4.5], [0, 8.5, 0, 0, 8.5, 0]]
+    assert batch.returns.tolist() == [[0, 3.5, 3.5, 0, 0, 2.5], [0, 4.5, 0, 0, 4.5, 0]]
     compared = batch_of(scored, "rloo")
-    assert compared.advantages.tolist() == [[0, -2, -2, 0, 0, -2], [0, 2, 0, 0, 2, 0]]
+    assert compared.advantages.tolist() == [[0, -1, -1, 0, 0, -1], [0, 1, 0, 0, 1, 0]]
 
 
-@pytest.mark.parametrize(("reward", "weight"), [(3e38, 1.0), (1e39, 1.0), (1e30, 1e10)])
-def test_rewards_beyond_float32_fail_their_conversation(reward: float, weight: float):
+@pytest.mark.parametrize("reward", [3e38, 1e39])
+def test_rewards_beyond_float32_fail_their_conversation(reward: float):
     """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
-    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3), weight=weight)
+    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
     assert ["beyond float32" in failure_of(each) for each in scored] == [True, False]
-    assert scored[1][0].score.reward == weight
+    assert scored[1][0].score.reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
 def test_all_rows_of_a_conversation_train(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
-    scored, dropped = scored_of(ROWS[0], SECOND, served=0.5, weight=2.0), scored_of(*ROWS, served=0.5)
-    assert scored[1][1].score.reward == 14.5
-    assert scored[1][1].score.components == {"environment": 14.0}
+    scored, dropped = scored_of(ROWS[0], SECOND, served=0.5), scored_of(*ROWS, served=0.5)
+    assert scored[1][1].score.reward == 7.5
+    assert scored[1][1].score.components == {"environment": 7.0}
     in_groups = name != "ppo"
     given = {"responses_per_prompt": 1 + in_groups, "num_dropped": 2 - in_groups, "lam": 1.0}
     batch = batch_of([*scored, *dropped], name, **given)
@@ -613,7 +619,7 @@ def test_all_rows_of_a_conversation_train(name: str):
     if name == "grpo":
         assert batch.policy_weights[:3].sum(-1).tolist() == pytest.approx([1, 3 / 5, 2 / 5])
     if name == "ppo":
-        assert float(batch.returns[1, 3]) == pytest.approx(14.5)
+        assert float(batch.returns[1, 3]) == pytest.approx(7.5)
     else:
         assert batch.groups.tolist() == [0, 0, 0, 1, 1]
         mine = float(batch.advantages[2].max())

@@ -130,13 +130,11 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",
             "reward.model (checkpoints/mine) has no effect: with an environment, rewards names what counts beside its",
         ),
-        ("environment: {class: a.py:B, url: 'ws://h'}", "class and url are given; keep one"),
         ("rewards: {a: {function: a.py:f, weight: 0}}", "rewards.a.weight is 0, so every reward would be 0; set one"),
         (
             "rewards: {model: {weight: 0}, a: {function: a.py:f, weight: 0}}",
             "rewards.model.weight and rewards.a.weight are 0, so every reward would be 0",
         ),
-        ("environment: {class: a.py:B, weight: 0}", "environment.weight is 0, so every reward would be 0"),
         ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
             "actor: {kl: {estimator: k9}}",
@@ -423,7 +421,6 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
     "every token": (["reward.process={granularity: token}", "reward.process.separator=x"], 1, "granularity is token"),
     "ports": (["monitoring.host=a"], 1, "neither monitoring.actor_port nor trainer_port is set"),
     "bits": (["run.deterministic=true", "critic.token_budget=9"], 1, "each row is scored alone"),
-    "an agent": (["environment.agent=a.py:f", "environment.step_timeout_s=9"], 1, "has only environment.timeout_s"),
 }
 
 

@@ -324,7 +324,7 @@ def test_a_deterministic_run_fixes_the_reference_too(tmp_path: Path) -> None:
 
 # ---- rewards ----
 
-LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}
+LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3}
 LABEL = {"function": "package.verifiers:label"}
 
 
@@ -364,7 +364,6 @@ def test_model_and_functions() -> None:
         "hidden_variables": '["TRAINING_KEY", "TRITON_CONTROL_KEY"]',
         "timeout_s": "0.5",
         "workers": "3",
-        "memory_mib": "99",
         "max_waiting_rows": "100000",
         "max_request_tokens": "4000000",
         "max_request_bytes": "4000000",
