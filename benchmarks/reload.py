@@ -51,7 +51,7 @@ from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 RUN_ID = "bench"
-SERVED = {"workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64}
+SERVED = {"threads": 1, "token_budget": 256}
 UNDER_LOAD = ("tiny", "1m", "7m")  # models whose latencies under load are short enough for part a
 SWAP, TRITON, QUIET = "swap", "triton", "quiet"  # kinds of blocks; the first two are kinds of reloads, too
 WORDS = {SWAP: "swaps", TRITON: "Triton reloads"}

@@ -63,7 +63,7 @@ def status(config: RunConfig) -> Iterator[str]:
     for role, section in config.served_sections.items():
         if (config.run.dir / SETTINGS_FILE).is_file():
             threads = "" if section.threads is None else f" x {section.threads} threads"
-            yield f"          {role}: {section.workers} workers{threads}, token budget {section.token_budget}"
+            yield f"          {role}: {section.instances} instances{threads}, token budget {section.token_budget}"
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:

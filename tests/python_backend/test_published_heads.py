@@ -902,7 +902,7 @@ def test_of_several_labels_the_user_says_which_is_the_reward(tmp_path: Path):
         load_reward(tmp_path)
     odds = load_reward(tmp_path, attribute_weights=[-1, 1]).score(given)
     np.testing.assert_allclose(odds, logits[:, 1:] - logits[:, :1], atol=1e-4)
-    np.testing.assert_allclose(load_reward(tmp_path, merge_attributes=False).score(given), logits, atol=1e-4)
+    np.testing.assert_allclose(load_reward(tmp_path, attribute_weights="separate").score(given), logits, atol=1e-4)
     labelled(tmp_path / "three", "bad", "so-so", "good")
     with pytest.raises(CheckpointError, match=r"3 outputs \(bad, so-so, good\) is the reward\? Give [^;]*$"):
         load_reward(tmp_path / "three")

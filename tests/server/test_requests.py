@@ -120,30 +120,9 @@ def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
 
 
 @pytest.mark.slow
-def test_int32_tokens_where_they_are_declared_and_several_workers(
-    finished: FinishedRun, checkpoints: Checkpoints
-) -> None:
-    def change(config: dict[str, Any]) -> None:
-        (tokens,) = (tensor for tensor in config["input"] if tensor["name"] == "tokens")
-        tokens["data_type"] = "TYPE_INT32"
-        config["parameters"] |= {"workers": {"string_value": "3"}, "token_budget": {"string_value": "200"}}
-
-    reload_model(finished.run, REWARD_MODEL, change)
-    rows = mixed_rows(NUM_CONCURRENT, seed=7)
-    inputs = [scoring_inputs([row]) for row in rows]
-    narrow = [(REWARD_MODEL, {**each, "tokens": each["tokens"].astype(np.int32)}) for each in inputs]
-    found = [answer["rewards"][0, 0] for answer in ask_all(finished.run.url, narrow) if isinstance(answer, dict)]
-    np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE)
-    with pytest.raises(Refused, match="data-type is 'INT64', but model 'reward_model' expects 'INT32'"):
-        ask(finished.run.url, REWARD_MODEL, inputs[0])
-    reload_model(finished.run, REWARD_MODEL, lambda config: None)
-
-
-@pytest.mark.slow
 def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     def one_forward_a_row(config: dict[str, Any]) -> None:
-        for name, value in (("token_budget", "1"), ("strip_sequence_length_to_multiple", "16")):
-            config["parameters"][name] = {"string_value": value}
+        config["parameters"]["token_budget"] = {"string_value": "1"}
         config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 4
 
     reload_model(finished.run, REWARD_MODEL, one_forward_a_row)

@@ -168,7 +168,7 @@ class RewardsReply(Body):
     """One entry per row of the request in each list."""
 
     rewards: list[float | list[float] | None]
-    """A list of all attributes if `reward.merge_attributes` is false; None where there is no reward."""
+    """A list of all attributes if `reward.attribute_weights` is `separate`; None where there is no reward."""
     errors: list[str | None]
     """Why there is no reward."""
     components: dict[str, list[float | None]]

@@ -106,7 +106,7 @@ def sequence_rewards(results: list[RowResult], name: str) -> list[float]:
     if several:
         raise GatewayError(
             501,
-            f"the reward model returns {several} rewards per row, this protocol has one: set reward.merge_attributes",
+            f"the reward model returns {several} rewards per row, this protocol has one: set reward.attribute_weights",
         )
     return [result.rewards[0] for result in results]
 

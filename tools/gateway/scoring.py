@@ -264,11 +264,11 @@ def _unscorable(row: Row) -> RowResult | None:
     """
     if row.tokens == []:
         return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
-    most = Limits.max_request_bytes
+    most = Limits.max_request_tokens
     if 4 * row.num_characters > most:  # UTF-8 takes at most four bytes for each
         size = sum(len(part.encode(errors="surrogatepass")) for part in row.parts)
         if size > most:
-            cause = f"text: {size} bytes, must be at most {most} (max_request_bytes)"
+            cause = f"text: {size} bytes, must be at most {most} (max_request_tokens)"
             return _failure(HTTPStatus.BAD_REQUEST, cause)
     messages = row.metadata.get(MESSAGES) or []
     for text in (*row.parts, *(str(message.get("content") or "") for message in messages)):
