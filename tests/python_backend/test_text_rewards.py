@@ -31,7 +31,6 @@ from triton_python_backend_utils import InferenceResponse, Request
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tokenization import (
-    TextCodec,
     dropped_ids,
     encode_bare_text,
     encode_text,
@@ -387,7 +386,7 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) ->
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "<pad>", "<|im_end|>", "<|return|>")]
     assert dropped_ids(loaded) == {*ids}
-    assert reply_text(loaded, reply) == TextCodec(tmp_path).decode(reply) == "<think>Good day.<|im_start|>"
+    assert reply_text(loaded, reply) == "<think>Good day.<|im_start|>"
     parts = "<think>A.<|im_end|><|im_start|>B.</s><pad>"  # as of gpt-oss, where <|end|> also ends a part of a reply
     assert reply_text(loaded, tokenizer(f"{parts}.<|return|><|im_end|>", add_special_tokens=False)["input_ids"]) == (
         f"{parts}."
