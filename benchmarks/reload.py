@@ -48,7 +48,7 @@ from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 RUN_ID = "bench"
-SERVED = {"workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64}
+SERVED = {"threads": 1, "token_budget": 256}
 SWAP, TRITON, QUIET = "swap", "triton", "quiet"  # kinds of blocks; the first two are kinds of reloads, too
 RELOAD_EVERY_S = 0.5
 LOWEST_PRIORITY = 19

@@ -205,12 +205,12 @@ def ours(setup: Setup) -> Iterator[Running]:
         "run": {"dir": setup.folder / "ours", "run_id": "bench"},
         "reward": {
             "model": setup.checkpoint,
-            "workers": setup.instances,
+            "instances": setup.instances,
             "threads": setup.threads,
             "add_special_tokens": False,
         },
         "actor": {"algorithm": {"name": "reinforce++"}},
-        "server": {**FREE_PORTS, "queue_delay_us": QUEUE_DELAY_US},
+        "server": FREE_PORTS,
     }
     with running_triton(RunConfig.model_validate(sections)) as server:
         yield Running(partial(to_triton, server.section.http_url, 0), [server.pid])

@@ -386,7 +386,6 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
         load_reward,
         pooling=section.pooling,
         attribute_weights=attribute_weights(section),
-        merge_attributes=section.merge_attributes is not False,
         standardization=constants_of(section.standardization),
     )
 

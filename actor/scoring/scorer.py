@@ -160,7 +160,7 @@ class Scorer:
             if declared.num_rewards > 1:
                 raise RlhfError(
                     f"{model} returns {declared.num_rewards} rewards per row, but the actor needs one; set "
-                    "reward.merge_attributes to true, and reward.attribute_weights to one weight per reward"
+                    "reward.attribute_weights to one weight per reward"
                 )
             if not declared.tokenizer:
                 raise RlhfError(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
+from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
 from rlhf_triton.python_backend.serving.requests import request_limits
 from rlhf_triton.python_backend.serving.scheduling import RoundRobin
 from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
@@ -38,7 +38,7 @@ class FunctionReward:
     def __init__(self, args: Mapping[str, str]) -> None:
         """Start the workers. Raises FunctionError if the function cannot be imported."""
         parameters = Parameters(args)
-        self._codec = TextCodec(parameters.path("tokenizer")) if parameters.optional("tokenizer") else None
+        self._tokenizer = load_tokenizer(parameters.path("tokenizer")) if parameters.optional("tokenizer") else None
         self._limits = request_limits(ANY_TOKEN, parameters)
         self._texts = RoundRobin("texts")
         self._groupwise = parameters.optional(contract.GROUPWISE) == "true"
@@ -90,7 +90,7 @@ class FunctionReward:
         sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
         if sentences is None:
             given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
-            if self._codec is None:
+            if self._tokenizer is None:
                 raise contract.ContractError(
                     f"{contract.TOKENS}: this server has no tokenizer to decode them for reward functions; send "
                     f"{contract.SENTENCES}, or set actor.policy.model to a folder with one"
@@ -100,7 +100,7 @@ class FunctionReward:
             for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
                 tokens = row.tokens.tolist()
                 text = given_text(metadata)
-                yield Sample(self._codec.decode(tokens) if text is None else text, tokens, metadata)
+                yield Sample(reply_text(self._tokenizer, tokens) if text is None else text, tokens, metadata)
             return
         pairs = call.array(contract.TEXT_PAIRS)
         text_bytes(sentences, encoded, self._limits, pairs)
@@ -110,7 +110,9 @@ class FunctionReward:
             text = first + second
             if isinstance(metadata.get(MESSAGES_KEY), list):
                 text, metadata = with_reply(metadata[MESSAGES_KEY], text, metadata)
-            ids: Any = None if self._codec is None else self._codec.encode(text, LONGEST_ROW_TOKENS)
+            ids: Any = None
+            if self._tokenizer is not None:
+                ids = encode_bare_text(self._tokenizer, text, LONGEST_ROW_TOKENS)
             yield Sample(text, ids, metadata)
 
 

@@ -63,7 +63,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self.counters = RequestCounters()
         self.declared: dict[str, ServedModel] = {}
         """What each model for which `describe` was called declares, as a server returned it last."""
-        self._tokens_dtype: type[np.signedinteger[Any]] = np.int64
         self._settings = settings
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
@@ -97,14 +96,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
         with self._calling():
-            served = await self._servers.answer(
+            return await self._servers.answer(
                 attempts,
                 lambda connection: connection.answer(lambda this: this.describe(model), self._settings.deadline_s),
                 patient=False,
             )
-        if served.tokens_dtype is np.int32:
-            self._tokens_dtype = np.int32
-        return served
 
     async def why_not_ready(self, model: str) -> str | None:
         """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
@@ -241,7 +237,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
         if contract.TOKENS in arrays:
-            arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
+            arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(np.int64, copy=False)}
         s = self._settings
         attempts = Attempts(
             model,

@@ -141,10 +141,8 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
             "policy's model"
         )
     gate = config.reward.gate
-    if gate is not None and not gate.pairs.is_file():
-        problems["reward.gate.pairs"] = (
-            f"{gate.pairs} does not exist; give a JSONL file of pairs{_start_of(gate.pairs)}"
-        )
+    if gate is not None and not gate.is_file():
+        problems["reward.gate"] = f"{gate} does not exist; give a JSONL file of pairs{_start_of(gate)}"
     specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
     return problems | _of_functions(specs)
 
@@ -214,9 +212,11 @@ def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
         problem := _refused(lambda: reward_head(inspect_checkpoint(folder))) or _refused(attribute_weights, reward)
     ):
         return problem
-    if whole_run and reward.merge_attributes is False and (count := len(inspect_checkpoint(folder).label_names)) > 1:
+    is_separate = reward.attribute_weights == "separate"
+    if whole_run and is_separate and (count := len(inspect_checkpoint(folder).label_names)) > 1:
         return (
-            f"{folder} would give {count} rewards per row, but the run needs one; remove reward.merge_attributes: false"
+            f"{folder} would give {count} rewards per row, but the run needs one; set reward.attribute_weights to one "
+            "weight per label"
         )
     if (reward.logit or reward.process) and not has_tokenizer(folder):
         return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"

@@ -53,16 +53,13 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     why = "actor.kl.reference is actor: the initial policy" if config.actor.kl.uses_reference else "no KL is measured"
     # How fast it would be served cannot be meant for anything else.
     yield not config.actor.kl.serves_reference, why, ("reference.model", "reference.dtype")
-    yield not reward.store, "reward.store is false", ("reward.reload",)
-    yield reward.merge_attributes is False, "reward.merge_attributes is false", ("reward.attribute_weights",)
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
     yield from _of_training("trainer", config.trainer.lora_rank, config.trainer.optimizer)
     has_port = monitoring.actor_port is not None or monitoring.trainer_port is not None
     yield not has_port, "neither monitoring.actor_port nor trainer_port is set", ("monitoring.host",)
     yield not config.has_actor, "no policy is trained", ("monitoring.actor_port",)
-    sizes = ("token_budget", "forward_overhead_tokens")
-    rows = tuple(key for role in ("reward", "critic", "reference") for key in _in(role, *sizes))
+    rows = tuple(f"{role}.token_budget" for role in ("reward", "critic", "reference"))
     yield config.run.deterministic, "with run.deterministic, each row is scored alone", rows
 
 

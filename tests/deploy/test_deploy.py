@@ -26,7 +26,7 @@ from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import is_open
-from rlhf_triton.tools.server.tritonserver import EXIT_TIMEOUT_S
+from rlhf_triton.tools.server.tritonserver import DRAIN_S, EXIT_TIMEOUT_S
 
 layout = pytest.mark.parametrize("overlay", OVERLAYS)
 POD_CONTEXT = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -72,7 +72,7 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 2 * config.server.start_timeout_s
     assert [port["containerPort"] for port in server["ports"]] == [8000, 8001, 8002]
     (pre_stop_s,) = [word for word in server["lifecycle"]["preStop"]["exec"]["command"] if word.isdigit()]
-    stopping_s = int(pre_stop_s) + config.server.drain_s + EXIT_TIMEOUT_S + 5
+    stopping_s = int(pre_stop_s) + DRAIN_S + EXIT_TIMEOUT_S + 5
     assert specs["rlhf-server"]["terminationGracePeriodSeconds"] >= stopping_s
     trainer = specs["rlhf-trainer"]["containers"][0]
     assert str(config.run.journal_dir / "heartbeat.json") in trainer["readinessProbe"]["exec"]["command"][-1]

@@ -692,7 +692,7 @@ async def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ..
     """It would be refused, and sent again in halves."""
 
     async with FakeReward(terms=terms) as server, gateway(server.url, ROWS_PER_REQUEST=8) as caller:
-        server.parameters["max_request_bytes"] = "4000"
+        server.parameters["max_request_tokens"] = "4000"
         query = ["x" * 900] * 6 + ["y"]
         _, reply = await caller.post("/get_reward", {"query": query})
         assert reply["rewards"] == [900] * 6 + [1]

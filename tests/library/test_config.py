@@ -241,8 +241,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "trainer.optimizer.warmup_steps (10) is more than trainer.optimizer.max_steps (9)",
         ),
         (
-            "critic: {tensor_parallel: 2, workers: 3}",
-            "critic.workers is 3, but critic.tensor_parallel (2) needs 1: all devices run each forward pass together",
+            "critic: {tensor_parallel: 2, instances: 3}",
+            "critic.instances is 3, but critic.tensor_parallel (2) needs 1: all devices run each forward pass together",
         ),
         ("rewards: {a: {function: f.py:f, tensor_parallel: 2}}", "unknown key rewards.a.tensor_parallel"),
         (
@@ -374,11 +374,12 @@ def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
 
 def test_merge_keys_and_the_numbers_of_yaml_1_2(tmp_path: Path):
     text = (
-        "reward: &a {threads: 2, workers: 3}\ncritic: &b {<<: *a, threads: 4}\nreference: {<<: [*b, *a], workers: 9}\n"
+        "reward: &a {threads: 2, instances: 3}\ncritic: &b {<<: *a, threads: 4}\n"
+        "reference: {<<: [*b, *a], instances: 9}\n"
     )
     config = load(tmp_path, text)
     sections = (config.reward, config.critic, config.reference)
-    assert [(each.threads, each.workers) for each in sections] == [(2, 3), (4, 3), (4, 9)]
+    assert [(each.threads, each.instances) for each in sections] == [(2, 3), (4, 3), (4, 9)]
     values = "{a: 1e-6, b: 1:30, c: .5, d: 1_000, e: -0x10, f: 0, g: 1e, h: '010', i: 1.2.3, j: 2e5, k: 0.5}"
     config = load(tmp_path, f"rewards: {{a: {{function: 'a.py:f', options: {values}}}}}")
     found = [*config.functions["a"].options.values()]
@@ -416,8 +417,6 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
         "with LoRA, vLLM loads only adapters",
     ),
     "LoRA": (["actor.policy.lora_alpha=2"], 1, "actor.policy.lora_rank is 0"),
-    "store": (["reward.reload=triton"], 1, "reward.store is false"),
-    "attributes": (["reward.merge_attributes=false", "reward.attribute_weights=[1, 2]"], 1, "merge_attributes is fal"),
     "every token": (["reward.process={granularity: token}", "reward.process.separator=x"], 1, "granularity is token"),
     "ports": (["monitoring.host=a"], 1, "neither monitoring.actor_port nor trainer_port is set"),
     "bits": (["run.deterministic=true", "critic.token_budget=9"], 1, "each row is scored alone"),
@@ -481,7 +480,6 @@ def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
     assert (config.actor.max_staleness, config.actor.rewards.max_failed_fraction) == (0, 0)
     for section in (config.reward, config.critic):
         assert section.token_budget == 1
-        assert section.forward_overhead_tokens == 0
     assert (config.reward.threads, config.critic.threads) == (1, 3)
     assert load(tmp_path, dumped(config)) == config
 

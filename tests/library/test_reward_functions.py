@@ -552,7 +552,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
-    bounds = ("max_waiting_rows", "max_request_tokens", "max_request_bytes")
+    bounds = ("max_waiting_rows", "max_request_tokens")
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}
     given |= {"tokenizer": str(tmp_path), **dict.fromkeys(bounds, "100")}
     parameters = {name: {"string_value": value} for name, value in given.items()}

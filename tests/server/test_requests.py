@@ -122,8 +122,7 @@ def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
 @pytest.mark.slow
 def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     def one_forward_a_row(config: dict[str, Any]) -> None:
-        for name, value in (("token_budget", "1"), ("strip_sequence_length_to_multiple", "16")):
-            config["parameters"][name] = {"string_value": value}
+        config["parameters"]["token_budget"] = {"string_value": "1"}
         config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 4
 
     reload_model(finished.run, REWARD_MODEL, one_forward_a_row)

@@ -94,7 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
-    served = {"model": str(models / "critic"), "workers": 1, "threads": 1, "token_budget": 1024}
+    served = {"model": str(models / "critic"), "threads": 1, "token_budget": 1024}
     generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
     return {
         "run": {"dir": str(folder / "run")},

@@ -275,7 +275,7 @@ def test_settings_without_effect_are_named_once_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = make_run(tmp_path, checkpoints, reward={"reload": "triton"}).path
+    path = make_run(tmp_path, checkpoints, trainer={"lora_alpha": 3}).path
     if command is tools_serve:  # for another trainer
         data = {name: section for name, section in yaml.safe_load(path.read_text()).items() if name != "actor"}
         path.write_text(yaml.safe_dump(data))
@@ -286,7 +286,7 @@ def test_settings_without_effect_are_named_once_at_the_start(
     monkeypatch.setattr(command, "ensure_first_version", start)
     assert command.main(["--config", str(path)]) == 2
     shown = capsys.readouterr()
-    assert shown.out.count("settings without effect in this run: reward.reload (reward.store is false)\n") == 1
+    assert shown.out.count("settings without effect in this run: trainer.lora_alpha (trainer.lora_rank is 0)\n") == 1
     assert "error: that is enough" in shown.err
 
 
@@ -307,7 +307,7 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
         f"reward    {run.config.reward.model}, without versions",
         "critic    no version yet",
     ]
-    settings = ["actor.steps=77", "reward.token_budget=512", "reward.workers=2", "reward.threads=3"]
+    settings = ["actor.steps=77", "reward.token_budget=512", "reward.instances=2", "reward.threads=3"]
     write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
     with only_run(tmp_path), RunProgress(tmp_path, 8) as progress:

@@ -124,7 +124,7 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
         "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
     )
     assert attribute_weights(RewardSection.model_validate(yaml.safe_load(chosen)["reward"])) == [-1, 1]
-    assert text.count("\n  # merge_attributes: ") == text.count("\n  # attribute_weights: ") == 2
+    assert text.count("\n  # attribute_weights: ") == 3
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 

@@ -606,17 +606,14 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
 
 
 PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"
-LABELS: dict[
-    str, tuple[list[str], list[str], Any]
-] = {  # names; settings; weights and merging, or what the refusal says
-    "one": (["LABEL_0"], [], (None, None)),
-    "one of three": (["a", "b", "c"], ["reward.attribute_weights=[0, 1, 0]"], ([0, 1, 0], True)),
-    "two": (["BAD", "GOOD"], [], [PAIR, ODDS, "reward.merge_attributes: true (their mean)"]),
+LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weights, or what the refusal says
+    "one": (["LABEL_0"], [], (None,)),
+    "one of three": (["a", "b", "c"], ["reward.attribute_weights=[0, 1, 0]"], ([0, 1, 0],)),
+    "two": (["BAD", "GOOD"], [], [PAIR, ODDS, "reward.attribute_weights: separate (a reward for each)"]),
     "three": (["a", "b c", "no"], [], ["3 labels (a, b c, no)", 'weights: {{a: 1, "b c": 1, "no": 1}} (a number for']),
     "unnamed": (["LABEL_0", "LABEL_1"], [], ["2 labels (LABEL_0, LABEL_1)", "{{LABEL_0: -1, LABEL_1: 1}}"]),
-    "their mean": (["BAD", "GOOD"], ["reward.merge_attributes=true"], (None, True)),
-    "both": (["BAD", "GOOD"], ["reward.merge_attributes=false"], (None, False)),
-    "by name": (["BAD", "GOOD"], ["reward.attribute_weights={{GOOD: 1, BAD: -1}}"], ([-1, 1], True)),
+    "both": (["BAD", "GOOD"], ["reward.attribute_weights=separate"], ("separate",)),
+    "by name": (["BAD", "GOOD"], ["reward.attribute_weights={{GOOD: 1, BAD: -1}}"], ([-1, 1],)),
     "unknown": (
         ["BAD", "GOOD"],
         ["reward.attribute_weights={{GOOD: 1, WORSE: 1}}"],
@@ -624,7 +621,7 @@ LABELS: dict[
     ),
     "twice": (["a", "a", "b"], ["reward.attribute_weights={{a: 1, b: 2}}"], ["must name once (several times: a)"]),
     "too few": (["BAD", "GOOD"], ["reward.attribute_weights=[1]"], [PAIR, "but reward.attribute_weights has 1 numb"]),
-    "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None, None)),
+    "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None,)),
     "steps of three": (
         ["a", "b", "c"],
         ["reward.process={{separator: .}}"],
@@ -645,7 +642,7 @@ def test_no_label_is_chosen_for_the_user(names: list[str], settings: list[str], 
     if isinstance(expected, tuple):
         check_files(config, server=True)
         found = parameters_of(render_configs.render_configs(config)["reward_model"])
-        assert (json.loads(found["attribute_weights"]), json.loads(found["merge_attributes"])) == expected
+        assert (json.loads(found["attribute_weights"]),) == expected
         return
     for check in (lambda: check_files(config, server=True), lambda: render_configs.render_configs(config)):
         with pytest.raises(ConfigError) as caught:
@@ -664,9 +661,9 @@ def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path,
     save_tiny(tmp_path / "two", "llama", "reward", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path / "two")
     run = make_run(tmp_path / "run", checkpoints)
-    config = load_config(run.path, [f"reward.model={tmp_path / 'two'}", "reward.merge_attributes=false"])
+    config = load_config(run.path, [f"reward.model={tmp_path / 'two'}", "reward.attribute_weights=separate"])
     check_files(config, server=True)
-    with pytest.raises(ConfigError, match=r"two would give 2 rewards per row, but the run needs one; remove reward.m"):
+    with pytest.raises(ConfigError, match=r"two would give 2 rewards per row, but the run needs one; set reward.attr"):
         check_files(config, server=True, actor=True)
 
 

@@ -65,7 +65,7 @@ def _single(scores: Sequence[Sequence[float]]) -> list[float]:
     if several := next((len(row) for row in scores if len(row) != 1), 0):
         raise HttpError(
             501,
-            f"the reward model returns {several} scores per row, this protocol has one: set reward.merge_attributes, "
+            f"the reward model returns {several} scores per row, this protocol has one: set reward.attribute_weights, "
             "or use /classify",
         )
     return [row[0] for row in scores]

@@ -262,11 +262,11 @@ def _unscorable(row: Row) -> RowResult | None:
     """Return the failure of a row that must not be sent: a text that no server takes would cost ten times its size."""
     if row.tokens == []:
         return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
-    most = Limits.max_request_bytes
+    most = Limits.max_request_tokens
     if 4 * row.num_characters > most:  # UTF-8 takes at most four bytes for each
         size = sum(len(part.encode()) for part in row.parts)
         if size > most:
-            cause = f"text: {size} bytes, must be at most {most} (max_request_bytes)"
+            cause = f"text: {size} bytes, must be at most {most} (max_request_tokens)"
             return _failure(HTTPStatus.BAD_REQUEST, cause)
     return None
 

@@ -107,7 +107,7 @@ def rewards_of(
     for chunk in _chunks(rows, prompts or range(len(rows))):
         reply = _post({"inputs": chunk}, url or os.environ.get("REWARD_GATEWAY_URL", ""))
         if len(reply["rewards"]) != len(chunk) or any(isinstance(reward, list) for reward in reply["rewards"]):
-            raise RewardUnavailable("the reward model has several rewards per row: set reward.merge_attributes")
+            raise RewardUnavailable("the reward model has several rewards per row: set reward.attribute_weights")
         rewards += reply["rewards"]
         errors += reply["errors"]
     return rewards, errors

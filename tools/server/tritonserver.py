@@ -156,6 +156,7 @@ def _together(
         executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
 
 
+DRAIN_S = 20.0  # how long requests in flight may take when the server is drained
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
 PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
@@ -323,11 +324,10 @@ class TritonServer:
         set_aside_if_large(self.log_path)
 
     def drain(self, give_up: Callable[[], bool]) -> None:
-        """Refuse further requests and wait up to `drain_s` for those in flight; see `drain` for what ends the wait."""
+        """Refuse further requests and wait up to `DRAIN_S` for those in flight; see `drain` for what ends the wait."""
         begin = time.monotonic()
-        url, drain_s = self.section.http_url, self.section.drain_s
         try:
-            is_idle = drain(url, self._control_key, drain_s, lambda: bool(self._stubs()), give_up)
+            is_idle = drain(self.section.http_url, self._control_key, DRAIN_S, lambda: bool(self._stubs()), give_up)
         except (OSError, ValueError, HTTPException) as error:  # it is dead or hangs, so there is nothing to wait for
             self._log(f"tritonserver cannot be drained: {error}")
             return
