@@ -17,6 +17,7 @@ from fastapi import APIRouter
 from tritonclient.utils import deserialize_bytes_tensor
 
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.retry import RETRIES
 from rlhf_triton.config import ClientSection, GatewaySection
 from rlhf_triton.tools.gateway.app import create_app
 from rlhf_triton.tools.gateway.command import bounded, close_silent
@@ -149,6 +150,7 @@ async def gateway(
     *urls: str,
     key: str | None = None,
     client: dict[str, Any] | None = None,
+    retries: int = RETRIES,
     expected: dict[str, str | None] | None = None,
     rows_per_request: int = ROWS_PER_REQUEST,
     more: Sequence[APIRouter] = (),
@@ -156,12 +158,15 @@ async def gateway(
 ) -> AsyncIterator[Caller]:
     """Run the gateway in this event loop, in front of the servers at `urls`.
 
-    `client`: changes of its client. `expected`: parameters that the reward model must have. `more`: further routes.
+    `client`: changes of its client; `retries`: of one request. `expected`: parameters that the reward model must have.
+    `more`: further routes.
     """
-    calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 120.0, "servers": urls, **(client or {})})
+    calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
     section = GatewaySection(**{"port": 0, **settings})
     named = {REWARD_MODEL: expected} if expected else None
-    triton = TritonClient("unused:1", calling, expected=named) if urls else None  # else the policy alone is served
+    triton = (
+        TritonClient("unused:1", calling, retries=retries, expected=named) if urls else None
+    )  # else the policy alone is served
     app = create_app(triton, section, key, more=more)
     server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()
