@@ -191,7 +191,7 @@ class PolicyUpdate:
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
-        bonus, nll = method.settings.entropy_bonus, method.settings.positive_nll
+        bonus, nll = method.settings.entropy_bonus, method.settings.defaults.positive_nll
         logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, entropy="gradient" if bonus else "value")
         assert entropies is not None
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import each
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, sample_of, text_places
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, text_places
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.batching import halved
@@ -226,12 +226,6 @@ class Scorer:
         ask = functools.partial(self._values, versions)
         reward = ServedModel()
         return [*itertools.chain(*await each(lambda row: self._answered([row], ask, reward=reward), rows))]
-
-    async def prompt_values(self, prompts: Sequence[Prompt], versions: VersionRange | None) -> np.ndarray:
-        """Return the critic's value after each prompt, float32 `[n]`: its predicted score, NaN if unavailable."""
-        rows = [sample_of(prompt, [], None, ended=True) for prompt in prompts]
-        values = [row.score.values for row in await self.valued(rows, versions)]
-        return np.array([np.nan if each is None else each[-1] for each in values], np.float32)
 
     async def _answered(
         self,

@@ -92,9 +92,7 @@ class VllmGeneration(Generation):
             VllmConnection,
             version=self._versions.current(),
             is_adapter=self._is_adapter,
-            compares=self._vllm.compare_weights,
             limit=self._settings.batch_size,
-            deadline_s=self._vllm.deadline_s,
             checked=self._checked,
         )
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
@@ -144,7 +142,6 @@ class VllmGeneration(Generation):
             "min_tokens": min(s.min_new_tokens, most),
             "seed": own_seed,
             "logprobs": 0,
-            "repetition_penalty": s.repetition_penalty,
             "temperature": 0.0 if greedy else s.temperature,
             **token_rules(self._eos_ids, self._banned_ids),
         }
@@ -162,7 +159,7 @@ class VllmGeneration(Generation):
         The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
         """
         sticky = None if self.agent is None else session
-        attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries, session=sticky)
+        attempts = Attempts(MODEL, self._client, self._budget, session=sticky)
         return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
 
     def _response(self, choice: Mapping[str, Any]) -> PolicyTurn:
@@ -176,5 +173,5 @@ class VllmGeneration(Generation):
         logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings
-        is_plain = (s.top_k, s.top_p, s.repetition_penalty, s.min_new_tokens) == (0, 1.0, 1.0, 0)
+        is_plain = (s.top_k, s.top_p, s.min_new_tokens) == (0, 1.0, 0)
         return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)

@@ -62,7 +62,6 @@ def check_environment(environment: EnvironmentSection, actor: ActorSection) -> N
             "or score"
         )
     unfit = {
-        "actor.algorithm.prompt_candidates": algorithm.prompt_candidates > 1,
         "actor.prompts.too_long: truncate": actor.prompts.too_long == "truncate",
         "actor.rewards.overlong_tokens": actor.rewards.overlong_tokens > 0,
         "actor.rewards.missing_eos_penalty": actor.rewards.missing_eos_penalty > 0,

@@ -55,7 +55,9 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.generation.min_new_tokens": "min_length",
     "actor.generation.batch_size": "rollout_micro_batch_size",
     "actor.generation.stop_strings": "stop_token end_strings",
-    "actor.algorithm.name": "advantage_estimator scale_rewards importance_sampling_level algo.advantage.estimator",
+    "actor.algorithm.name": (
+        "advantage_estimator normalize_advantages scale_rewards importance_sampling_level algo.advantage.estimator"
+    ),
     "actor.algorithm.loss": "loss_mode actor.policy_loss_type",
     "actor.algorithm.correction": "importance_cap vllm_importance_sampling_mode vllm_importance_sampling_correction",
     "actor.algorithm.correction.high": (
@@ -64,8 +66,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.algorithm.max_resampled": (
         "dynamic_filtering dynamic_sampling max_num_gen_batches algo.dynamic_filtering_enable"
     ),
-    "actor.algorithm.lam_values": "gae_lambda_value lam_critic",
-    "actor.algorithm.lam_length": "length_adaptive_alpha lam_alpha",
     "actor.generation.temperature": "rollout.temperature",
     "actor.generation.top_p": "rollout.top_p",
     "actor.algorithm.responses_per_prompt": (
@@ -73,10 +73,8 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     ),
     "actor.algorithm.clip_ratio": "epsilon cliprange eps_clip ratio_eps actor.eps_clip",
     "actor.algorithm.clip_ratio_high": "epsilon_high eps_clip_low_high actor.eps_clip_low_high",
-    "actor.algorithm.dual_clip": "delta dual_clip actor.dual_clip",
     "actor.algorithm.loss_mean": "loss_type actor.loss_agg_mode",
     "actor.algorithm.mask_unfinished": "mask_truncated_completions",
-    "actor.algorithm.whiten_advantages": "normalize_advantages",
     "actor.algorithm.entropy_bonus": "entropy_loss_coef entropy_coef actor.entropy_coef",
     "actor.algorithm.critic_warmup_steps": "freezing_actor_steps critic.freezing_steps",
     "actor.algorithm.gamma": "discount_factor algo.advantage.gamma",

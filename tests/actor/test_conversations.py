@@ -30,7 +30,7 @@ from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Rules
-from rlhf_triton.actor.run.collection import group_metrics, has_spread
+from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
@@ -413,10 +413,13 @@ def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
 
 
-def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings: Any) -> list[SampledRow]:
+def generated(
+    model: Any, agent: Agent | None, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
+) -> list[SampledRow]:
     """The last row of a conversation about each prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    engine.uses_slots = uses_slots
     engine.agent = agent
     rows: dict[int, SampledRow] = {}
     engine.run(prompts, lambda i, found: rows.update({i: found[-1]}), seed=3, greedy=bool(settings.get("greedy")))
@@ -428,9 +431,9 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
     return [(replace(row, score=Score()),) for row in rows]
 
 
-@pytest.mark.parametrize("engine", ["slots", "transformers"])
-def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, engine: str):
-    rows = generated(model, agents("Countdown"), prompts_of(9), engine=engine)
+@pytest.mark.parametrize("uses_slots", [True, False])
+def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, uses_slots: bool):
+    rows = generated(model, agents("Countdown"), prompts_of(9), uses_slots)
     assert {row.truncated for row in rows} == {"", "actor.generation.max_new_tokens"}
     assert max(len(row.turns) for row in rows) > 2
     for i, row in enumerate(rows):
@@ -440,16 +443,14 @@ def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[...,
             assert row.tokens[turn.start : turn.end].tolist() == one_response(decoder, before, draws, 8)
             inside[turn.start : turn.end] = True
         assert (row.sampled == inside).all()
-        assert (row.logprobs is None) == (engine == "transformers")
-        assert row.logprobs is None or not row.logprobs[~inside].any()
+        assert not row.logprobs[~inside].any()
 
 
 @pytest.mark.parametrize(
-    ("engine", "in_step", "slots"),
-    [("slots", False, 3), ("slots", True, 2), ("slots", True, 9), ("transformers", True, 3)],
+    ("uses_slots", "in_step", "slots"), [(True, False, 3), (True, True, 2), (True, True, 9), (False, True, 3)]
 )
 def test_every_row_of_a_conversation_is_sampled_by_itself(
-    agents: Callable[..., Agent], model: Any, engine: str, in_step: bool, slots: int
+    agents: Callable[..., Agent], model: Any, uses_slots: bool, in_step: bool, slots: int
 ):
     """A template that writes every reply anew, so that each turn begins a row, with draws of its own."""
     said = "{{ '-' if m.role == 'assistant' and not loop.last else m.content }}"
@@ -458,8 +459,9 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
     )
     agent, prompts, found = agents("Countdown", tokenizer), prompts_of(9), dict[int, Conversation]()
     agent.in_step = in_step
-    actor = actor_section(max_new_tokens=8, generation_batch_size=slots, engine=engine)
+    actor = actor_section(max_new_tokens=8, generation_batch_size=slots)
     generation = Generation(model, tokenizer, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    generation.uses_slots = uses_slots
     generation.agent = agent
     generation.run(prompts, lambda i, rows: found.update({i: rows}), seed=3)
     assert sorted(found) == [*range(9)]
@@ -469,7 +471,7 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
             decoder = Decoder(model, Rules(8, [EOS], BANNED), slots=1)
             draws = uniform_draws(3, i + number * ROW_STEP)
             assert sampled_of(row) == one_response(decoder, row.prompt.tokens, draws, 8)
-            assert (row.logprobs is None) == (engine == "transformers")
+            assert row.logprobs is not None
 
 
 def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
@@ -579,7 +581,7 @@ def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Con
 
 
 def batch_of(scored: Sequence[Conversation], name: str, **settings: Any) -> PPOBatch:
-    plain = {"responses_per_prompt": 2, "rollout_size": 2, "whiten_advantages": False, "mask_unfinished": False}
+    plain = {"responses_per_prompt": 2, "rollout_size": 2, "mask_unfinished": False}
     return make_batch(scored, **{"algorithm_name": name, "kl_coef": 0.0, **plain, **settings})
 
 
@@ -717,7 +719,6 @@ def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unf
     settings = actor_section(algorithm=given, rollout_size=4).algorithm
     (group,) = groups_of(scored, 4)
     assert has_spread(group, settings, truncated) == differs
-    assert group_metrics([group], settings, truncated, None) == {"train_rollouts/useful_prompts": float(differs)}
     more = {"responses_per_prompt": 4, "rollout_size": 4, "mask_unfinished": mask_unfinished}
     batch = batch_of(scored, "grpo", truncated=truncated, **more)
     assert bool(batch.advantages.any()) == differs

@@ -41,7 +41,7 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
             "checkpoint_every": 20,
             "keep_checkpoints": 3,
             "validation_size": 0,
-            "client": {"max_in_flight": MOST_REQUESTS, "backoff_s": 0.1, "deadline_s": 20, "retries": 6},
+            "client": {"max_in_flight": MOST_REQUESTS, "deadline_s": 20},
         },
     }
     return make_run(folder, checkpoints, **sections).path

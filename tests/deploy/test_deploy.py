@@ -213,8 +213,7 @@ class Nodes:
 @pytest.mark.timeout(600)
 def test_the_torchrun_lines_train_and_what_dies_is_replaced(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """The trainer loses a rank, the actor a node."""
-    client = {"retries": 60, "backoff_s": 0.2}
-    settings = {"ranks": 2, "steps": STEPS, "client": client}
+    settings = {"ranks": 2, "steps": STEPS}
     run = make_run(tmp_path, checkpoints, actor=settings, trainer={"ranks": 2})
     with contextlib.ExitStack() as stack:
         server = start_server(run)

@@ -529,8 +529,11 @@ async def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
 async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int) -> None:
-    client, deadline_s = {"retries": 1, "max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
-    async with checked_gateway(lambda model, number: answer, client=client, DEADLINE_S=deadline_s) as (caller, _):
+    client, deadline_s = {"max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
+    async with checked_gateway(lambda model, number: answer, client=client, retries=1, DEADLINE_S=deadline_s) as (
+        caller,
+        _,
+    ):
         single = {path: body for path, body in PROTOCOLS.items() if path != "/v1/rewards"}
         await asyncio.gather(*(caller.error(path, body, status) for path, body in single.items()))
         found, reply = await caller.post("/v1/rewards", PROTOCOLS["/v1/rewards"])

@@ -95,7 +95,7 @@ def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(RewardUnavailable):
             compute_score("sums", "5", "5", {"question": "2+3="})
 
-    play(monkeypatch, call, client={"retries": 0, "max_outage_s": 0})
+    play(monkeypatch, call, client={"max_outage_s": 0}, retries=0)
     with pytest.raises(RewardUnavailable, match="no answer"):  # the gateway is gone too
         trl_reward(["a"], ["b"])
 

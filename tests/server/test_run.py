@@ -129,8 +129,7 @@ def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Pop
     own.mkdir()
     for name in ("actor", "config", "python_backend", "store", "tools", "trainer", "wire"):
         (own / f"{name}.py").write_text("raise AssertionError(__file__)")
-    patient = {"retries": 8, "backoff_s": 1.0}
-    run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500, "client": patient})
+    run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500})
     command = [sys.executable, "-m", "rlhf_triton.tools", "run", "--config", str(run.path)]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(

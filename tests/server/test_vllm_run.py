@@ -95,7 +95,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
     served = {"model": str(models / "critic"), "threads": 1, "token_budget": 1024}
-    generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
+    generation = {"command": str(vllm), "arguments": ARGUMENTS}
     return {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},

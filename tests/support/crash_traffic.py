@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from crash_system import Background
@@ -29,8 +29,8 @@ LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepti
 REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, whose checkpoint replaces older entries
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
-WRITING = ClientSection(retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
-SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
+IMPATIENT = ClientSection(deadline_s=5.0, max_outage_s=0)
+WRITING: dict[str, Any] = {"retries": 2, "train_deadline_s": 10.0}
 
 
 StopAccepting = Callable[[], Callable[[], None]]
@@ -145,7 +145,10 @@ class Traffic:
         return self.record.trained[-1][0] if self.record.trained else 0
 
     async def _converse(self) -> None:
-        async with TritonClient(self._url, SCORING) as scoring, TritonClient(self._url, WRITING) as writing:
+        async with (
+            TritonClient(self._url, IMPATIENT, retries=1) as scoring,
+            TritonClient(self._url, IMPATIENT, **WRITING) as writing,
+        ):
             scorers = [asyncio.create_task(self._score(scoring, number)) for number in range(SCORERS)]
             try:
                 await self._write(writing)
@@ -184,7 +187,7 @@ class Traffic:
     async def _rewind(self, client: TritonClient, step: int) -> int:
         """Rewind while the next step is being accepted, as if an actor died and resumed; return the new last step."""
         target = int(self._choice.integers(self.earliest_rewind(step), step, endpoint=True))
-        async with TritonClient(self._url, WRITING) as earlier:
+        async with TritonClient(self._url, IMPATIENT, **WRITING) as earlier:
             sent = asyncio.ensure_future(self._training(earlier, step + 1)())
             resume = await asyncio.to_thread(self._stop_accepting)
             try:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from tritonclient.utils import deserialize_bytes_tensor
 
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.retry import RETRIES
 from rlhf_triton.config import ClientSection, GatewaySection
 from rlhf_triton.tools.gateway import app, scoring
 from rlhf_triton.tools.gateway.command import bounded, close_silent
@@ -148,22 +149,25 @@ async def gateway(
     *urls: str,
     key: str | None = None,
     client: dict[str, Any] | None = None,
+    retries: int = RETRIES,
     expected: dict[str, str | None] | None = None,
     more: Sequence[Route] = (),
     **limits: Any,
 ) -> AsyncIterator[Caller]:
     """Run the gateway in this event loop, in front of the servers at `urls`.
 
-    `client`: changes of its client. `expected`: parameters that the reward model must have. `more`: further routes.
-    `limits`: constants of the gateway, by name.
+    `client`: changes of its client; `retries`: of one request. `expected`: parameters that the reward model must have.
+    `more`: further routes. `limits`: constants of the gateway, by name.
     """
-    calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 120.0, "servers": urls, **(client or {})})
+    calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
     section, patch = GatewaySection(port=0), pytest.MonkeyPatch()
     for name, limit in limits.items():
         for module in (app, scoring):
             patch.setattr(module, name, limit, raising=False)
     named = {REWARD_MODEL: expected} if expected else None
-    triton = TritonClient("unused:1", calling, expected=named) if urls else None  # else the policy alone is served
+    triton = None  # the policy alone is served
+    if urls:
+        triton = TritonClient("unused:1", calling, retries=retries, expected=named)
     application = app.create_app(triton, key, more=more)
     server = uvicorn.Server(bounded(application, section))
     bound = server.config.bind_socket()
