@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TEXTS_FILE = "rollouts.jsonl"
 FINISH_S = 120.0  # for what is still queued when a run ends
+MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
 
 
 def _named(name: str, run_dir: Path, run_id: str) -> dict[str, Any]:
@@ -57,6 +58,8 @@ class Trackers:
         """Start each with the settings, as {`section.key`: value}. Raises RlhfError if one cannot be imported."""
         self._open: dict[str, GeneralTracker] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MOST_PENDING)
+        self._has_dropped = False
         self._run_dir = run_dir
         if names:
             importlib.import_module("accelerate.tracking")
@@ -88,7 +91,7 @@ class Trackers:
 
     def finish(self) -> None:
         """Close every tracker, after all calls before; wait at most `FINISH_S` for that."""
-        self._each(self._finish)
+        self._calls.put(functools.partial(self._call, self._finish))
         self._calls.put(None)
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
@@ -117,11 +120,16 @@ class Trackers:
         tracker.finish()
 
     def _each(self, do: Callable[[GeneralTracker], None]) -> None:
-        self._calls.put(functools.partial(self._call, do))
+        if self._room.acquire(blocking=False):
+            self._calls.put(functools.partial(self._call, do))
+        elif not self._has_dropped:
+            self._has_dropped = True
+            logger.warning("trackers are %d calls behind: some metrics are in metrics.jsonl only", MOST_PENDING)
 
     def _call(self, do: Callable[[GeneralTracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             self._try(name, functools.partial(do, tracker))
+        self._room.release()
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,9 +51,11 @@ from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
 CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `SampledRow.truncated` has it
+GRADIENT = "train_optim/grad_norm"
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
-FIRST_STEPS = 3  # after which a constant reward is named
+FIRST_STEPS = 3  # after which a constant reward, or a gradient that was always 0, is named
+OPENED = re.compile(r"<\w+>\s*\Z")  # at the end of a prompt, such as <think>
 
 
 class Recorder:
@@ -82,6 +85,9 @@ class Recorder:
         self._masked_samples = 0
         self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
+        self._taught: list[
+            bool
+        ] = []  # whether there is a gradient, but for the KL's, in the first steps with an update
         self._is_first, self._knows_no_signal = True, False
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
@@ -237,7 +243,7 @@ class Recorder:
     def _warn_of_no_learning(
         self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[SampledRow]
     ) -> None:
-        """Warn, once of each, if no response of the first step ended, or a step has no signal.
+        """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
 
         Args:
             line: the step's line of metrics.jsonl.
@@ -256,10 +262,19 @@ class Recorder:
                 generation.max_new_tokens,
                 " or ".join([*named, *map(repr, generation.stop_strings)]),
             )
-        if counts and not has_signal(line) and not self._knows_no_signal:
-            why = _why_no_signal(self._settings.algorithm)
-            logger.warning("step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why)
-            self._knows_no_signal = True
+        has_gradient, why = bool(line.get(GRADIENT)), "there are advantages, so check actor.policy.freeze"
+        if not has_signal(line):
+            has_gradient, why = False, _why_no_signal(self._settings.algorithm) if counts else "no response counts"
+            if counts and not self._knows_no_signal:
+                logger.warning(
+                    "step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why
+                )
+                self._knows_no_signal = True
+        wanted = min(FIRST_STEPS, self._settings.steps)
+        if GRADIENT in line and len(self._taught) < wanted:
+            self._taught.append(has_gradient)
+            if len(self._taught) == wanted and not any(self._taught):
+                logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
     def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
@@ -531,15 +546,21 @@ class ConstantTerms:
                 self._seen.setdefault(name, set()).update([value] if math.isfinite(value) else [])
         if self._noted < self._steps or self._rows < 2:
             return
+        opened = {found[0] for each in conversations if (found := OPENED.search(each[0].prompt.text))}
+        hint = (
+            f"the prompts end with {opened.pop().strip()}, which the chat template writes, so no response has it"
+            if opened
+            else "compare what it looks for with the responses in rollouts.jsonl (actor.logged_texts)"
+        )
         for name, seen in self._seen.items():
             if len(seen) == 1:
                 logger.warning(
-                    "%s is %g for all %d responses of the first %d steps, so nothing is learned from it: compare what "
-                    "it looks for with the responses in rollouts.jsonl (actor.logged_texts)",
+                    "%s is %g for all %d responses of the first %d steps, so nothing is learned from it: %s",
                     f"the reward {name!r}" if name else "the reward",
                     *seen,
                     self._rows,
                     self._noted,
+                    hint,
                 )
 
 

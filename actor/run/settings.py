@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import numbers_in, read_json, write_json
 from rlhf_triton.store.jsonl import append_jsonl
+from rlhf_triton.store.sealed_folder import STATE_FILE
 
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
@@ -33,7 +35,7 @@ MECHANICS |= {
 }
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server
-OPERATION = (*PROCESSES, *PLACES, "actor.max_minutes", "actor.client.")
+OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
 KEPT = ("critic.model", "critic.standardization")
 DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
@@ -43,8 +45,8 @@ CONTENT = "its content"  # in the place of a value, where the file that a settin
 def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     """Return what changed since the earlier start of a run that resumes, as {`section.key`: [old, new]}.
 
-    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared, nor is
-    `actor.steps`, unless the learning rate falls over these steps.
+    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared, but
+    what follows from them is: the learning rate of the next step depends on `actor.steps`.
 
     Args:
         accepted: whether reward, environment, algorithm and policy may change.
@@ -71,9 +73,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         changed = {
             f"{key} (without effect)" if key.startswith(KEPT) else key: values for key, values in changed.items()
         }
-    optimizer = config.actor.optimizer
-    if optimizer.min_lr in (None, optimizer.lr) or optimizer.max_steps is not None:
-        changed.pop("actor.steps", None)
+    changed |= _scheduled(earlier, config, changed, step)
     contents = read_contents(config)
     differing = [key for key in contents if key in known and known[key] != contents[key]]
     changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
@@ -85,6 +85,47 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
             + "\npass --accept-changes to go on with these, or set them back; `rlhf-triton run --fresh` starts over"
         )
     return changed
+
+
+def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any], step: int) -> dict[str, list[Any]]:
+    """Return what the earlier settings and those of now give for the step after `step`, where it differs.
+
+    Learning rate, KL coefficient and files of prompts; also `actor.steps`, if the learning rate follows from it.
+    """
+    state = read_json(config.run.dir / "checkpoints" / "actor" / str(step) / STATE_FILE) or {}
+    found: dict[str, list[Any]] = {}
+    if taken := state.get("optimizer_step"):
+        last, was, new = (
+            each.actor.optimizer.learning_rate(at, total_steps=each.actor.optimizer_steps)
+            for each, at in ((earlier, taken - 1), (earlier, taken), (config, taken))
+        )
+        is_named = (was, new) == (earlier.actor.optimizer.lr, config.actor.optimizer.lr)  # among the changes
+        if not is_named and not math.isclose(was, new, rel_tol=1e-6, abs_tol=1e-12):
+            if earlier.actor.steps != config.actor.steps:
+                found["actor.steps"] = [earlier.actor.steps, config.actor.steps]
+            key = f"actor.optimizer.lr in step {step + 1}, after {last:.3g} in step {step}"
+            found[key] = [_short(was), _short(new)]
+    kl, coef = config.actor.kl, state.get("kl_coef")
+    is_adaptive = (earlier.actor.kl.target, kl.target) != (None, None)
+    if coef is not None and is_adaptive and {"actor.kl.coef", "actor.kl.target"} & changed.keys():
+        new = kl.coef if kl.target is None else coef  # as a checkpoint restores it
+        found[f"actor.kl.coef in step {step + 1}, which actor.kl.target adapts"] = [_short(coef), _short(new)]
+    if earlier.actor.prompts.files or config.actor.prompts.files:
+        shares = [_shares(each, step + 1) for each in (earlier, config)]
+        if shares[0] != shares[1]:
+            found[f"actor.prompts.files in step {step + 1}"] = shares
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _shares(config: RunConfig, step: int) -> dict[str, float]:
+    """Return the share of each file of prompts that is active in `step`."""
+    active = [file for file in config.actor.prompts.sources if file.is_active(step)]
+    total = sum(file.weight for file in active)
+    return {str(file.path): _short(file.weight / total) for file in active}
 
 
 def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:

@@ -592,7 +592,10 @@ def test_a_run_whose_groups_have_equal_rewards_says_so(
     summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
     assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
     said = [record.message for record in caplog.records if "within each group" in record.message]
-    assert [message.split(": ")[0] for message in said] == ["step 1 has no signal"]
+    assert [message.split(": ")[0] for message in said] == [
+        "step 1 has no signal",
+        "the gradient of the loss is 0 in each of the first 3 steps",
+    ]
 
 
 # ---- stops: a run that leaves in the middle of each phase of a step ----

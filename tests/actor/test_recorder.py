@@ -158,22 +158,24 @@ def test_the_limits_that_leave_conversations_out_are_named(
 
 
 @pytest.mark.parametrize(
-    ("components", "warnings"),
+    ("components", "prompt", "warnings"),
     [  # values of each step's two responses by term
-        ([{"a": [1.0, 1.0]}] * 4, ["the reward 'a' is 1 for all 6 responses of the first 3 steps"]),
-        ([{"a": [0.0, math.nan], "b": [0.0, 0.5]}] * 4, ["the reward 'a' is 0 for all 6 responses"]),
-        ([{"a": [0.0, 0.0]}, {"a": [0.0, 1.0]}, *[{"a": [0.0, 0.0]}] * 2], []),
-        ([{}] * 4, ["the reward is 0.5 for all 6 responses"]),
+        ([{"a": [1.0, 1.0]}] * 4, "Why?", ["the reward 'a' is 1 for all 6 responses of the first 3 steps"]),
+        ([{"a": [0.0, math.nan], "b": [0.0, 0.5]}] * 4, "<think>\n", ["the reward 'a' is 0 for all 6 responses"]),
+        ([{"a": [0.0, 0.0]}, {"a": [0.0, 1.0]}, *[{"a": [0.0, 0.0]}] * 2], "Why?", []),
+        ([{}] * 4, "Why?", ["the reward is 0.5 for all 6 responses"]),
     ],
 )
 def test_a_term_that_is_constant_in_the_first_steps_is_named_once(
-    components: list[dict[str, list[float]]], warnings: list[str], caplog: pytest.LogCaptureFixture
+    components: list[dict[str, list[float]]], prompt: str, warnings: list[str], caplog: pytest.LogCaptureFixture
 ):
     constants, row = ConstantTerms(3), a_sample([1, 1])
+    row = replace(row, prompt=replace(row.prompt, text=prompt))
     for step in components:
         terms = [{name: each[i] for name, each in step.items()} for i in range(2)]
         constants.note([(replace(row, score=rewarded(0.5, components=each)),) for each in terms])
     assert [message[: len(begin)] for message, begin in zip(caplog.messages, warnings, strict=True)] == warnings
+    assert ("end with <think>, which" in caplog.text) == (prompt == "<think>\n" and bool(warnings))
 
 
 # ---- checkpoints ----
@@ -306,14 +308,14 @@ async def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
 # ---- steps that teach nothing ----
 
 
-def line_of(ended: float = 1.0, advantage: float = 1.0) -> dict[str, float]:
-    names = ("fraction_of_samples_properly_ended", "advantages_mean", "advantages_std")
-    values = zip(names, (ended, 0.0, advantage), strict=True)
-    return {f"train_rollouts/{name}": value for name, value in values}
+def line_of(ended: float = 1.0, advantage: float = 1.0, gradient: float | None = 1.0) -> dict[str, float]:
+    names = ("rollouts/fraction_of_samples_properly_ended", "rollouts/advantages_std", "optim/grad_norm")
+    values = zip(names, (ended, advantage, gradient), strict=True)
+    return {"train_rollouts/advantages_mean": 0.0, **{f"train_{n}": value for n, value in values if value is not None}}
 
 
 GRPO = {"algorithm_name": "grpo", "responses_per_prompt": 2}
-FINE, EQUAL, CUT_OFF = line_of(), line_of(advantage=0.0), line_of(ended=0.0)
+FINE, EQUAL, CUT_OFF = line_of(), line_of(advantage=0.0, gradient=0.0), line_of(ended=0.0)
 NOT_ENDED = (
     "step 1: no response ended within actor.generation.max_new_tokens (128) by '</s>' (1) or '<end>' (7): raise it"
 )
@@ -328,13 +330,19 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
         (
             GRPO,
             [EQUAL] * 5,
-            [f"step 1 has no signal: {EQUAL_IN_GROUPS}"],
+            [f"step 1 has no signal: {EQUAL_IN_GROUPS}", f"0 in each of the first 3 steps: {EQUAL_IN_GROUPS}"],
         ),
         (
             {**GRPO, "mask_unfinished": True},
-            [line_of(0.0, 0.0)] * 4,
-            [NOT_ENDED],
+            [line_of(0.0, 0.0, 0.0)] * 4,
+            [NOT_ENDED, "0 in each of the first 3 steps: no response counts"],
         ),
+        (
+            {"steps": 2},
+            [line_of(gradient=0.0)] * 2,
+            ["of the first 2 steps: there are advantages, so check actor.policy"],
+        ),
+        ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
     ],
 )
 def test_a_run_that_learns_nothing_says_so_once(
@@ -349,7 +357,7 @@ def test_a_run_that_learns_nothing_says_so_once(
     tokenizer = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
     recorder._policy.tokenizer, recorder._policy.eos_ids = tokenizer, [1, 7]  # type: ignore[assignment]
     for step, line in enumerate(lines, 1):
-        recorder._warn_of_no_learning(step, line, line != line_of(0.0, 0.0), ())
+        recorder._warn_of_no_learning(step, line, line != line_of(0.0, 0.0, 0.0), ())
     found = [record.message for record in caplog.records]
     assert len(found) == len(said)
     assert all(part in message for part, message in zip(said, found, strict=True))
@@ -409,7 +417,6 @@ async def test_the_best_validation_is_the_highest_of_one_version_with_scores(
 
 CODE = "def verify(sample):\n    return 1.0\n"
 GAME = {"class": "game.py:Game", "options": {"workers": 1}}
-FALLING = {"min_lr": 0.0}  # the learning rate, over the steps of the run
 
 
 def config_of(run: Path, weight: float = 1.0, timeout_s: float = 2.0, **actor: Any) -> RunConfig:
@@ -434,8 +441,6 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
     [
         ({}, {}, None, False),
         ({}, {"steps": 900, "client_deadline_s": 70.0}, None, False),
-        ({**FALLING, "optimizer_max_steps": 9}, {**FALLING, "optimizer_max_steps": 9, "steps": 900}, None, False),
-        (FALLING, {**FALLING, "steps": 900}, "actor.steps: 100 -> 900", False),
         ({}, {"timeout_s": 3.0}, "rewards.verdict.timeout_s: 2.0 -> 3.0", False),
         ({}, {"lr": 0.5}, "actor.optimizer.lr: 9e-07 -> 0.5", False),
         ({}, {"weight": 2.0}, "rewards.verdict.weight: 1.0 -> 2.0", True),
@@ -477,6 +482,62 @@ def test_changed_settings_are_listed_and_recorded(
     write_settings(config, changed)
     recorded = read_jsonl(run / "changes.jsonl")
     assert [(row["step"], row["changed"]) for row in recorded] == ([(5, changed)] if line else [])
+    assert find_changes(config, accepted=False) == {}
+
+
+COSINE = {"lr": 5e-5, "min_lr": 0.0, "update_minibatch_size": 64}  # two optimizer steps in each step
+TWO = [{"path": "a", "until_step": 5}, {"path": "b", "from_step": 3, "weight": 3.0}]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        ({**COSINE, "steps": 5}, {**COSINE, "steps": 5}, []),
+        (
+            {**COSINE, "steps": 5},
+            {**COSINE, "steps": 10},
+            ["actor.steps: 5 -> 10", "actor.optimizer.lr in step 6, after 1.22e-06 in step 5: 0.0 -> 2.5e-05"],
+        ),
+        ({**COSINE, "optimizer_max_steps": 40, "steps": 5}, {**COSINE, "optimizer_max_steps": 40, "steps": 10}, []),
+        ({"steps": 5}, {"steps": 10, "lr": 0.5}, ["actor.optimizer.lr: 9e-07 -> 0.5"]),
+        (
+            {"steps": 50, "warmup_steps": 20},
+            {"steps": 50, "warmup_steps": 40},
+            [
+                "actor.optimizer.warmup_steps: 20 -> 40",
+                "actor.optimizer.lr in step 6, after 4.5e-07 in step 5: 4.95e-07 -> 2.475e-07",
+            ],
+        ),
+        (
+            {"steps": 50, "kl_target": 6.0},
+            {"steps": 50, "kl_target": 6.0, "kl_coef": 0.5},
+            ["actor.kl.coef: 0.01 -> 0.5", "actor.kl.coef in step 6, which actor.kl.target adapts: 0.02 -> 0.02"],
+        ),
+        (
+            {"steps": 50, "kl_target": 6.0},
+            {"steps": 50},
+            ["actor.kl.target: 6.0 -> None", "actor.kl.coef in step 6, which actor.kl.target adapts: 0.02 -> 0.01"],
+        ),
+        (
+            {"steps": 50, "prompts_files": TWO},
+            {"steps": 50, "prompts_files": [{**TWO[0], "until_step": 6}, TWO[1]]},
+            [
+                "actor.prompts.files in step 6: {'b': 1.0} -> {'a': 0.25, 'b': 0.75}",
+            ],
+        ),
+    ],
+)
+def test_a_schedule_that_changes_at_a_resume_is_named_with_both_values(
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], lines: list[str]
+):
+    run = after_five_steps(tmp_path / "run", **before)
+    state = {"optimizer_step": 10, "kl_coef": 0.02 if "kl_target" in before else 0.01}
+    (run / "checkpoints" / "actor" / "5" / "state.json").write_text(json.dumps(state))
+    config = config_of(run, **now)
+    changed = find_changes(config, accepted=False)
+    found = [line for line in describe_changes(changed) if not line.startswith("actor.prompts.files: ")]
+    assert found == lines
+    write_settings(config, changed)
     assert find_changes(config, accepted=False) == {}
 
 
@@ -748,7 +809,8 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """It gets everything in order if it answers in the end; the interpreter waits for no daemon."""
+    """It gets everything in order if it answers in the end, up to a bound; the interpreter waits for no daemon."""
+    monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
     hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
@@ -760,11 +822,12 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
 
     monkeypatch.setattr(WithArtifact, "log", hang)
     trackers = Trackers(["mlflow"], tmp_path, "run", {})
-    for step in range(4):
+    for step in range(6):
         trackers.log({"x": 1.0}, step)  # returns at once
     assert hanging.wait(120)
     trackers.finish()
-    (late,) = caplog.messages
+    behind, late = caplog.messages
+    assert behind == "trackers are 4 calls behind: some metrics are in metrics.jsonl only"
     assert late == "trackers have not taken everything after 0.1 s: the rest is in metrics.jsonl only"
     assert threads[0].daemon
     answer.set()
