@@ -3,15 +3,16 @@
 `datasets` itself is not needed (and requires NumPy 2): its shards are plain Arrow streams, which pyarrow reads.
 """
 
-import codecs
 import contextlib
 import hashlib
 import json
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -22,7 +23,9 @@ EMPTY: tuple[Any, ...] = (None, "", [])
 ONE_A_LINE = "; a JSONL file has one object a line, as df.to_json(path, orient='records', lines=True) writes it"
 NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
+CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSONL
 MAX_NESTING = 99  # of a column: the server takes metadata that is nested 100 deep
+EXACT = 2**53  # below it, an integer is a float without rounding
 CACHED_BYTES = 2**30  # decoded row groups of a Parquet file
 FINGERPRINT_BYTES = 64 * 1024
 ARROW_FILE_MAGIC = b"ARROW1"  # distinguishes the Arrow file format from streams, which have no magic bytes
@@ -73,16 +76,17 @@ def read_rows(path: Path) -> Iterator[PromptRow]:
 
 
 # One reading for all formats. Arrow gives every row and every nested object the keys of all rows, with null for those
-# that one lacks. So null keys of nested objects are dropped, in JSONL as well, and rows of JSONL get the columns of the
-# other rows.
+# that one lacks, and a column with 1 and 1.5 is one of floats. So null keys of nested objects are dropped, in JSONL as
+# well, and rows of JSONL get the columns and the floats of the other rows.
 
 
-def plain(where: str, name: str, value: Any) -> Any:
+def plain(where: str, name: str, value: Any, is_float: Callable[[str], bool] = lambda name: False) -> Any:
     """Return the value of a column without the null keys of nested objects.
 
     Args:
         where: file and row, for error messages.
         name: of the column, or of a key within it, such as `answer.unit`.
+        is_float: whether another row has a float under that name.
 
     Raises:
         PromptError: JSON cannot represent the value, or the server would refuse it for its depth.
@@ -102,7 +106,7 @@ def plain(where: str, name: str, value: Any) -> Any:
                 f"{where}: {name}: {value!r:.80} is a {type(value).__name__}, which JSON cannot represent; remove the "
                 "column, or store it as text or numbers"
             )
-        return value
+        return float(value) if type(value) is int and abs(value) < EXACT and is_float(name) else value
 
     return read(name, value, 1)
 
@@ -146,37 +150,38 @@ def begun(row: PromptRow) -> PromptRow:
 
 
 class JsonLines:
-    """The rows of a JSONL file, which is read at once; a line is parsed when it is used."""
+    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Only a newline ends a line: JSON does not escape U+2028 and others at which `splitlines` would also split.
-            lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+            self._file = path.open("rb")
+            weakref.finalize(self, self._file.close)
+            self._bounds, lines_to_check = _line_bounds(self._file)
+            blank = [line for line in lines_to_check if not self._line(line).strip()]
         except OSError as error:
             raise PromptError(f"cannot read the prompts {path}: {_cause(error, path)}") from error
-        self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        self._lines = np.delete(np.arange(len(self._bounds) - 1), blank)
         self._names: dict[str, None] = {}
-        for _, line in self._lines:
-            with contextlib.suppress(ValueError, RecursionError):  # raised again when the row is used
-                columns = json.loads(line.decode())
-                self._names |= dict.fromkeys(columns if isinstance(columns, dict) else ())
+        self._floats = set[str]()
+        self._scan()
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def row(self, index: int) -> PromptRow:
-        number, line = self._lines[index]
-        where = f"{self.path}:{number}"
+        line = int(self._lines[index])
+        where = f"{self.path}:{line + 1}"
         columns = {**dict.fromkeys(self._names), **self._columns(line, where)}
-        return PromptRow(number, where, {name: plain(where, name, value) for name, value in columns.items()})
+        read = {name: plain(where, name, value, self._floats.__contains__) for name, value in columns.items()}
+        return PromptRow(line + 1, where, read)
 
-    def _columns(self, line: bytes, where: str) -> dict[str, Any]:
+    def _columns(self, line: int, where: str) -> dict[str, Any]:
         try:
-            text = line.decode()
+            text = self._text(line)
             columns = json.loads(text, object_pairs_hook=partial(_unique, where))
-        except UnicodeDecodeError as error:
-            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"cannot read the prompts {where}: {_cause(error, self.path)}") from error
         except PromptError:
             raise
         except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
@@ -187,6 +192,29 @@ class JsonLines:
             raise PromptError(f"{where}: {what}{ONE_A_LINE}")
         return columns
 
+    def _scan(self) -> None:
+        """Learn which columns there are, and which of them, or of the keys within them, have floats."""
+        for line in self._lines.tolist():
+            floats = list[str]()
+
+            def parsed(number: str, floats: list[str] = floats) -> float:
+                floats.append(number)
+                return float(number)
+
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # raised again when the row is used
+                columns = json.loads(self._text(line), parse_float=parsed, parse_constant=parsed)
+                if isinstance(columns, dict):
+                    self._names |= dict.fromkeys(columns)
+                    for name, value in columns.items() if floats else ():
+                        self._floats.update(_floats(name, value))
+
+    def _text(self, line: int) -> str:
+        return self._line(line).decode("utf-8" if line else "utf-8-sig")
+
+    def _line(self, line: int) -> bytes:
+        begin, end = self._bounds[line : line + 2].tolist()
+        return os.pread(self._file.fileno(), end - begin, begin)
+
 
 def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of a row. Raises PromptError if a key is there twice: JSON does not say which one counts."""
@@ -196,6 +224,35 @@ def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise PromptError(f"{where}: the key {twice!r:.80} is there twice; remove one of them")
     return found
+
+
+def _floats(name: str, value: Any) -> Iterator[str]:
+    """Yield the name of each float in the value of a column, as `plain` names it."""
+    if isinstance(value, float):
+        yield name
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _floats(f"{name}.{key}", inner)
+    for inner in value if isinstance(value, list) else ():
+        yield from _floats(name, inner)
+
+
+def _line_bounds(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets at which lines begin, with the file's size at the end, and the lines that may be blank.
+
+    Only a newline ends a line: JSON does not escape U+2028 and others at which `str.splitlines` would also split.
+    """
+    starts, may_be_blank, size, begins = [], [], 0, True
+    while chunk := file.read(CHUNK_BYTES):
+        content = np.frombuffer(chunk, np.uint8)
+        found = np.flatnonzero(content == ord("\n")) + 1
+        found = np.insert(found, 0, 0) if begins else found
+        begins = chunk.endswith(b"\n")
+        found = found[:-1] if begins else found
+        starts.append(found + size)
+        may_be_blank.append(content[found] <= ord(" "))
+        size += len(chunk)
+    none: list[Any] = [np.zeros(0, np.int64)]
+    return np.concatenate([*starts, *none, [size]]), np.flatnonzero(np.concatenate([*may_be_blank, *none]))
 
 
 class TableRows:

@@ -130,18 +130,21 @@ class PromptStream:
             for path, file in self._files.items()
         }
 
-    def restored(self, prompts: int, saved: Mapping[str, Any]) -> Positions:
+    def restored(self, prompts: int, saved: Mapping[str, Any] | None) -> Positions:
         """Return the positions of a checkpoint after `prompts` prompts; warn about files that have changed since.
 
-        A single file may have another path now.
+        A single file may have another path now. `saved` is None in checkpoints of earlier versions, which had one file
+        and no positions: it is taken to be the first.
         """
-        if len(saved) == len(self._files) == 1:
+        if saved is None:
+            saved = {next(iter(self._files)): {"rows": prompts, "credit": 0.0, "fingerprint": None}}
+        elif len(saved) == len(self._files) == 1:
             saved = dict(zip(self._files, saved.values(), strict=True))
         for path, file in self._files.items():
             known = saved.get(path)
             if known is None:
                 logger.warning("%s is not in the checkpoint; its prompts are taken from the beginning", path)
-            elif known["fingerprint"] != file.fingerprint:
+            elif known["fingerprint"] not in (None, file.fingerprint):
                 logger.warning(
                     "%s has changed since the checkpoint: after %d rows taken, the run continues in the order of the "
                     "new file, so some of its prompts may be used twice in an epoch, and others not",
@@ -213,7 +216,7 @@ class StepInputs:
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after `step`, from what `state` returned for it; warn if text prompts have other tokens now."""
-        added, adds = state["add_special_tokens"], self.stream.reader.add_special_tokens
+        added, adds = state.get("add_special_tokens", False), self.stream.reader.add_special_tokens
         if added != adds:
             logger.warning(
                 "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
@@ -222,7 +225,7 @@ class StepInputs:
                 adds,
             )
         self.known.clear()
-        self.known[step] = self.stream.restored(state["prompts_taken"], state["prompt_files"])
+        self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
 
     def seed_of(self, step: int, *repeat: int) -> int:
         """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""

@@ -271,13 +271,13 @@ class Verbatim(Chat):
 UNEVEN: list[tuple[dict[str, Any], list[dict[str, Any]] | None, dict[str, Any]]] = [
     # a row; the messages and the metadata that it gives in every format
     ({"prompt": called(city="Rom")}, called(city="Rom"), {}),
-    ({"prompt": called("c1", "", to="Oslo", days=[1.0, 2.0])}, called("c1", "", to="Oslo", days=[1.0, 2.0]), {}),
+    ({"prompt": called("c1", "", to="Oslo", days=[1, 2])}, called("c1", "", to="Oslo", days=[1.0, 2.0]), {}),
     ({"prompt": called(days=[0.5], at={"x": {"y": 1}})}, called(days=[0.5], at={"x": {"y": 1}}), {}),
     ({"prompt": called(city=None, at={"x": {"y": None}})}, called(at={"x": {}}), {}),
     ({"prompt": [{**USER, "content": None, "tool_calls": None}]}, None, {}),
     ({"prompt": [{**USER, "tool_calls": []}]}, [USER], {}),
     ({"prompt": [USER], "task": "code", "tests": ["t", None]}, [USER], {"task": "code", "tests": ["t", None]}),
-    ({"prompt": [USER], "task": "math", "answer": 5.0}, [USER], {"task": "math", "answer": 5.0}),
+    ({"prompt": [USER], "task": "math", "answer": 5}, [USER], {"task": "math", "answer": 5.0}),
     ({"prompt": [USER], "answer": 5.5, "extra": {"a": None, "b": []}}, [USER], {"answer": 5.5, "extra": {"b": []}}),
     ({"prompt": [USER], "extra": {"a": [{"c": 1}, {"d": "x"}]}}, [USER], {"extra": {"a": [{"c": 1}, {"d": "x"}]}}),
     ({"prompt": [USER], "extra": {}, "prompt_id": None, "big": 2**62}, [USER], {"extra": {}, "big": 2**62}),
@@ -288,7 +288,7 @@ COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
 
 @pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
 def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_path: Path, write_table: Any):
-    """Arrow and `datasets` give every row and every nested object the keys of all."""
+    """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
     path, reader = write_table(tmp_path, [row for row, _, _ in UNEVEN]), PromptReader(Verbatim(), 1000)
     for row, (_, messages, metadata) in zip(read_rows(path), UNEVEN, strict=True):
         if messages is None:
@@ -299,6 +299,17 @@ def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_pa
         assert (prompt.text, prompt.prompt_id) == (json.dumps(messages, sort_keys=True), str(row.number))
         expected = {**dict.fromkeys(COLUMNS), **metadata, "messages": messages}
         assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+def test_one_late_row_is_read_with_all_others(tmp_path: Path):
+    """It alone has a column, and floats in another one and in a nested key."""
+    rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
+    rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
+    parquet.write_table(table_of(rows), table := tmp_path / "prompts.parquet")
+    first, late = '{"late": null, "n": 1.0, "of": {"x": 2.0}, "text": "a"}', json.dumps(rows[2001], sort_keys=True)
+    for path in (jsonl(tmp_path, rows), table):
+        found = [json.dumps(row.columns, sort_keys=True) for row in read_rows(path)]
+        assert Counter(found) == {first: 2999, late: 1}
 
 
 @pytest.mark.parametrize(
@@ -488,6 +499,9 @@ def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path
     third = resumed(second, 3, inputs_of(path, per_step=1))
     assert drawn(first, 1, 2) + drawn(second, 3) + drawn(third, 4) == drawn(inputs_of(path, per_step=41), 1)
     assert [inputs.after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [8, 40, 41]
+    old = inputs_of(path)
+    old.restore(5, {"prompts_taken": 20})  # a checkpoint without positions
+    assert drawn(old, 6) == drawn(inputs_of(path), 6)
 
 
 def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
