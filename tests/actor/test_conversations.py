@@ -2,9 +2,9 @@
 
 import asyncio
 import copy
+import itertools
 import string
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -99,11 +99,15 @@ def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: 
 def talk_in_rows(
     agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True, tokenizer: Any = TOKENIZER
 ) -> tuple[Conversation, list[int]]:
-    """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each."""
+    """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each.
+
+    Each look at the clock is 10 s after the one before.
+    """
     left, seen = [*replies], list[Sequence[int]]()
+    times = itertools.count(0.0, 10.0)
 
     class Scripted:
-        clock = staticmethod(time.monotonic)
+        clock = staticmethod(lambda: next(times))
 
         async def sampled(self, before: Sequence[int]) -> PolicyTurn:
             seen.append(before)
@@ -148,7 +152,7 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
     [
         ({"max_turns": 2}, "environment.max_turns"),
         ({"max_tokens": 60}, "environment.max_tokens"),
-        ({"timeout_s": 1e-9}, "environment.timeout_s"),
+        ({"timeout_s": 25.0}, "environment.timeout_s"),
     ],
 )
 def test_limits_end_it_and_say_so(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
@@ -661,9 +665,9 @@ def test_metrics_count_all_rows_of_the_conversations_in_the_update():
 
 def test_lines_and_metrics_say_how_conversations_ended():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
-    scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1], weight=2.0)
+    scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1])
     metrics = text_metrics(scored)
-    by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 20 / 3}
+    by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 10 / 3}
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
     lines = read_texts(scored, TOKENIZER)
     assert (lines[0]["turn_rewards"], lines[0]["turn_values"]) == ([1.0, 2.0], pytest.approx([0.15, 0.5]))
