@@ -212,6 +212,7 @@ class TestGold:
         assert figures["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
         assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
 
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_command_trains_and_leaves_every_file_that_it_promises(tmp_path: Path) -> None:
