@@ -98,9 +98,6 @@ def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path)
         ("192.0.2.1", "server.host: '192.0.2.1' is not an address of this machine (Cannot assign requested address)"),
         ("no.such.host.invalid", "server.host: 'no.such.host.invalid' has no IPv4 address, as tritonserver needs one"),
         ("::1", "server.host: '::1' has no IPv4 address"),
-        ("[::]", "server.host: '[::]' has no IPv4 address"),
-        ("127.0.0.1:8000", "server.host: '127.0.0.1:8000' has no IPv4 address"),
-        ("*", "server.host: '*' has no IPv4 address"),
         ("a" * 70, "has no IPv4 address"),
     ],
 )
@@ -188,7 +185,6 @@ def write_loading(statement: str) -> Callable[[Path], None]:
             write_loading("raise ValueError('3 labels, must be 1')"),
             r"^critic could not be loaded: ValueError: 3 labels, must be 1 \(model.py line 10\); the whole log is in /",
         ),
-        (write_loading("os._exit(3)"), "critic could not be loaded: its process has died"),
         (write_loading("os.kill(os.getppid(), 9)"), "was killed by SIGKILL"),
         (
             lambda repository: write_journal_model(repository, "critic_train", refuse=False),

@@ -66,8 +66,6 @@ class RequestRecord:
     """(step, time, weights_version) of rewinds; answers that a rewind invalidated are removed from the lists above."""
     served: Counter[Served] = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
-    latencies: list[tuple[float, float]] = field(default_factory=list)
-    """(time of the answer, latency in seconds) of each answered scoring request."""
     stale: list[tuple[float, int, int]] = field(default_factory=list)
     """(time, version, served version) of scores by a version older than one that the server had reported as served."""
     failures: list[tuple[float, str, str]] = field(default_factory=list)
@@ -232,7 +230,7 @@ class Traffic:
             await asyncio.sleep(SCORER_PAUSE_S)
 
     async def _score_once(self, client: TritonClient, probe: int) -> None:
-        sent, promised = self.record.now(), self._promised
+        promised = self._promised
         try:
             answer = await client.score(self._probes[probe], (REWARDS, VALUES, WEIGHTS_VERSION))
         except RequestFailed as error:
@@ -243,6 +241,5 @@ class Traffic:
         values = np.ascontiguousarray(answer[VALUES], np.float32).tobytes()
         rewards = np.ascontiguousarray(answer[REWARDS], np.float32).tobytes()
         self.record.served[Served(probe, versions, rewards, values)] += 1
-        self.record.latencies.append((now, now - sent))
         if min(versions) < promised:
             self.record.stale.append((now, min(versions), promised))

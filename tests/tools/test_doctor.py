@@ -24,7 +24,7 @@ from small_disk import small_disk
 
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools import doctor
-from rlhf_triton.tools.checks import Finding, Level, found_by
+from rlhf_triton.tools.checks import Finding, Level
 from rlhf_triton.tools.server.container import BODY_LIMIT
 from rlhf_triton.tools.server.triton_home import (
     STUB,
@@ -120,29 +120,6 @@ def test_packages_that_are_not_installed_are_named() -> None:
     assert "FAILED   tritonserver     no tritonserver found" in found
     assert "or set server.tritonserver to the path of one" in found
     assert "\nok       clock" in found
-
-
-def test_what_no_run_can_work_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Few open files, a Python without libpython or of another version, tritonservers that do not start."""
-    wheel = find_tritonserver(None)
-    broken = copy_of(wheel, tmp_path / "broken", {PYTHON: PYTHON})
-    broken.write_text("#!/bin/sh\necho 'libre2.so.5: cannot open shared object file' >&2\nexit 127\n")
-    other = copy_of(wheel, tmp_path / "other", {OTHER: OTHER})
-    found = [each for binary in (broken, other) for each in found_by("tritonserver", doctor.tritonserver, binary)]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
-    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
-    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
-    found += [*found_by("open files", doctor.open_files), *found_by("python", doctor.python)]
-    assert {each.level for each in found} == {Level.FAILED}
-    expected = [
-        "does not start: libre2.so.5: cannot",
-        f"there are stubs for {OTHER}",
-        "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536",
-        "3.9.1, must be 3.10 to 3.12",
-        "apt install libpython",
-    ]
-    assert [each.text for each, part in zip(found, expected, strict=True) if part not in each.text] == []
 
 
 def test_disks_shared_memory_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

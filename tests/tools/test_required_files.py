@@ -247,18 +247,6 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
         check_files(RunConfig.model_validate({**sections, "critic": {"model": critic}}), server=True)
 
 
-def test_a_family_that_cannot_be_split_is_named_before_anything_starts(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
-    save_tiny(tmp_path / "gpt2", "gpt2", "critic")
-    overrides = [f"critic.model={tmp_path / 'gpt2'}", "critic.tensor_parallel=2", "reward.tensor_parallel=3"]
-    assert rlhf_triton.tools.run.main(["--config", str(path), *overrides]) == 2
-    critic, reward = sorted(capsys.readouterr().err.removeprefix("error: ").splitlines())
-    assert re.match(r"critic\.model: .*no tensor-parallel plan for gpt2 models", critic)
-    assert re.match(r"reward\.model: .*tensor_parallel \(3\) does not divide", reward)
-
-
 @pytest.mark.parametrize(
     ("code", "told"),
     [
@@ -306,14 +294,6 @@ def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: {role}.device: cuda:98 needs 99 GPUs; "), error
         assert error.endswith(", or set it to cpu")
-
-
-def test_a_sidecar_without_a_critic_is_refused(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_yaml(tmp_path, "rloo", "model", checkpoints)
-    assert rlhf_triton.trainer.__main__.main(["--config", str(path)]) == 2
-    assert "actor.algorithm.name: rloo has no critic, so there is nothing to train" in capsys.readouterr().err
 
 
 def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints) -> None:
@@ -423,7 +403,6 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
     ("settings", "problem"),
     [
         ([], ""),
-        (["rewards.mine.groupwise=true", "rewards.mine.function={file}:group"], ""),
         (["rewards.mine.function={file}:trl"], ""),
         (
             ["rewards.mine.function={file}:needs"],
@@ -445,8 +424,6 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
             "environment.class {file}:Gam: {file}:Gam cannot be imported: {file} has no",
         ),
         ([*PLAYED, "environment.options={{lowest: 1}}"], "{file}:Game: options.lowest: unknown; the options: highest"),
-        ([*PLAYED, "environment.reward={file}:scor"], "{file}:scor cannot be imported: {file} has no 'scor'"),
-        ([LONGEST, "environment.agent={file}:walk"], "environment.agent {file}:walk: "),
         (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
         (
             ["actor.policy.lora_rank=2", "actor.policy.lora_targets=[v_proj,q_porj]"],
@@ -489,21 +466,6 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
     ("text", "words"),
     [
         ("", "{} has no prompts"),
-        ('{"text": "a"}\n{"text": ""}\n', "{}:2: text is empty"),
-        (
-            '{"text": "a"}\n{"text": "\\ud83d"}',
-            "{}:2: text: '\\ud83d' is half a character (a lone surrogate), which has no encoding; mend or remove the "
-            "row",
-        ),
-        (
-            '{"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-            "{}:1: messages and prompt could each be the prompt; keep one of them, and remove or rename the others",
-        ),
-        (
-            '{"text": "a"}\n{"text": "a", "response": "b"}\n',
-            "{}:1: the column 'response' has the name under which reward functions receive the response's text, its "
-            "steps or its group; rename the column",
-        ),
         (
             '{"text": "a"}\n{"text": "' + "a " * 2000 + '"}\n',
             "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens); "
@@ -608,10 +570,8 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
 PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"
 LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weights, or what the refusal says
     "one": (["LABEL_0"], [], (None,)),
-    "one of three": (["a", "b", "c"], ["reward.attribute_weights=[0, 1, 0]"], ([0, 1, 0],)),
     "two": (["BAD", "GOOD"], [], [PAIR, ODDS, "reward.attribute_weights: separate (a reward for each)"]),
     "three": (["a", "b c", "no"], [], ["3 labels (a, b c, no)", 'weights: {{a: 1, "b c": 1, "no": 1}} (a number for']),
-    "unnamed": (["LABEL_0", "LABEL_1"], [], ["2 labels (LABEL_0, LABEL_1)", "{{LABEL_0: -1, LABEL_1: 1}}"]),
     "both": (["BAD", "GOOD"], ["reward.attribute_weights=separate"], ("separate",)),
     "by name": (["BAD", "GOOD"], ["reward.attribute_weights={{GOOD: 1, BAD: -1}}"], ([-1, 1],)),
     "unknown": (
@@ -619,9 +579,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
         ["reward.attribute_weights={{GOOD: 1, WORSE: 1}}"],
         [PAIR, "each of which reward.attribute_weights must name once (unknown: WORSE; missing: BAD)"],
     ),
-    "twice": (["a", "a", "b"], ["reward.attribute_weights={{a: 1, b: 2}}"], ["must name once (several times: a)"]),
     "too few": (["BAD", "GOOD"], ["reward.attribute_weights=[1]"], [PAIR, "but reward.attribute_weights has 1 numb"]),
-    "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None,)),
     "steps of three": (
         ["a", "b", "c"],
         ["reward.process={{separator: .}}"],
@@ -722,23 +680,6 @@ def test_rows_must_fit_every_model_that_receives_them(
     lines = re.findall(r"(\w+)\.model: takes rows of at most (\d+) tokens", found)
     assert " ".join(f"{role} {limit}" for role, limit in lines) == refused
     assert found.count("\n") == max(0, len(lines) - 1)
-
-
-def test_a_prompt_that_leaves_no_room_for_a_reply_in_the_reward_models_rendering_is_named(
-    tmp_path: Path, checkpoints: Checkpoints
-) -> None:
-    """Whatever its vocabulary: each of its rows would be refused."""
-    run = make_run(tmp_path, checkpoints)
-    chats = tmp_path / "chats.jsonl"
-    rows = ({"messages": [{"role": "user", "content": text}]} for text in ("Hello", " ".join(TEXTS)))
-    chats.write_text("\n".join(map(json.dumps, rows)))
-    config = load_config(
-        run.path,
-        [f"reward.model={checkpoints.other_reward}", f"actor.prompts.path={chats}", "actor.prompts.max_tokens=119"],
-    )
-    told = r"chats\.jsonl:2: \d+ tokens as reward\.model renders it with a short reply, but it takes 128 \(reward\.max_"
-    with pytest.raises(ConfigError, match=told):
-        check_prompts(config)
 
 
 @pytest.mark.usefixtures("signals_kept")
