@@ -151,10 +151,8 @@ def _served(config: RunConfig, role: str) -> Held:
     else:
         size = model_bytes(token_model(section.model, getattr(torch, section.dtype)), section.tensor_parallel)
     size *= section.instances
-    live = {model.name: model for model in live_models(config)}.get(role)
-    if live is None:
-        return Held(size)
-    return Held(size, copies=size)
+    is_live = role in {model.name for model in live_models(config)}
+    return Held(size, copies=size * is_live)
 
 
 def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

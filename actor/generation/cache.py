@@ -44,16 +44,6 @@ class SlotCache(Cache):
             for whole in layer.tensors():
                 whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
 
-    def swap(self, one: int, other: int, begin: int, end: int) -> None:
-        """Exchange columns `begin:end` of two rows."""
-        if one == other:
-            return
-        pair, turned = [one, other], [other, one]
-        for layer in self.layers:
-            for whole in layer.tensors():
-                part = whole[:, :, begin:end]
-                part[pair] = part[turned]
-
     def shift(self, rows: slice, begin: int, end: int, to: int) -> None:
         """Move the columns `begin:end` of these rows to column `to`."""
         for layer in self.layers:

@@ -43,8 +43,8 @@ class _Over:
     conversation: Conversation
 
 
-# A row's number and its tokens before the next turn, None at its end; a conversation that is over; or its error.
-Arrival = tuple[int, Sequence[int] | None] | _Over | BaseException
+# A row's number and its tokens before the next turn; a conversation that is over; or its error.
+Arrival = tuple[int, Sequence[int]] | _Over | BaseException
 
 
 @dataclass
@@ -180,9 +180,8 @@ class Agent:
     async def _turns(self, talk: _Talk, instance: Instance, rows: "TalkRows") -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
         settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
-        before: Sequence[int] = talk.prompt.tokens.tolist()
         for number in range(1, settings.max_turns + 1):
-            turn = await rows.sampled(before)
+            turn = await rows.sampled(talk.row.tokens)
             talk.row.sample(turn.tokens, turn.logprobs, number=number)
             text = reply_text(self._tokenizer, turn.tokens)
             talk.messages.append({"role": "assistant", "content": text})
@@ -287,23 +286,20 @@ class Talks:
             for index, prompt in prompts.items()
         ]
 
-    def take(self, index: int, turn: PolicyTurn) -> bool:
-        """Hand a turn of the policy to its conversation, which may go on."""
+    def take(self, index: int, turn: PolicyTurn) -> None:
+        """Hand a turn of the policy to its conversation."""
 
         def deliver() -> None:
             waiting = self._turns.pop(index)
-            if waiting.done():  # cancelled by `close`, or because an agent has hung up
-                self.leave(index)
-            else:
+            if not waiting.done():  # cancelled by `close`, or because an agent has hung up
                 waiting.set_result(turn)
 
         self._awaited.add(index % ROW_STEP)
         self._loop.call_soon_threadsafe(deliver)
-        return True
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return what has arrived from environments, and report conversations that are over; raises their errors."""
-        found: list[tuple[int, Sequence[int] | None]] = []
+        found: list[tuple[int, Sequence[int]]] = []
         while self._missing:
             try:
                 arrival = self._arrivals.get(block=bool(self._awaited) if self._in_step else wait and not found)
@@ -317,10 +313,8 @@ class Talks:
                 self._awaited |= {self._later.popleft()} if self._later else set()
                 self._finished(arrival.index, arrival.conversation)
                 continue
-            row, before = arrival
-            found.append((row, before))
-            if before is not None:  # at the end of a row, something of its conversation follows
-                self._awaited.discard(row % ROW_STEP)
+            found.append(arrival)
+            self._awaited.discard(arrival[0] % ROW_STEP)
         return sorted(found, key=lambda each: each[0]) if self._in_step else found
 
     def close(self) -> None:
@@ -330,15 +324,11 @@ class Talks:
         self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # of agents, too
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
-        """Return the policy's next turn in a row, behind the tokens `before`."""
+    async def sampled(self, row: int, tokens: Sequence[int]) -> PolicyTurn:
+        """Return the policy's next turn in a row, behind its `tokens`."""
         turn = self._turns[row] = self._loop.create_future()
-        self._arrivals.put((row, before))
+        self._arrivals.put((row, tokens))
         return await turn
-
-    def leave(self, row: int) -> None:
-        """Let the decoder forget a row."""
-        self._arrivals.put((row, None))
 
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
         rows = TalkRows(self, index, agent.check_tokens)
@@ -373,32 +363,24 @@ class TalkRows:
         """Return the conversation's clock in seconds; it stops while the conversation waits for the policy."""
         return (self._since if self._asked else time.monotonic()) - self._waited
 
-    async def sampled(self, before: Sequence[int]) -> PolicyTurn:
-        """Append `before` to the row's tokens and return the policy's next turn. Raises TemplateError."""
-        return await self._sampled(self._row, before)
-
-    async def _sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
-        self._check_tokens(before)
+    async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
+        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError."""
+        self._check_tokens(tokens)
         if not self._asked:
             self._since = time.monotonic()
         self._asked += 1
         try:
-            return await self._talks.sampled(row, before)
+            return await self._talks.sampled(self._row, tokens)
         finally:
             self._asked -= 1
             if not self._asked:
                 self._waited += time.monotonic() - self._since
 
     def renew(self) -> None:
-        """Start another row; the previous one is complete."""
-        self._talks.leave(self._row)
+        """Start another row."""
         self._row += ROW_STEP
 
     async def alone(self, tokens: Sequence[int]) -> PolicyTurn:
         """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
-        self._row += ROW_STEP
-        row = self._row
-        try:
-            return await self._sampled(row, tokens)
-        finally:
-            self._talks.leave(row)
+        self.renew()
+        return await self.sampled(tokens)

@@ -115,7 +115,7 @@ class Generation:
 
         def respond(slots: int) -> None:
             """Generate the `missing` responses; rows interrupted by out-of-memory start again with the same draws."""
-            draws = None if greedy else functools.partial(uniform_draws, seed)
+            draws = None if greedy else functools.cache(functools.partial(uniform_draws, seed))
             given = {row: prompts[row] for row in missing}
             with self._merged(), self._partner_of(given, keep, seed) as partner:
                 if self.uses_slots is None:
@@ -240,16 +240,10 @@ class Generation:
 
     def _plain(self, partner: Partner, draws: Draws | None, size: int) -> None:
         """Generate with `transformers`, in batches of `size` rows of similar length."""
-        rows: dict[int, DecodedRow] = {}
         while came := partner.next(wait=True):
-            ready = []
-            for index, tokens in came:
-                if tokens is not None:
-                    row = rows.setdefault(index, DecodedRow(index, draws=draws and draws(index)))
-                    row.observe(tokens)
-                    ready.append(row)
-            ready.sort(key=lambda row: (-len(row.tokens), row.index))
-            for batch in (ready[i : i + size] for i in range(0, len(ready), size)):
+            rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in came]
+            rows.sort(key=lambda row: (-len(row.tokens), row.index))
+            for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
                 self._plain_turns(batch, partner.longest)
                 for row in batch:
                     partner.take(row.index, row.turn(self._rules()))

@@ -42,24 +42,24 @@ Watch = Callable[[list[int], Tensor], None]
 
 
 class Partner(Protocol):
-    """The other side of what is decoded: it begins the rows, and may continue each one after a turn of the policy."""
+    """The other side of what is decoded: it asks for turns of the policy, and receives them."""
 
     size: int
-    """Number of rows."""
+    """Number of conversations: how many turns there mostly are at the same time, at most."""
     longest: int
     """Maximum tokens of a row."""
 
-    def take(self, index: int, turn: PolicyTurn) -> bool:
-        """Receive a turn of row `index`, without waiting for anything; return whether the row may go on."""
+    def take(self, index: int, turn: PolicyTurn) -> None:
+        """Receive the turn of row `index`, without waiting for anything."""
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
-        """Return (index, tokens before its next turn) of rows that can go on, or begin; None: the row is complete.
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+        """Return (index, all tokens before its next turn) of each row that has a turn of the policy next.
 
-        With `wait`, waits until there is one; an empty list then means that all rows are complete.
+        With `wait`, waits until there is one; an empty list then means that there are no more turns.
         """
 
     def close(self) -> None:
-        """End the rows that are not complete; `next` then raises CancelledError."""
+        """End what is not complete; `next` then raises CancelledError."""
 
 
 class Prompts:
@@ -71,13 +71,11 @@ class Prompts:
         self.size = len(prompts)
         self.longest = max(len(tokens) for _, tokens in self._waiting) + max_new_tokens
 
-    def take(self, index: int, turn: PolicyTurn) -> bool:
-        """Report the response; the row is complete."""
-        sample = sample_of(self._prompts[index], turn.tokens, turn.logprobs, ended=turn.ended)
-        self._finished(index, (sample,))
-        return False
+    def take(self, index: int, turn: PolicyTurn) -> None:
+        """Report the response."""
+        self._finished(index, (sample_of(self._prompts[index], turn.tokens, turn.logprobs, ended=turn.ended),))
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return all prompts, once."""
         waiting, self._waiting = self._waiting, []
         return [*waiting]
@@ -102,26 +100,19 @@ class Rules:
 
 @dataclass
 class DecodedRow:
-    """A row that the policy writes, turn after turn; most have one turn, the response to a prompt."""
+    """A row in which the policy has a turn: the response to a prompt, or a part of a conversation."""
 
     index: int  # of its prompt
+    tokens: list[int]  # those before the turn, and its own
+    begin: int  # index of the first token of the turn
     draws: Iterator[float] | None  # one number for each token; None: take the most likely ones
-    tokens: list[int] = field(default_factory=list)  # prompt and response
-    begin: int = 0  # index of the first token of the response, or of its current turn
-    logprobs: list[float] = field(default_factory=list)  # of the tokens from `begin` on
     start: int = 0  # cache column of its first token
-    cached: int = 0  # of a parked row: how many tokens have keys and values, all but the last one that was sampled
+    logprobs: list[float] = field(default_factory=list)  # of the turn's tokens
 
     @property
     def written(self) -> int:
-        """Number of tokens of the current turn."""
+        """Number of tokens of the turn."""
         return len(self.tokens) - self.begin
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append the tokens before the next turn."""
-        self.tokens += tokens
-        self.begin = len(self.tokens)
-        self.logprobs = []
 
     def ends_by_itself(self, rules: Rules) -> bool:
         """Return whether the last token ends the turn."""
@@ -211,65 +202,37 @@ class Decoder:
 
     @torch.no_grad()
     def run(self, partner: Partner, draws: Draws | None) -> None:
-        """Decode turns of all rows until the partner has completed them.
+        """Decode turns until the partner has no more.
 
         Args:
-            draws: given a row's index, yields a number for each token that is sampled in it, uniform in [0, 1). Numbers
-                of its own make a row independent of those beside it. None: take the most likely tokens.
+            draws: given a row's index, returns an iterator over a number for each token that is sampled in it, uniform
+                in [0, 1), which goes on at its next turn. Numbers of its own make a row independent of those beside it.
+                None: take the most likely tokens.
 
         Raises:
             NotFinite: the model's logits are not finite.
         """
-        self._begin(min(self._slots, partner.size), partner.longest)
+        # Half more columns than the longest row needs, so that `_reserve` rarely has to shift the cache.
+        columns = partner.longest + partner.longest // 2
+        self._cache = SlotCache(min(self._slots, partner.size), columns, self._layers)
+        self._longest = partner.longest
+        self._rows: list[DecodedRow] = []  # in the first slots; their last tokens are in one column
+        self._end = 0  # column behind the last one of the rows
         waiting: list[tuple[int, Sequence[int]]] = []
-        ready: list[DecodedRow] = []  # parked rows that can go on
         while True:
-            wait = not self._rows and not ready and not (waiting and self._free)
+            wait = not self._rows and not waiting
             came = partner.next(wait=wait)
             if wait and not came:
                 break
-            ready += self._accept(came, waiting)
-            free = self._free
-            if ready and len(ready) >= len(self._rows) // REFILL_SHARE:
-                self._resume(ready)
-                ready = []
-            elif waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
+            waiting += came
+            # Longest first: what joins later mostly fits into the columns left of `end`, and padding stays small.
+            waiting.sort(key=lambda each: (-len(each[1]), each[0]))
+            free = self._cache.rows - len(self._rows)
+            if waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
                 self._prefill(self._next_prompts(waiting, free), draws)
             elif self._rows:
                 self._decode_step()
             self._evict(partner)
-
-    def _begin(self, slots: int, longest: int) -> None:
-        # Half more than the longest row needs, so that `_make_room` rarely has to shift the cache.
-        self._cache = SlotCache(slots, longest + longest // 2, self._layers)
-        self._longest = longest
-        self._rows: list[DecodedRow] = []  # that are decoded, in the first slots; their last tokens are in one column
-        self._parked: list[DecodedRow] = []  # that wait for the partner, in the slots behind them, from column 0 on
-        self._end = 0  # column behind the last one of the rows that are decoded
-
-    @property
-    def _free(self) -> int:
-        return self._cache.rows - len(self._rows) - len(self._parked)
-
-    def _accept(
-        self, came: list[tuple[int, Sequence[int] | None]], waiting: list[tuple[int, Sequence[int]]]
-    ) -> list[DecodedRow]:
-        """Add new rows to `waiting`, remove complete ones, and return parked rows that received new tokens."""
-        parked, ready = {row.index: row for row in self._parked}, []
-        for index, tokens in came:
-            row = parked.get(index)
-            if row is None and tokens is not None:
-                waiting.append((index, tokens))
-            elif row is not None and tokens is not None:
-                row.observe(tokens)
-                ready.append(row)
-            elif row is not None:
-                del parked[index]
-                self._swap_parked(self._parked.index(row), len(self._parked) - 1)
-                self._parked.pop()
-        # Longest first: a prompt that joins later mostly fits into the columns left of `end`, and padding stays small.
-        waiting.sort(key=lambda each: (-len(each[1]), each[0]))
-        return ready
 
     def _next_prompts(self, waiting: list[tuple[int, Sequence[int]]], free: int) -> list[tuple[int, Sequence[int]]]:
         """Remove and return up to `free` prompts for one forward pass, which computes a shared prompt once."""
@@ -290,14 +253,12 @@ class Decoder:
         sources, distinct = find_distinct([tuple(prompt) for _, prompt in new])
         width, first, cache = len(new[0][1]), len(self._rows), self._cache
         self._reserve(width)
-        self._move_parked(first, len(new))
         end = self._end
         order = [*distinct, *(i for i in range(len(new)) if i not in set(distinct))]
-        rows = []
-        for index, prompt in (new[i] for i in order):
-            row = DecodedRow(index, draws and draws(index), start=end - len(prompt))
-            row.observe(prompt)
-            rows.append(row)
+        rows = [
+            DecodedRow(index, [*prompt], len(prompt), draws and draws(index), end - len(prompt))
+            for index, prompt in (new[i] for i in order)
+        ]
         ids = _last_tokens(rows[: len(distinct)], width)
         cache.look_at(first, first + len(distinct), end - width, end - width)
         inputs = self._inputs(rows, ids, [sources[i] for i in order])
@@ -307,28 +268,6 @@ class Decoder:
             cache.copy_rows(first + inputs.sources[len(distinct) :], first + len(distinct), begin, end)
         self._sampling.append(rows, logits[inputs.sources], inputs.draws, inputs.early)
         self._rows += rows
-
-    def _resume(self, ready: list[DecodedRow]) -> None:
-        """Run one forward pass over the new tokens of parked rows, and draw the first token of each one's next turn.
-
-        A row with fewer new tokens than another computes some of its last ones again, so that no padding lies between
-        them and its keys and values.
-        """
-        first, cache = len(self._rows), self._cache
-        self._reserve(max(len(row.tokens) for row in ready))
-        for place, row in enumerate(ready):
-            self._swap_parked(place, self._parked.index(row))
-        del self._parked[: len(ready)]
-        width, end = max(len(row.tokens) - row.cached for row in ready), self._end
-        for slot, row in enumerate(ready, first):
-            row.start = end - len(row.tokens)
-            cache.shift(slice(slot, slot + 1), 0, row.cached, row.start)
-        begin = min(end - width, *(row.start for row in ready))
-        cache.look_at(first, first + len(ready), begin, end - width)
-        inputs = self._inputs(ready, _last_tokens(ready, width))
-        logits = self._logits(cache, inputs.ids, inputs.starts, begin, end)
-        self._sampling.append(ready, logits, inputs.draws, inputs.early)
-        self._rows += ready
 
     def _decode_step(self) -> None:
         """Run one forward pass over the last token of every row and draw the next tokens."""
@@ -362,31 +301,16 @@ class Decoder:
         return output.logits[:, -1].float()
 
     def _evict(self, partner: Partner) -> None:
-        """Hand the turns that have ended to the partner, and park the rows that it may continue.
-
-        The last rows take the slots of those that leave, so that the others stay contiguous.
-        """
-        cache = self._cache
+        """Hand the turns that are over to the partner; the last rows take the slots of those that leave."""
         for i in reversed(range(len(self._rows))):
-            row = self._rows[i]
+            row, last = self._rows[i], len(self._rows) - 1
             if not row.is_over(self._rules, self._longest):
                 continue
-            row.cached = len(row.tokens) - 1
-            goes_on = partner.take(row.index, row.turn(self._rules))
-            last = len(self._rows) - 1
-            if goes_on:
-                cache.swap(i, last, min(row.start, self._rows[last].start), self._end)
-                cache.shift(slice(last, last + 1), row.start, self._end, 0)
-            elif i < last:
-                cache.copy_rows([last], i, self._rows[last].start, self._end)
+            partner.take(row.index, row.turn(self._rules))
+            if i < last:
+                self._cache.copy_rows([last], i, self._rows[last].start, self._end)
             self._rows[i] = self._rows[last]
             self._rows.pop()
-            if goes_on:
-                self._parked.insert(0, row)
-            elif self._parked:  # their last one takes the slot between the others and the rows
-                end = len(self._rows) + len(self._parked)
-                cache.copy_rows([end], len(self._rows), 0, self._parked[-1].cached)
-                self._parked.insert(0, self._parked.pop())
 
     def _reserve(self, width: int) -> None:
         """Make room for rows of `width` tokens that end in the same column as the others."""
@@ -402,20 +326,6 @@ class Decoder:
         for row in self._rows:
             row.start += to - begin
         self._end += to - begin
-
-    def _swap_parked(self, one: int, other: int) -> None:
-        """Let two parked rows change their slots."""
-        parked, first = self._parked, len(self._rows)
-        self._cache.swap(first + one, first + other, 0, max(parked[one].cached, parked[other].cached))
-        parked[one], parked[other] = parked[other], parked[one]
-
-    def _move_parked(self, first: int, count: int) -> None:
-        """Free `count` slots from `first` on, where the parked rows begin."""
-        behind = max(first + len(self._parked), first + count)
-        moved = min(count, len(self._parked))
-        for i, row in enumerate(self._parked[:moved]):
-            self._cache.copy_rows([first + i], behind + i, 0, row.cached)
-        self._parked = self._parked[moved:] + self._parked[:moved]
 
 
 def _last_tokens(rows: Sequence[DecodedRow], width: int) -> np.ndarray:

@@ -97,17 +97,14 @@ class VllmGeneration(Generation):
         )
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
-        rows: dict[int, list[int]] = {}
         turns: dict[int, int] = collections.Counter()
 
-        async def respond(row: int, before: Sequence[int] | None) -> None:
-            rows[row] = [*rows.get(row, ()), *(before or ())]
-            left = min(self._settings.max_new_tokens, partner.longest - len(rows[row]))
+        async def respond(row: int, tokens: Sequence[int]) -> None:
+            left = min(self._settings.max_new_tokens, partner.longest - len(tokens))
             sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
             turns[row] += 1
             async with limit:
-                turn = await self._respond(pool, rows[row], sampling, session=row % ROW_STEP)
-            rows[row] += turn.tokens
+                turn = await self._respond(pool, [*tokens], sampling, session=row % ROW_STEP)
             partner.take(row, turn)
 
         responses: set[asyncio.Task[None]] = set()
@@ -124,7 +121,7 @@ class VllmGeneration(Generation):
                 if arriving.done():
                     if not (came := arriving.result()):
                         break
-                    responses |= {asyncio.create_task(respond(*row)) for row in came if row[1] is not None}
+                    responses |= {asyncio.create_task(respond(*row)) for row in came}
                     arriving = asyncio.create_task(asyncio.to_thread(partner.next, wait=True))
             await asyncio.gather(*responses)
         finally:

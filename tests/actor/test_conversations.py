@@ -99,26 +99,26 @@ def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: 
 def talk_in_rows(
     agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True, tokenizer: Any = TOKENIZER
 ) -> tuple[Conversation, list[int]]:
-    """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each.
+    """Lead a conversation with a policy that says `replies`; return it, and the tokens before the last turn.
 
     Each look at the clock is 10 s after the one before.
     """
-    left, seen = [*replies], list[Sequence[int]]()
+    left, seen = [*replies], list[int]()
     times = itertools.count(0.0, 10.0)
 
     class Scripted:
         clock = staticmethod(lambda: next(times))
 
-        async def sampled(self, before: Sequence[int]) -> PolicyTurn:
-            seen.append(before)
+        async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
+            seen[:] = tokens
             reply = ids(left.pop(0), tokenizer) + [EOS] * ends
             return PolicyTurn(reply, ends, [-1.0] * len(reply))
 
         def renew(self) -> None:
-            seen.clear()
+            """Nothing: the rows are the agent's."""
 
     found = asyncio.run_coroutine_threadsafe(agent.talk(prompt, 5, Scripted()), agent.loop).result()
-    return found, [token for part in seen for token in part]
+    return found, seen
 
 
 def sampled_of(row: SampledRow) -> list[int]:
@@ -331,7 +331,7 @@ def test_a_template_that_removes_thoughts_begins_another_row(
         assert text + "\n" == FORGETFUL.apply_chat_template(messages[:until], tokenize=False)
         assert len(row.turns) == 2
         assert row.prompt.metadata["messages"] == messages[:given]
-    assert seen == found.tokens[~found.sampled].tolist()
+    assert seen == found.tokens[: found.turns[-1].start].tolist()
     assert [turn.number for row in (first, found) for turn in row.turns] == [1, 2, 3, 4]
     left_out, another = caplog.messages
     assert "leaves out the reasoning in contents" in left_out
@@ -391,10 +391,9 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Callable[..., 
     done: dict[int, Conversation] = {}
     talks = agent.begin({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
     while not done:
-        for row, before in talks.next(wait=True):
-            if before is not None:
-                reply = [*ids("<|extra|>"), EOS]
-                talks.take(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
+        for row, _ in talks.next(wait=True):
+            reply = [*ids("<|extra|>"), EOS]
+            talks.take(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error

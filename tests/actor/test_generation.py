@@ -186,36 +186,33 @@ def test_prompts_of_a_group_go_through_one_forward(
 
 
 class Talk:
-    """Continues each row with random tokens, up to three times; some rows are answered at once, some much later."""
+    """Asks for up to three turns in each row, behind random tokens; some are asked for at once, some much later."""
 
     longest = 60
 
     def __init__(self, prompts: list[np.ndarray], seed: int) -> None:
         self.size, self._rng = len(prompts), np.random.default_rng(seed)
         self.rows = {i: [[*prompt.tolist()]] for i, prompt in enumerate(prompts)}  # prompt, turn, observation, turn, …
-        self._late: list[tuple[int, list[int] | None]] = []
-        self._now: list[tuple[int, list[int] | None]] = [(i, parts[0]) for i, parts in self.rows.items()]
+        self._late: list[int] = []
+        self._now = [*self.rows]
         self.answered = 0
 
-    def take(self, index: int, turn: PolicyTurn) -> bool:
+    def take(self, index: int, turn: PolicyTurn) -> None:
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
         size = int(self._rng.integers(1, 9))
         if len(parts) >= 2 + 2 * int(self._rng.integers(3)) or sum(map(len, parts)) + size >= self.longest:
-            goes_on = bool(self._rng.integers(2))  # complete now, or after a while
-            self._late += [(index, None)] * goes_on
-            return goes_on
+            return
         parts.append(self._rng.integers(3, 60, size).tolist())
-        (self._late if self._rng.integers(2) else self._now).append((index, parts[-1]))
+        (self._late if self._rng.integers(2) else self._now).append(index)
         self.answered += 1
-        return True
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         found, self._now = self._now, []
         if (wait and not found) or self._rng.random() < 0.1:
             found, self._late = found + self._late, []
-        return [*found]
+        return [(index, [*itertools.chain(*self.rows[index])]) for index in found]
 
 
 def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float], most: int) -> list[int]:
@@ -241,7 +238,9 @@ def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole
     for seed in range(2):
         rules = Rules(12, [EOS], [0, 1], min_new_tokens=seed)
         talk = Talk(prompts, seed)
-        Decoder(model, rules, slots=slots, token_budget=budget).run(talk, functools.partial(uniform_draws, seed))
+        Decoder(model, rules, slots=slots, token_budget=budget).run(
+            talk, functools.cache(functools.partial(uniform_draws, seed))
+        )
         assert talk.answered > 10
         for i, (prompt, *parts) in talk.rows.items():
             draws, row = uniform_draws(seed, i), prompt
