@@ -23,7 +23,7 @@ from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.policies import make_policy
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
-from rlhf_triton.actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards
+from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
 from rlhf_triton.actor.run.validation import validate
 from rlhf_triton.actor.scoring.reference import make_reference
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -205,5 +205,5 @@ class PPORun:
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
         lost = await self.last.keep(error)
-        await self.critic.settle(self.done, error, patience_s=self.settings.stop_grace_s)
+        await self.critic.settle(self.done, error, patience_s=STOP_GRACE_S)
         self.last.describe(error, lost)

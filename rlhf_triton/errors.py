@@ -23,18 +23,11 @@ RlhfError                    the user can fix it; the message names what is wron
     RequestRefused           the server would reject any repetition
     ServerFailed             it was executed, and failed
     ServersDiffer            no server has what this process expects
-    OverBudget               too many requests fail
     DeadlineMissed           the gateway's
   GatewayError               a request of the gateway, with its HTTP status
   CaptureError               a request of an agent, with its HTTP status
-  CriticClientError          the wrong use of `critic_client`
   ServerStartError           tritonserver cannot start
-    ServerAborted            ended by a fault of its own
   ControlPlaneError          a call of Triton's control plane
-    LoadRefused              the model's own error
-    ModelFailed              an answer that is an error (INTERNAL)
-    ModelProcessDied         crashed or killed
-      ModelUnusable          without its device, or one of its ranks
   WeightsError               a version in the store
   VersionRejected            a version that failed verification, or that an instance rejected
   DamagedEntry               an entry of the journal
@@ -44,7 +37,6 @@ RlhfError                    the user can fix it; the message names what is wron
   OutOfMemory                a card too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
   RankFailed, OtherRankLost  what another rank met
-  TracingUnavailable         the extra `tracing` is missing
 Stopped, StopRequested, RankLost, PoolClosed    ends that are no errors
 Trouble                      one attempt, before the next
 RewardUnavailable            what TRL or verl get from the gateway's functions

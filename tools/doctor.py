@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.checks import Finding, Level, failed, found_by, warning
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.tools.server.triton_home import find_tritonserver, libpython_dir, usage
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="YAML file of the run; without it, only the machine is checked")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     counts = dict.fromkeys(Level, 0)
     for finding in findings(arguments.config, arguments.overrides):
         counts[finding.level] += 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.store.durable import numbers_in, write_folder
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 
 if TYPE_CHECKING:
     from rlhf_triton.actor.policy.policy import Policy
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds.add_argument("--merged", action="store_true", help="a Hugging Face model, adapters merged in (default)")
     kinds.add_argument("--peft", action="store_true", help="the adapter alone, in peft's format")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder; default: RUN/export/step-N[-peft]")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     interrupt_on_signals()
     print(export_policy(arguments.run, arguments.step, arguments.out, as_adapter=arguments.peft))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_triton.config.command_line import reporting
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 
 NUM_PROMPTS = 16
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.add_argument(
         "--policy", default="path/to/policy", metavar="FOLDER", help="for actor.policy.model: a chat model"
     )
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     if arguments.what == "models":
         from rlhf_triton.tools.init_models import init_models  # pydantic: slow to import
 

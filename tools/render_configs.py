@@ -29,7 +29,7 @@ from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, text_parameters
 from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import with_absolute_path
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import (
     SCORED,
     critic_infer_steps,
@@ -524,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder; default: model_repository, or with --config that of the run")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")
-    args = parse_or_complete(parser, argv)
+    args = parse(parser, argv)
     committed = args.config.resolve() == DEFAULT_CONFIG
     try:
         config = load_config(args.config, args.overrides)

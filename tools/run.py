@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
+from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
 from rlhf_triton.config.without_effect import effect_line
@@ -26,7 +27,7 @@ from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools import preflight
-from rlhf_triton.tools.arguments import parse_or_complete, program
+from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
@@ -37,7 +38,7 @@ from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
 
 POLL_S = 0.25
-ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
+ACTOR_STOP_S = STOP_GRACE_S + 5.0
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -145,7 +146,7 @@ class Run:
     def stop(self) -> None:
         """Stop the processes that are still running, in this order: actor, vLLM, sidecar, server."""
         if self._actor is not None:
-            self._actor.stop(signal.SIGINT, self.config.actor.stop_grace_s + ACTOR_EXIT_S)
+            self._actor.stop(signal.SIGINT, ACTOR_STOP_S)
             self._relay_messages(self._actor)
         if self._vllm is not None:
             self._vllm.stop()
@@ -246,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
     )
-    args = parse_or_complete(parser, argv)
+    args = parse(parser, argv)
     signals = StopSignals()
     with signals.raising():
         config = load_config(args.config, args.overrides)

@@ -21,7 +21,7 @@ from rlhf_triton.process import StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
     )
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
         overrides.append(f"server.tritonserver={arguments.tritonserver}")

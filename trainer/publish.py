@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
-from rlhf_triton.client.control_plane import ControlPlaneError, Loaded, LoadRefused, ModelServers
+from rlhf_triton.client.control_plane import ControlPlaneError, Failure, Loaded, ModelServers
 from rlhf_triton.config import CriticSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models
@@ -301,8 +301,9 @@ class Publisher:
 
     def _reject_if_refused(self, version: int, previous: int | None, outcomes: list[Loaded]) -> None:
         """Move CURRENT back to `previous` and raise VersionRejected if a server could not load `version`."""
-        refusal = next((outcome for outcome in outcomes if isinstance(outcome.error, LoadRefused)), None)
-        if refusal is not None:
+        refusals = [each for each in outcomes if each.error is not None and each.error.kind is Failure.REFUSED]
+        if refusals:
+            refusal = refusals[0]
             self._go_back(previous)
             self._outcomes()  # servers that did load the rejected version must reload `previous`
             raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from rlhf_triton.digests import Algorithm
-from rlhf_triton.errors import reason_of
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring import tracing
 from rlhf_triton.python_backend.serving.triton import (
     Call,
@@ -68,7 +68,7 @@ class JournalServer:
         self._waiter.start()
         try:
             tracing.start(parameters.model, parameters.optional("trace_endpoint"), self.journal.run_id)
-        except tracing.TracingUnavailable as error:  # a server without the extra still trains
+        except RlhfError as error:  # a server without the extra still trains
             log_error(str(error))
 
     def execute(self, calls: Sequence[Call]) -> None:

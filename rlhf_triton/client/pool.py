@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf_triton.backoff import backoff_s
-from rlhf_triton.client.errors import Kind, OverBudget, RequestFailed, ServersDiffer, Trouble
+from rlhf_triton.client.errors import Kind, RequestFailed, ServersDiffer, Trouble
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.config import ClientSection
 from rlhf_triton.config.fields import DNS_PREFIX, resolve
@@ -373,9 +373,9 @@ class ServerPool(Generic[C]):
                         else:
                             pause_s = await self.pause_after(server, attempts, trouble, patient=patient)
                 await asyncio.sleep(pause_s)
-        except RequestFailed as error:
+        except RequestFailed:
             self._counters.failed_requests += 1
-            self._counters.over_budget += isinstance(error, OverBudget)
+            self._counters.over_budget += attempts.is_over_budget
             raise
 
     def can_take(self, model: str, *, besides: Server[C] | None = None) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
     Kind,
-    OverBudget,
     RequestFailed,
     Trouble,
 )
@@ -96,6 +95,7 @@ class Attempts:
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
         self._made = 0  # attempts that reached a server
+        self.is_over_budget = False
         self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
         self._unreached_since: float | None = None
 
@@ -133,7 +133,8 @@ class Attempts:
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
-            raise OverBudget(
+            self.is_over_budget = True
+            raise RequestFailed(
                 f"{cause}; not retried: too many requests fail, the budget of retries is exhausted"
             ) from trouble.__cause__
         self.retried += 1

@@ -193,8 +193,7 @@ class RunConfig(Section):
             "trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind, ranks=self.trainer.ranks
         )
         check_trainer(self.trainer)
-        if not self.run.share_cards:
-            check_cards(self.places)
+        check_cards(self.places)
         return self
 
     @property

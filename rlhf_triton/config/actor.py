@@ -390,8 +390,6 @@ class ActorSection(Section):
     """Generate the next step's responses during the update, with a copy of the policy from before it."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
-    stop_grace_s: Seconds = 25.0
-    """Time limit after SIGTERM or Ctrl-C for finishing the update and writing a checkpoint."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints to keep."""
     threads: Count = 1

@@ -109,9 +109,6 @@ class RunSection(Section):
     trace_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`. Needs the extra `tracing`; default: no
     tracing."""
-    share_cards: bool = False
-    """Allow a role with several GPUs to share one of them with another role on the same machine. See
-    docs/scaling.md."""
     seed: Seed = 0
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False

@@ -108,10 +108,6 @@ def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
 # The client for asyncio.
 
 
-class CriticClientError(RlhfError):
-    """The client cannot be used in this way; the message says what to do."""
-
-
 @dataclass(frozen=True)
 class RowValues:
     """The values of some rows, all from the same weights."""
@@ -231,7 +227,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
             prompt_lengths: for a process reward, leading tokens of each row that belong to its prompt.
             min_version, exact_version: of the critic's weights, as in `values`.
 
-        Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
+        Raises like `values`; also RlhfError if the server has no reward model that takes these tokens.
         """
         tokens, client = token_rows(rows), await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
@@ -264,7 +260,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
 
         Raises:
             ContractError: lengths that do not match, a number that is not finite, or a mask that is all 0.
-            CriticClientError: no `rewind` before.
+            RlhfError: no `rewind` before.
             ServerFailed: the update failed, for the reason in the message. The step counts as done: send the next one.
             RequestRefused: the step does not fit, the key is wrong, or another client has taken over the run.
             RequestFailed: no answer; repeat the call to get it.
@@ -295,21 +291,21 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         return version
 
     def check_usable(self) -> None:
-        """Raise CriticClientError if the client is closed, or was made in another process."""
+        """Raise RlhfError if the client is closed, or was made in another process."""
         if self._pid != os.getpid():
-            raise CriticClientError("the client was made in another process; make one after the fork")
+            raise RlhfError("the client was made in another process; make one after the fork")
         if self._is_closed:
-            raise CriticClientError("the client is closed; make another one")
+            raise RlhfError("the client is closed; make another one")
 
     async def _connected(self, *, writes: bool = False) -> TritonClient:
         """Return the client of the servers, after the first of them has described its critic."""
         self.check_usable()
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise CriticClientError("the client is used in another event loop; make one client in each")
+            raise RlhfError("the client is used in another event loop; make one client in each")
         self._loop = loop
         if writes and not self._owns_run:
-            raise CriticClientError(
+            raise RlhfError(
                 "call rewind first: rewind(0) begins a run, rewind(n) resumes it after step n, and makes this client "
                 "its owner"
             )
@@ -318,11 +314,11 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         return self._client
 
     async def _outputs_with_rewards(self, client: TritonClient) -> frozenset[str]:
-        """Return the outputs of critic_infer. Raises CriticClientError if there are no rewards of the same tokens."""
+        """Return the outputs of critic_infer. Raises RlhfError if there are no rewards of the same tokens."""
         if contract.CRITIC_INFER not in client.declared:
             reward = await self._described(contract.REWARD_MODEL, "no reward: its YAML needs a section `reward`")
             if reward.tokenizer != client.declared[contract.CRITIC].tokenizer:
-                raise CriticClientError(
+                raise RlhfError(
                     "the reward model has another tokenizer than the critic, so it cannot score these tokens; ask for "
                     "`values` here, and send texts to the gateway for rewards"
                 )
@@ -335,15 +331,15 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         except RequestRefused as error:
             if error.code != UNKNOWN_MODEL:
                 raise
-            raise CriticClientError(f"the server serves {missing} ({error})") from error
+            raise RlhfError(f"the server serves {missing} ({error})") from error
 
 
 def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """Return each row's values without padding, and their version. Raises CriticClientError if one is not finite."""
+    """Return each row's values without padding, and their version. Raises RlhfError if one is not finite."""
     values = [answer[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
     for i, row in enumerate(values):
         if not np.isfinite(row).all():
-            raise CriticClientError(f"values[{i}]: the critic returned numbers that are not finite")
+            raise RlhfError(f"values[{i}]: the critic returned numbers that are not finite")
     return values, int(answer[contract.WEIGHTS_VERSION].flat[0])
 
 
@@ -359,7 +355,7 @@ class CriticClient(AbstractContextManager["CriticClient"]):
 
     Any thread may call it, several at the same time: call `train` in a thread to overlap it with other work. It has an
     event loop in a thread of its own, so make one client in each process, after the fork. Called inside a running event
-    loop, which it would block, it raises CriticClientError.
+    loop, which it would block, it raises RlhfError.
     """
 
     def __init__(
@@ -381,7 +377,7 @@ class CriticClient(AbstractContextManager["CriticClient"]):
         self.close()
 
     def close(self) -> None:
-        """Close all connections; calls in flight in other threads raise CriticClientError."""
+        """Close all connections; calls in flight in other threads raise RlhfError."""
         if not self._thread.is_alive():  # closed already, or in a forked process, which has only the thread that forked
             return
         with self._closing:
@@ -430,14 +426,14 @@ class CriticClient(AbstractContextManager["CriticClient"]):
     def _wait(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
         self._client.check_usable()  # first: in a forked process, another thread may hold the lock forever
         if asyncio._get_running_loop() is not None:
-            raise CriticClientError("this call would block the running event loop; use AsyncCriticClient there")
+            raise RlhfError("this call would block the running event loop; use AsyncCriticClient there")
         with self._closing:
             self._client.check_usable()
             future = asyncio.run_coroutine_threadsafe(call(*args, **kwargs), self._loop)
         try:
             return future.result()
         except CancelledError as error:
-            raise CriticClientError("the client was closed before the answer arrived") from error
+            raise RlhfError("the client was closed before the answer arrived") from error
         except BaseException:  # such as Ctrl-C: the request must not go on
             future.cancel()
             raise

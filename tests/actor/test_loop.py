@@ -528,7 +528,7 @@ def test_the_grace_is_bounded():
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "stopped after step 7, whose checkpoint is written: actor.stop_grace_s (0.1 s) expired; the next" in errors
+    assert "stopped after step 7, whose checkpoint is written: the grace period of 0.1 s expired; the next" in errors
 
 
 async def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled():

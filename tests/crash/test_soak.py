@@ -62,7 +62,6 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
             "rollout_size": ROWS,
             "checkpoint_every": 20,
             "keep_checkpoints": 3,
-            "stop_grace_s": 60,
             "validation_size": 0,
             "client": {"max_in_flight": MOST_REQUESTS, "backoff_s": 0.1, "deadline_s": 20, "retries": 6},
         },

@@ -22,6 +22,7 @@ import yaml
 from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_server, stop_process, wait_for
 from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
 
+from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import is_open
@@ -75,7 +76,7 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
     assert specs["rlhf-server"]["terminationGracePeriodSeconds"] >= stopping_s
     trainer = specs["rlhf-trainer"]["containers"][0]
     assert str(config.run.journal_dir / "heartbeat.json") in trainer["readinessProbe"]["exec"]["command"][-1]
-    assert specs["rlhf-actor"]["terminationGracePeriodSeconds"] > config.actor.stop_grace_s + 5
+    assert specs["rlhf-actor"]["terminationGracePeriodSeconds"] > STOP_GRACE_S + 5
     assert config.actor.client.servers == ("dns:rlhf-server:8000",)
     assert config.trainer.servers == ["dns:rlhf-server:8001"]
 

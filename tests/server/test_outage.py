@@ -138,7 +138,7 @@ def test_servers_that_drain_or_die_cost_an_actor_no_request_and_the_last_one_a_p
     before = [num_answered(server, CRITIC_INFER) for server in servers]
     num_updates = sum("loss_mean" in line for line in pair.run.critic_metrics())
     urls = json.dumps([server.url for server in servers])
-    settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000", "actor.stop_grace_s=2"]
+    settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000"]
     actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="rlhf_triton.actor")
 
     def log() -> str:

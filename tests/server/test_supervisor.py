@@ -18,7 +18,7 @@ import psutil
 import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
-from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelFailed, ModelProcessDied
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import health as server_health
 from rlhf_triton.tools.server import supervisor as supervisor_module
@@ -103,7 +103,7 @@ class Rig:
         self.now += self.probe_s
         self.request()
         if self.lost or self.child.poll() is not None:
-            raise ModelProcessDied(model)
+            raise ControlPlaneError(model, Failure.DIED)
 
     def request(self) -> None:
         """As a process that is held for a second does: fail for good."""
@@ -216,7 +216,7 @@ def test_a_model_that_answers_with_errors_only_is_replaced(rig: Rig, monkeypatch
     def fail(*_: object) -> None:
         nonlocal requests
         requests += 1
-        raise ModelFailed("CUDA error: an illegal memory access was encountered")
+        raise ControlPlaneError("CUDA error: an illegal memory access was encountered", Failure.FAILED)
 
     page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {forwards}\nnv_x{{model="critic"}} {requests}'  # noqa: E731
     monkeypatch.setattr(server_health, "get_page", page)

@@ -25,7 +25,7 @@ from tiny_models import (
     write_scoring_model,
 )
 
-from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelFailed
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import shared_memory
 from rlhf_triton.tools.server.child import readable, stub_failure, tail
@@ -233,7 +233,7 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
         assert control.is_ready("critic")
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
             control.probe("critic", 120.0, ("values",))
-        assert type(caught.value) is ModelFailed
+        assert caught.value.kind is Failure.FAILED
         with pytest.raises(ServerStartError, match="no luck"):
             server.wait_ready()
         until(lambda: any("caf\\xe9 \\xff" in line for line in lines))

@@ -22,7 +22,7 @@ from rlhf_triton.config import ConfigError, GatewaySection, RunConfig, load_conf
 from rlhf_triton.config.command_line import log_to_stderr, report, run_parser
 from rlhf_triton.errors import REPORTED
 from rlhf_triton.monitoring.log_lines import is_json, say
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import cannot_bind, server_urls
@@ -68,7 +68,7 @@ M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65_536  # of glibc's malloc.h
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 2 if the gateway cannot start."""
     parser = run_parser("Serve rewards to other trainers over HTTP.")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
         log_to_stderr("gateway", config.run)

@@ -39,7 +39,6 @@ from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
     PYTHON_DIR,
     SETTINGS,
-    ServerAborted,
     ServerStartError,
     TritonHome,
     accepts,
@@ -254,7 +253,9 @@ class TritonServer:
         """
         try:
             self._wait_ready(check)
-        except ServerAborted as fault:
+        except ServerStartError as fault:
+            if -(self.poll() or 0) not in FAULTS:
+                raise
             self._log(f"{fault}\nstarting it once more")
             self.stop()
             self._process, self._stopping, self._regions = None, False, Regions()
@@ -313,8 +314,7 @@ class TritonServer:
         code = self.poll()
         if code is None:
             return
-        kind = ServerAborted if -code in FAULTS else ServerStartError
-        raise kind(
+        raise ServerStartError(
             f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
         )
 
