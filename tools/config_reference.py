@@ -30,13 +30,15 @@ INTRODUCTION = """\
 
 # Configuration
 
-One YAML file configures a run, and every process reads it. A key that is left out takes its default; an unknown key is an error
-that names the nearest valid one. `section.key=value` on the command line overrides the file; the value is parsed as YAML:
+One YAML file configures a run, and every process reads it. A key that is left out takes its default; an unknown key
+is an error that names the nearest valid one. `section.key=value` on the command line overrides the file; the value is
+parsed as YAML:
 
     .venv/bin/rlhf-triton run --config my.yaml actor.steps=200 'actor.generation.stop_strings=["\\n"]'
 
-Relative paths start at the working directory, not at the file. A run writes the values that it used to `settings.json` in its
-folder. Keys that have no effect in this run are named once when it starts, and by `rlhf-triton doctor`.
+Relative paths start at the working directory, not at the file. A run writes the values that it used to
+`settings.json` in its folder. Keys that have no effect in this run are named once when it starts, and by
+`rlhf-triton doctor`.
 """
 
 Schema = dict[str, Any]

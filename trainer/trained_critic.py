@@ -70,7 +70,7 @@ class TrainedCritic(CriticModel):
         ranks: AnyRanks = ALONE,
         precision: str = "float32",
     ) -> None:
-        """Create the critic; on several ranks, shard the weights, which all have loaded.
+        """Create the critic; on several ranks, shard the weights, which every rank has loaded.
 
         Args:
             model: the model in training.
@@ -212,7 +212,7 @@ def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: An
 
 
 def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
-    """Return the model to train, and the critic as it is served, which has the same model if nothing changes it."""
+    """Return the model to train and the served critic; both share the model unless training changes it."""
     check_lora_targets(folder, settings)
     if not settings.changes_the_model:
         plain = load_critic(folder, device=settings.device)
@@ -233,7 +233,7 @@ def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
-    """Return the critic's model as `settings` say: adapters, frozen parameters, precision, attention.
+    """Apply the training settings to the critic's model: adapters, frozen parameters, precision, attention.
 
     Raises CheckpointError.
     """

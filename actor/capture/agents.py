@@ -52,7 +52,7 @@ class CapturedAgents(Agent):
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([bound]), self.loop)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Do nothing: `Sessions` has checked the chat template, without which there is no agent."""
+        """No-op: `Sessions` checked the chat template when it was created."""
 
     async def _end(self) -> None:
         await super()._end()  # first, as the server waits for the agents' connections
@@ -61,7 +61,7 @@ class CapturedAgents(Agent):
             await asyncio.wrap_future(self._serving)
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Return the policy's reply, as the run samples. Raises CaptureError at its end, or for other stop strings."""
+        """Sample a reply with the run's settings. Raises CaptureError when the run ends, or for other stop strings."""
         if session not in self._rows:
             raise CaptureError(404, f"session {session} is over: its agent has ended")
         if more := [stop for stop in sampling.stop if stop not in self._stop_strings]:
@@ -108,7 +108,7 @@ class CapturedAgents(Agent):
         return conversation_of(begun, truncated=truncated, error=error)
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
-        """Return what the policy saw before its first reply in a row, whose messages then follow it."""
+        """Return a row's prompt, what the policy saw before its first reply; leave the later messages in the row."""
         first = row.calls[-1].path[0]
         row.messages = row.messages[len(first.messages) :]
         return Prompt(

@@ -31,7 +31,7 @@ TYPES = {404: "not_found_error", 429: "rate_limit_error"}  # Anthropic's names
 
 
 async def refused(_: Request, error: Exception) -> JSONResponse:
-    """Return the reply to a request that failed with an RlhfError, in a shape that is OpenAI's and Anthropic's."""
+    """Return the reply to a request that failed with an RlhfError; OpenAI's and Anthropic's clients read it."""
     status = error.status if isinstance(error, CaptureError) else 400 if isinstance(error, TemplateError) else 502
     told = {"type": TYPES.get(status, "invalid_request_error" if status < 500 else "api_error"), "message": str(error)}
     return JSONResponse(
@@ -91,7 +91,7 @@ def capture_router(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 
 
 def add_trainer_routes(router: APIRouter, sessions: Sessions, export: Path | None) -> None:
-    """Add what reads and ends sessions. `export`: JSONL file for the rows of those that end; None: there is none."""
+    """Add the routes that read and end sessions. `export`: JSONL file for the rows of ended sessions, if any."""
 
     @router.post("")
     async def begin(name: Name) -> Response:

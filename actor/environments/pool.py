@@ -89,7 +89,7 @@ class EnvironmentWorker:
         await asyncio.wait([self._reading])
 
     async def _read(self) -> None:
-        """Deliver answers until the socket is closed, or something wrong arrives; then see to the process's end."""
+        """Deliver answers until the socket is closed, or the data is invalid; then end the process."""
         with contextlib.suppress(Exception):  # user code can write to the socket: whatever it sends ends the worker
             while True:
                 answer = await read_frame(self._reader)

@@ -61,7 +61,7 @@ class SlotCache(Cache):
                 part[pair] = part[turned]
 
     def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int, *, more: bool = False) -> None:
-        """Set what the rows from `first` on have seen: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on.
+        """Set the seen tokens of the rows from `first` on: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on.
 
         With `more`, they have also seen what they had seen before.
         """

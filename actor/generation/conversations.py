@@ -148,7 +148,7 @@ class Agent:
             raise TemplateError(f"what the policy would read: {problem}")
 
     async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Conversation:
-        """Lead one conversation to its end; a failure of the environment is recorded in it.
+        """Run one conversation to its end; an environment failure is recorded in it.
 
         Args:
             seed: for the environment; conversations about the same prompt have the same one.
@@ -394,7 +394,7 @@ class TalkRows:
         self._row += ROW_STEP
 
     async def alone(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
+        """Return a turn after `tokens` in a separate row; several may run concurrently."""
         self._row += ROW_STEP
         row = self._row
         try:

@@ -29,7 +29,7 @@ REFILL_SHARE = 4
 
 @dataclass(frozen=True)
 class PolicyTurn:
-    """What the policy sampled behind some tokens: the response to a prompt, or one turn of a conversation."""
+    """Tokens sampled after a prefix: the response to a prompt, or one turn of a conversation."""
 
     tokens: list[int]
     ended: bool  # by an end-of-sequence token or a stop string, not by a limit
@@ -42,7 +42,7 @@ Watch = Callable[[list[int], Tensor], None]
 
 
 class Partner(Protocol):
-    """The other side of what is decoded: it begins the rows, and may continue each one after a turn of the policy."""
+    """The decoder's counterpart: it supplies the rows, and may continue each one after a turn of the policy."""
 
     size: int
     """Number of rows."""

@@ -246,7 +246,7 @@ def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_si
 
 
 def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return the prefixes of linear layers, alone or in sequence, that no part of a body, but perhaps a head, has."""
+    """Return the prefixes of linear layers, alone or in sequence, that belong to no body and may be a head."""
     found = {
         re.sub(r"(\.\d+)?\.weight$", "", name)
         for name, tensor in tensors.items()
@@ -261,7 +261,7 @@ def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> li
 def would_fit(
     prefix: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], vocab_size: int | None
 ) -> bool:
-    """Return whether, with a head of this prefix, a model without a known one has no tensors of unknown use."""
+    """Return whether a head of this prefix accounts for all tensors of unknown use."""
     try:
         head = find_head({**config, "value_head_prefix": prefix}, tensors)
     except ValueError:

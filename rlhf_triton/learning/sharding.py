@@ -291,7 +291,7 @@ def _sync_and_hash(path: Path, integrity: Algorithm) -> str:
 
 
 def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return the rank with the file of each tensor: the largest first, each to the rank with the fewest bytes so far.
+    """Return the rank for the file of each tensor: the largest first, each to the rank with the fewest bytes so far.
 
     Args:
         sizes: of the tensors, in bytes.

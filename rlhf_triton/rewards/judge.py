@@ -110,7 +110,7 @@ class Judge(pydantic.BaseModel):
         self._hide = (lambda text: text.replace(key, "***")) if key else str
 
     def _check(self) -> None:
-        """Compile the rubric. Raises BadOption for what types do not say; no message has a URL, with its password."""
+        """Compile the rubric. Raises BadOption for an invalid option, without the URL, which may hold a password."""
         if not re.fullmatch(r"https?://[^\s@?#]+", self.base_url):
             raise BadOption(
                 "base_url: must be http://host/v1 or https://host/v1; a key belongs into the variable of api_key_env"
