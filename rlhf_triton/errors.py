@@ -54,7 +54,7 @@ class NotFinite(RlhfError, FloatingPointError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an exception of a library says, in one line: of the system's own, what to do as well.
+    """Return a library's exception as one line, with a remedy for errors of the operating system.
 
     A library's class names, error numbers, blank lines and lists are of no use to a reader.
     """

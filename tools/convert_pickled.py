@@ -95,7 +95,7 @@ def _weights_in(folder: Path) -> list[Path]:
 
 
 def _heads_beside(source: Path, folder: Path, weights: list[Path]) -> list[Path]:
-    """Return the pickles beside the weights that are none: a head of the model is in a file of its own."""
+    """Return the pickles beside the weights: a head of the model may be in a separate file."""
     found = [file for file in pickles_beside(folder) if file not in weights]
     if source.is_file() and found:
         say(f"left out, since {source.name} alone was given: {', '.join(file.name for file in found)}")

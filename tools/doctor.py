@@ -136,7 +136,7 @@ def _import_error(module: str | None) -> str | None:
 
 
 def _tested() -> dict[str, list[str]]:
-    """Return the versions of each package, by its name in lower case, that the tests install; one for each Python."""
+    """Return the tested versions of each package, by lower-case name, one for each Python."""
     found: dict[str, list[str]] = {}
     lines = CONSTRAINTS.read_text() if CONSTRAINTS.exists() else ""
     for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", lines, re.M):

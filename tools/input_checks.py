@@ -107,7 +107,7 @@ def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning about text prompts behind which a response has ended, as those that were rendered for SFT."""
+    """Yield a warning about text prompts that already end with a response's end, such as texts rendered for SFT."""
     folder = config.actor.policy.model.absolute()
     tokenizer = load_tokenizer(folder)
     ends = [i for i in special_tokens_in(folder).eos_ids if is_special(tokenizer, i)]
@@ -234,7 +234,7 @@ def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 def _marks(tokenizer: Any) -> list[str]:
-    """Return the texts that show that a text is a chat in the format of the tokenizer's template."""
+    """Return marks whose presence shows that a text is a chat in the tokenizer's template."""
     chat = _rendered(tokenizer)
     ids = {*tokenizer(chat, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
     ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}

@@ -60,7 +60,7 @@ def status(config: RunConfig) -> Iterator[str]:
 
 
 def _state(config: RunConfig) -> str:
-    """Return whether the actor is at work, has finished, or with which step the next start begins."""
+    """Return whether the actor runs or has finished, or the step at which the next start begins."""
     folder = config.run.dir
     if in_progress(folder):
         phase = (folder / RUN_LOCK_FILE).read_text() if (folder / RUN_LOCK_FILE).is_file() else ""

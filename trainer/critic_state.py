@@ -192,7 +192,7 @@ class CriticState:
             )
 
     def _fit(self, payload: TrainPayload, state: str, known: Result | None) -> tuple[UpdateReport | None, str | None]:
-        """Train on the payload; return the report, or why the weights are those before. Raises as `train`."""
+        """Train on the payload; return the report, or why the weights are unchanged. Raises as `train`."""
         try:
             report = self.update.train(
                 payload, lambda n: self._progress.beat(state, n), known.skipped_batches if known else None
@@ -223,7 +223,7 @@ class CriticState:
 
 
 def _has_failed(known: Result | None) -> bool:
-    """Return whether a step has failed. Its weights are not served: its replay must not change them, either."""
+    """Return whether a step has failed. Its replay must not change the weights."""
     return known is not None and known.loss_mean is None
 
 
@@ -243,7 +243,7 @@ def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry, known: Result
 
 
 def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """Return the payload of an entry to replay; None if its step failed. Raises DamagedEntry if it did not."""
+    """Return the payload of an entry to replay, None if its step failed. Raises DamagedEntry."""
     return None if _has_failed(journal.result(entry)) else journal.load(entry)[0]
 
 

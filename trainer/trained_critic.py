@@ -58,7 +58,7 @@ class TrainedCritic(CriticModel):
         ranks: AnyRanks = ALONE,
         precision: str = "float32",
     ) -> None:
-        """Create the critic; on several ranks, shard the weights, which all have loaded.
+        """Create the critic; on several ranks, shard the weights, which every rank has loaded.
 
         Args:
             model: the model in training.
@@ -209,7 +209,7 @@ def build_critic(
 
 
 def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
-    """Return the model to train, and the critic as it is served, which has the same model if nothing changes it."""
+    """Return the model to train and the served critic; both share the model unless training changes it."""
     check_lora_targets(folder, settings)
     if not settings.changes_the_model:
         plain = load_critic(folder, device=settings.device)

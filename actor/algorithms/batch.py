@@ -173,7 +173,7 @@ def _line(conversation: Conversation, first: int) -> np.ndarray:
 
 
 def with_limit(conversation: Conversation, treatment: str) -> Conversation:
-    """Return a conversation under `environment.truncated`, if a limit has ended it; see `make_batch`."""
+    """Apply `environment.truncated` to a conversation that a limit has ended; see `make_batch`."""
     limit = conversation[-1].truncated
     if not limit:
         return conversation

@@ -108,7 +108,7 @@ def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def of_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Return log-ratios `[B, S-1]` of each token, or at every token that of its response.
+    """Return log-ratios `[B, S-1]`: of each token, or of the whole response at each of its tokens.
 
     Args:
         log_ratio: `[B, S-1]`, of tokens; ignored outside the mask.

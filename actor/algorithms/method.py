@@ -23,7 +23,7 @@ from rlhf_triton.rewards.function import FunctionError, describe, import_functio
 
 
 def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
-    """Return the user's advantage function, whose result is checked.
+    """Wrap the user's advantage function to check its result.
 
     It raises FunctionError unless the result is (advantages, returns), each `[B, S-1]` and finite inside the mask.
     """
@@ -44,7 +44,7 @@ def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
 
 
 def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
-    """Return the user's loss, whose result is checked, except whether it is finite: that would wait for the device.
+    """Wrap the user's loss to check its result, except for finiteness, which would wait for the device.
 
     It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars;
     and if in the first micro-batch the loss depends on tokens of weight 0.

@@ -52,7 +52,7 @@ class CapturedAgents(Agent):
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([bound]), self.loop)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Do nothing: `Sessions` has checked the chat template, without which there is no agent."""
+        """No-op: `Sessions` checked the chat template when it was created."""
 
     async def _end(self) -> None:
         await super()._end()  # first, as the server waits for the agents' connections
@@ -108,7 +108,7 @@ class CapturedAgents(Agent):
         return conversation_of(begun, truncated=truncated, error=error)
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
-        """Return what the policy saw before its first reply in a row, whose messages then follow it."""
+        """Return a row's prompt, what the policy saw before its first reply; leave the later messages in the row."""
         first = row.calls[-1].path[0]
         row.messages = row.messages[len(first.messages) :]
         return Prompt(

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as the policy's chat template and the sampler take it."""
+    """A request in the form that chat template and sampler take."""
 
     model: str
     messages: list[Message]

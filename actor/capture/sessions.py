@@ -132,7 +132,7 @@ class Session:
         self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
-        """Return a call that continues the longest conversation with which `messages` begin, and its most tokens.
+        """Return a call that continues the longest conversation that `messages` start with, and its token limit.
 
         Raises HttpError if there is no room for it, TemplateError if the messages cannot be rendered.
         """
@@ -183,7 +183,7 @@ class Session:
         self._ends[_digest(call.digest, _identity(reply))] = call
 
     def rows(self) -> list[CapturedRow]:
-        """Return a row for each call that no other continues. A reply that several share is trained in the first."""
+        """Return a row per call that no later call extends. A reply in several rows is trained in the first of them."""
         continued, rows = {call.parent for call in self.calls}, list[CapturedRow]()
         for leaf in (call for call in self.calls if call not in continued):
             rows.append(CapturedRow.of(leaf, {call for row in rows for call in row.calls}))
@@ -284,7 +284,7 @@ class Sessions:
 
 
 def _identity(message: Message) -> list[Any]:
-    """Return what makes a message the same: not the ids of its calls, nor the space around a reply."""
+    """Return a message's identity for comparisons, without call ids and the space around a reply."""
     is_reply = message["role"] == "assistant"
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return [message["role"], message["content"].strip() if is_reply else message["content"], message.get("name"), calls]

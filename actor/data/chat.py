@@ -29,7 +29,7 @@ class HistoryChanged(TemplateError):
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template, which conversations need whose prompts are messages."""
+    """A tokenizer's chat template; conversations whose prompts are messages need one."""
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of functions, for the template
@@ -128,7 +128,7 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a reply asks for: a tool with arguments, or something malformed."""
+    """A tool call in a reply, possibly malformed."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None

@@ -149,7 +149,7 @@ class Agent:
             raise TemplateError(f"what the policy would read: {problem}")
 
     async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Conversation:
-        """Lead one conversation to its end; a failure of the environment is recorded in it.
+        """Run one conversation to its end; an environment failure is recorded in it.
 
         Args:
             seed: for the environment; conversations about the same prompt have the same one.

@@ -29,7 +29,7 @@ REFILL_SHARE = 4
 
 @dataclass(frozen=True)
 class PolicyTurn:
-    """What the policy sampled behind some tokens: the response to a prompt, or one turn of a conversation."""
+    """Tokens sampled after a prefix: the response to a prompt, or one turn of a conversation."""
 
     tokens: list[int]
     ended: bool  # by an end-of-sequence token or a stop string, not by a limit

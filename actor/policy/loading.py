@@ -116,7 +116,7 @@ class PolicyModels:
         self._fill([model for model in (self.reference, self.sampler) if model is not None])
 
     def _widen(self, part: Any) -> None:
-        """Convert to float32 what `load_model` has left as it is stored; not the weights that stay in bfloat16."""
+        """Convert weights that `load_model` left in bfloat16 to float32, except those that stay in bfloat16."""
         for parameter in part.parameters():
             if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
                 parameter.data = parameter.data.float()

@@ -149,7 +149,7 @@ class Policy:
 
     @property
     def operations(self) -> dict[str, Callable[..., object]]:
-        """The handlers of the operations that other ranks than 0 execute."""
+        """Handlers of the operations that the ranks other than 0 execute."""
         return {
             "renew_sampler": self.renew_sampler,
             **operations(lambda: self.trained),

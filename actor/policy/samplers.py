@@ -35,7 +35,7 @@ class OwnLogprobs(Protocol):
 
 
 class OtherSamplers:
-    """Rank 0's access to the samplers of the other ranks; on those ranks, what answers it."""
+    """Rank 0's access to the samplers of the other ranks; on those ranks, the answering side."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._size = ranks.rank, ranks.size

@@ -125,7 +125,7 @@ class GroupScoring:
         *,
         group_size: int,
     ) -> None:
-        """`reference`: one that is served is asked, too; `ready` as of `collect`."""
+        """`reference`: a served one also receives requests; `ready`: as in `collect`."""
         self._scorer = scorer
         self._reference = reference
         self._ready = ready
@@ -189,7 +189,7 @@ class GroupScoring:
             await asyncio.sleep(0)
 
     async def _of_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
-        """Return the conversations with rewards of one version of a live reward model; score again what differs.
+        """Return the conversations with rewards of one version of a live reward model; score the others again.
 
         If the versions still differ after `ROUNDS`, because the server swaps all the time or the servers disagree,
         those of older versions are not scored.

@@ -243,7 +243,7 @@ class Recorder:
     def _warn_of_no_learning(
         self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[SampledRow]
     ) -> None:
-        """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
+        """Warn once each if no response of the first step ended, a step has no signal, or the first no gradient.
 
         Args:
             line: the step's line of metrics.jsonl.

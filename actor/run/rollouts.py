@@ -40,7 +40,7 @@ class RemoteCritic:
         self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # by step
 
     def send(self, step: int, payload: Mapping[str, np.ndarray]) -> None:
-        """Start the critic's update of `step`; `payload` as of `critic_payload`."""
+        """Start the critic's update of `step`; `payload` as in `critic_payload`."""
         self._in_flight[step] = asyncio.create_task(self.train(step, payload))
 
     async def served(self, step: int) -> VersionRange | None:

@@ -88,7 +88,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
 
 
 def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any], step: int) -> dict[str, list[Any]]:
-    """Return what the earlier settings and those of now give for the step after `step`, where it differs.
+    """Return step-dependent settings that differ from the earlier start's at the step after `step`.
 
     Learning rate, KL coefficient and files of prompts; also `actor.steps`, if the learning rate follows from it.
     """

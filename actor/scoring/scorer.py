@@ -222,7 +222,7 @@ class Scorer:
         return [with_environment(conversation) for conversation in whole]
 
     async def valued(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
-        """Return the samples with values, of these versions, and nothing else: the reward model is not asked."""
+        """Return the samples with the critic's values, of these versions; the reward model gets no request."""
         ask = functools.partial(self._values, versions)
         reward = ServedModel()
         return [*itertools.chain(*await each(lambda row: self._answered([row], ask, reward=reward), rows))]
@@ -288,7 +288,7 @@ class Scorer:
         return metadata, [*map(operator.add, prompts, responses)], None
 
     def _read(self, reward: ServedModel, rows: Sequence[SampledRow], answer: Answer) -> list[SampledRow]:
-        """Return the samples with what the server answered for them, in the rows of the answer."""
+        """Return the samples with the server's answer for each, one row of the answer per sample."""
         if isinstance(answer, str):
             return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
         causes = [""] * len(rows)

@@ -216,7 +216,7 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
 
 @functools.cache
 def _keys_in_source(*modules: str) -> set[str]:
-    """Return the keys of config.json that modules of transformers name: of some, no class has an attribute."""
+    """Return the keys of config.json that transformers' modules name; some are no attribute of any class."""
     text = "".join(inspect.getsource(sys.modules[name]) for name in modules)
     return {*re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 
@@ -467,7 +467,7 @@ def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> An
 
 
 def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return `build(given)`. Raises CheckpointError with the key of config.json without which it does not fail."""
+    """Return `build(given)`. Raises CheckpointError naming the key of config.json that makes it fail."""
     try:
         return build(given)
     except Exception as error:  # process edge: what transformers does with a key may raise anything
@@ -579,7 +579,7 @@ def _from_pretrained(
 
 
 def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the tensors, the body's under the names that they have in `kind`: some classes call their body otherwise.
+    """Return the tensors, the body's under their names in `kind`: some classes name their body differently.
 
     transformers itself knows a body without prefix. Raises CheckpointError if two tensors have one name there.
     """

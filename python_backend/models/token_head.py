@@ -90,7 +90,7 @@ class TokenHead:
         return self.model.base_model(input_ids=ids, use_cache=False)[0]
 
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Return the input of the head: a score itself may be close to 0, and its rounding is then no measure."""
+        """Return the input of the head: a score itself may be close to 0, and its rounding error then says nothing."""
         found: list[Tensor] = []
         watching = self.head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
         self._outputs(ids, attention)

@@ -86,7 +86,7 @@ class Versions(Protocol):
     """Called after each change, or failed change, of the version."""
 
     def comes(self, demanded: VersionRange) -> bool:
-        """Return whether the version is about to change to one of the demanded."""
+        """Return whether the version is about to change to one of the demanded versions."""
         ...
 
 

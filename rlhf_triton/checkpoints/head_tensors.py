@@ -224,7 +224,7 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
 
 
 def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return the prefixes of linear layers, alone or in sequence, that no part of a body, but perhaps a head, has."""
+    """Return the prefixes of linear layers, alone or in sequence, that belong to no body and may be a head."""
     found = {
         re.sub(r"(\.\d+)?\.weight$", "", name)
         for name, tensor in tensors.items()

@@ -314,7 +314,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
-    """Return the key of config.json, and its value, without which `build(given)` does not fail; None if none is."""
+    """Return the key of config.json, and its value, that makes `build(given)` fail; None if no single one does."""
     for key, value in given.items():
         with contextlib.suppress(Exception):
             build({name: each for name, each in given.items() if name != key})

@@ -25,7 +25,7 @@ class Gathering(Generic[T, R]):
         self._request: asyncio.Task[R]
 
     def add(self, rows: Sequence[T], size: int = 0) -> tuple[asyncio.Task[R], int]:
-        """Return the request that these rows are sent in, all of them, and the index of the first one in it."""
+        """Return the request that carries all of these rows, and the index of the first row in it."""
         if len(self._rows) + len(rows) > self._max_rows or self._size + size > self._max_size:
             self.flush()
         index = len(self._rows)

@@ -322,7 +322,7 @@ TOLD = ("CheckpointError: ", "FunctionError: ", "WeightsError: ")  # what models
 
 
 def root_cause(message: str) -> str:
-    """Return the innermost error of Triton's nested error text, of a defect with the file and line that raised it."""
+    """Return the innermost error of Triton's nested error text, for a defect with file and line."""
     message = message.strip().rstrip(";").strip()
     message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)

@@ -71,7 +71,7 @@ class Server(Generic[C]):
     probe: asyncio.Task[str | None] | None = None
 
     def lacks(self, model: str, demanded: VersionRange | None) -> bool:
-        """Return whether the server has just refused a request for this model that demanded no less."""
+        """Return whether the server has just refused a request for this model with the same or a lower demand."""
         if demanded is None or model not in self.behind:
             return False
         refused, _, until = self.behind[model]
@@ -380,7 +380,7 @@ class ServerPool(Generic[C]):
             raise
 
     def can_take(self, model: str, *, besides: Server[C] | None = None) -> bool:
-        """Return whether any server accepts requests for this model, of those other than `besides`."""
+        """Return whether any server other than `besides` accepts requests for this model."""
         return any(server.takes(model) for server in self.servers if server is not besides)
 
     async def pause_after(self, server: Server[C], attempts: Attempts, trouble: Trouble, *, patient: bool) -> float:

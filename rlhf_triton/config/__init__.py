@@ -252,7 +252,7 @@ class RunConfig(Section):
 
     @property
     def serves_rewards(self) -> bool:
-        """Whether rewards are served; not for a critic alone, nor with an environment and without `rewards`."""
+        """Whether rewards are served: not for a critic alone, nor for an environment without `rewards`."""
         return self._roles != {"critic"} and (self.environment is None or self.rewards is not None)
 
     @property
@@ -455,7 +455,7 @@ def _source(path: Path | str, overrides: Sequence[str], location: str, text: str
 
 
 def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yield location and description of pydantic's errors; a value of several types has one of each, and gets one."""
+    """Yield location and description of pydantic's errors; a union's errors, one per type, become one."""
     found: dict[str, list[Any]] = {}
     for item in errors:
         found.setdefault(_location(item), []).append(item)

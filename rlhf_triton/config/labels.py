@@ -1,4 +1,4 @@
-"""Which of a reward model's labels is the reward: said by the user, in the order of the model's own names."""
+"""Which of a reward model's labels is the reward: the user's choice, in the order of the model's names."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def key_of(section: str, name: str) -> str | None:
 
 
 def advice_on(name: str) -> str:
-    """Return what to do instead of a setting of this name that is none here; "" if there is nothing to say."""
+    """Return advice for another trainer's setting that has no counterpart here; "" if there is none."""
     return _ADVICE.get(_SAME_ADVICE.get(name, name), "")
 
 

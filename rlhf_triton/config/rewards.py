@@ -62,7 +62,7 @@ Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
 
 
 def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentSection | None) -> None:
-    """Raise ValueError if all rewards that there are have the weight 0."""
+    """Raise ValueError if all rewards have weight 0."""
     weights = {f"rewards.{name}.weight": term.weight for name, term in (terms or {}).items()}
     if environment is None and weights and not any(weights.values()):
         raise ValueError(

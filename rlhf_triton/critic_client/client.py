@@ -351,7 +351,7 @@ T = TypeVar("T")
 
 
 class CriticClient(AbstractContextManager["CriticClient"]):
-    """`AsyncCriticClient`, where everything is explained, with calls that block. A context manager.
+    """Blocking version of `AsyncCriticClient`, which documents the calls. A context manager.
 
     Any thread may call it, several at the same time: call `train` in a thread to overlap it with other work. It has an
     event loop in a thread of its own, so make one client in each process, after the fork. Called inside a running event

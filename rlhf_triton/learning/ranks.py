@@ -139,7 +139,7 @@ class Ranks:
             self.operations.announce(name, **arguments)
 
     def connection(self, name: str) -> Any:
-        """Return a further connection to the store, with keys of its own: another thread can wait on it."""
+        """Return a further connection to the store, with separate keys, for another thread to wait on."""
         return dist.PrefixStore(name, self._store.clone())
 
     def together(self, work: Callable[[], T]) -> T:

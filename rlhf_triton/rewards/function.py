@@ -96,7 +96,7 @@ class Sample:
 
     @property
     def prompt(self) -> str | None:
-        """The prompt's text, of a chat the content of its last message; None if the caller did not send it."""
+        """The prompt's text; for a chat, the content of its last message; None if the caller did not send it."""
         messages = self.metadata.get(MESSAGES_KEY)
         if not isinstance(messages, list):
             return self.metadata.get(PROMPT_KEY)
@@ -273,7 +273,7 @@ def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str
 
 
 def _awaited(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Return what a function returns, or, of a coroutine, its result: as in TRL, on one event loop for all calls."""
+    """Return a function's result; as in TRL, coroutines are awaited on one event loop for all calls."""
     found = function(*arguments, **named)
     return _event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
 

@@ -78,7 +78,7 @@ def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[
 
 @dataclass(frozen=True)
 class Result:
-    """What processing one journal entry led to; the response to the request that wrote the entry is made from it."""
+    """Result of processing one journal entry, from which the response to its request is made."""
 
     entry: str
     weights_version: int

@@ -190,7 +190,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _num_items(body: bytearray) -> int:
-    """Return how many texts, objects and arrays there are in JSON; a larger number if it is at most MAX_ITEMS, too."""
+    """Count texts, objects and arrays in JSON; an upper bound if that is at most MAX_ITEMS."""
     most = sum(map(body.count, (b'"', b"{", b"[")))
     if most <= MAX_ITEMS:  # which is faster to find, and needs no copy
         return most

@@ -55,7 +55,7 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def reserved(self, amount: int) -> AsyncIterator[None]:
-        """Hold a part of the room, as soon as it is free; all of it if `amount` is more."""
+        """Reserve `amount` of the room, at most all of it, as soon as it is free."""
         amount = min(amount, self._size)
         async with self._turn:
             while self._free < amount:
@@ -243,7 +243,7 @@ def _failed(error: RequestFailed) -> RowResult:
 
 
 def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most_characters: int) -> list[list[int]]:
-    """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`. Failures are alone."""
+    """Group row indices into requests of one kind, at most `ROWS_PER_REQUEST` each; failed rows stand alone."""
     parts = [[i] for i, failure in enumerate(failures) if failure]
     for are_tokens in (False, True):
         size, part = 0, list[int]()

@@ -34,7 +34,7 @@ def starts_vllm(config: RunConfig) -> bool:
 
 
 def check_vllm(config: RunConfig) -> None:
-    """Check what can be checked before the server is started. Raises ConfigError."""
+    """Check the settings before the server is started. Raises ConfigError."""
     actor = config.actor
     command = actor.generation.vllm.command
     if shutil.which(command) is None:
