@@ -190,7 +190,7 @@ class ReloadService:
         self.store = WeightsStore(self.config.run.weights_dir)
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
-        self._publisher = lambda: Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1)
+        self._publisher = lambda: Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
         self._step = 0
         server_core, self.client_core, *others = cores()
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
