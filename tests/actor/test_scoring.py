@@ -45,7 +45,7 @@ from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.dialects import RewardInput
 from rlhf_triton.tools.gateway.rows import reply_row
-from rlhf_triton.trainer.live import read_pairs
+from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
     VALUES,

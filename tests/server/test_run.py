@@ -353,7 +353,7 @@ def test_rewards_and_kl_are_those_of_a_run_with_a_copy(served: Served, finished:
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
     summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
-    assert Policy.of(served.run.config.actor).reference is None
+    assert Policy(served.run.config.actor).reference is None
     with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
         assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
     assert finished.run.config.actor.kl.reference == "actor"
@@ -372,7 +372,7 @@ def compare(run: LiveRun, *overrides: str) -> None:
 
     async def use() -> None:
         async with TritonClient(run.url, config.actor.client) as client:
-            policy = Policy.of(config.actor)
+            policy = Policy(config.actor)
             await ServedReference(client, policy, config.reference.model, rows_per_request=1).compare()
 
     asyncio.run(use())

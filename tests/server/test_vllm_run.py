@@ -142,7 +142,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
     """Greedy responses of three versions differ, and equal those of the actor's own decoder, also where these stop."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy.of(config.actor)
+        policy = Policy(config.actor)
         own, policy.generation = policy.generation, VllmGeneration(config, policy)
         seen = []
         for _ in range(3):
@@ -187,7 +187,7 @@ def test_conversations_are_sampled_turn_by_turn(
     data["actor"]["generation"]["stop_strings"] = ["e"]
     environment = EnvironmentSection.model_validate({"class": f"{CLASSES}:Countdown", "max_tokens": 120})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy.of(config.actor, longest_row=(120, ""))
+        policy = Policy(config.actor, longest_row=(120, ""))
         policy.generation = VllmGeneration(config, policy)
         policy.generation.agent = Agent(environment, policy.tokenizer, max_prompt_tokens=60)
         try:
