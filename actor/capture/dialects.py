@@ -25,7 +25,6 @@ class Asked:
     sampling: Sampling
     calls_tools: bool  # whether tool calls in the reply are parsed
     stream: bool
-    logprobs: bool = False
     stream_usage: bool = False
 
 
@@ -39,7 +38,6 @@ class PolicyReply:
     stopped_by: str | None  # the stop string
     prompt_tokens: int
     sampled: Sampled
-    pieces: list[str]  # text of each token, if the request wants log-probs
 
     @property
     def message(self) -> Message:
@@ -75,8 +73,7 @@ def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, toke
         return ""
 
     rest = HERMES.sub(taken, text[:end]) if asked.calls_tools else text[:end]
-    pieces = [tokenizer.decode([token]) for token in sampled.tokens] if asked.logprobs else []
-    return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled, pieces)
+    return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled)
 
 
 # Reading: tables name the fields of each object with their type, or the values that mean what happens anyway. A field
@@ -163,7 +160,7 @@ def _asked_last(messages: list[Message]) -> list[Message]:
 OPENAI = {
     **{"model": str, "messages": list, "tools": list, "tool_choice": ["auto", "none"], "stop": TEXT_OR_LIST},
     **{"temperature": NUMBER, "top_p": NUMBER, "max_tokens": int, "max_completion_tokens": int},
-    **{"stream": bool, "stream_options": dict, "logprobs": bool, "parallel_tool_calls": [True]},
+    **{"stream": bool, "stream_options": dict, "logprobs": [False], "parallel_tool_calls": [True]},
     **{"n": [1], "top_logprobs": [0], "frequency_penalty": [0], "presence_penalty": [0], "logit_bias": [{}]},
     **{"response_format": [{"type": "text"}], "modalities": [["text"]], "store": [False]},
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"), ANYTHING),
@@ -191,7 +188,6 @@ def _read_openai(body: Any, default: int) -> Asked:
         sampling=_sampling(found, limit, default, "stop", 2.0),
         calls_tools=bool(tools) and found.get("tool_choice") != "none",
         stream=found.get("stream", False),
-        logprobs=found.get("logprobs", False),
         stream_usage=bool(found.get("stream_options", {}).get("include_usage")),
     )
 
@@ -222,14 +218,10 @@ def _openai_body(reply: PolicyReply, asked: Asked) -> Json:
         for call in reply.calls
     ]
     message = {"role": "assistant", "content": None if calls and not reply.text else reply.text, "refusal": None}
-    tokens = [
-        {"token": piece, "logprob": logprob, "bytes": [*piece.encode()], "top_logprobs": []}
-        for piece, logprob in zip(reply.pieces, reply.sampled.logprobs, strict=False)
-    ]
     choice = {
         "index": 0,
         "message": {**message, **({"tool_calls": calls} if calls else {})},
-        "logprobs": {"content": tokens, "refusal": None} if asked.logprobs else None,
+        "logprobs": None,
         "finish_reason": "tool_calls" if calls else "stop" if reply.sampled.ended else "length",
     }
     before, sampled = reply.prompt_tokens, len(reply.sampled.tokens)
@@ -248,7 +240,7 @@ def _openai_events(body: Json, asked: Asked) -> Iterator[str]:
     delta = {**choice["message"]}
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    first = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    first = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
     last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
     usage = [{**chunk, "choices": [], "usage": body["usage"]}] if asked.stream_usage else []
     for each in ({**chunk, "choices": [first]}, {**chunk, "choices": [last]}, *usage):

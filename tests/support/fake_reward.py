@@ -19,7 +19,7 @@ from tritonclient.utils import deserialize_bytes_tensor
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import ClientSection, GatewaySection
 from rlhf_triton.tools.gateway import app, scoring
-from rlhf_triton.tools.gateway.command import bounded, close_silent
+from rlhf_triton.tools.gateway.command import bounded
 from rlhf_triton.wire.contract import REWARD_MODEL
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
@@ -168,7 +168,6 @@ async def gateway(
     server = uvicorn.Server(bounded(application, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))
-    silent = asyncio.create_task(close_silent(server.server_state.connections))
     try:
         while not server.started:
             assert not task.done(), task.result()
@@ -177,7 +176,6 @@ async def gateway(
             yield Caller(f"http://127.0.0.1:{bound.getsockname()[1]}", session)
     finally:
         patch.undo()
-        silent.cancel()
         server.should_exit = True
         await task
         bound.close()

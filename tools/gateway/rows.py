@@ -90,8 +90,6 @@ class RowResult:
     """Version of the reward model's weights, if the server names one."""
     probabilities: tuple[float, ...] = ()
     """Of the labels, if requested."""
-    times_us: tuple[int, int] | None = None
-    """In the server's queue and in the forward pass, if requested."""
     error: str | None = None
     status: HTTPStatus = HTTPStatus.OK
     """Status of the HTTP error if the protocol has no place for the error of a single row."""
@@ -126,7 +124,7 @@ def _few(value: Any) -> Any:
 # A list stops at its first invalid item: the errors of millions would need gigabytes.
 Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_few)]
 Texts = Annotated[Rows[str], Field(min_length=1), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 # Other keys of a message, such as `tool_calls`, reach the reward model's chat template.
 Chat = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), AfterValidator(plain_messages)]
 
