@@ -103,7 +103,7 @@ class CapturedRow(RecordedRow):
                 row.sample(sampled.tokens, sampled.logprobs, sampled.versions, reward=call.reward, number=call.number)
         return row
 
-    def exported(self, session: Session, group: str | None) -> dict[str, Any]:
+    def exported(self, session: Session, group: str) -> dict[str, Any]:
         """Return the row of a session as a line of JSON; `group`: by default the session's name."""
         columns = ("tokens", "observed", "logprobs", "versions", "messages")
         return {

@@ -19,11 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_triton.actor.capture.http import HttpError, read_json, while_connected
+from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.tools.gateway.rows import (
-    Body,
     Chat,
     Row,
     RowResult,
