@@ -34,14 +34,16 @@ class Pairs:
 
 
 def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
-    """Read `reward.gate.pairs` for models with the limits of `model`.
+    """Read `reward.gate` for models with the limits of `model`.
 
     Raises:
         ConfigError: the file has no pair, a line is not one, or the model returns several rewards per row.
     """
     assert section.gate is not None
     if model.num_outputs > 1:
-        raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
+        raise ConfigError(
+            "reward.gate needs one reward per row; set reward.attribute_weights to one weight per label, or remove the gate"
+        )
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
     limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
     get, folder = text_parameters(section).get, section.model.absolute()
@@ -54,11 +56,11 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
             raise ConfigError(f"{where}: {error.of_only_row}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
-    for where, pair in named_lines(section.gate, "reward.gate.pairs", SIDES):
+    for where, pair in named_lines(section.gate, "reward.gate", SIDES):
         for side in SIDES:
             sides[side].append(encode(pair, side, f"{where}: {side}"))
     if not sides["chosen"]:
-        raise ConfigError(f"reward.gate.pairs: {section.gate} has no pair")
+        raise ConfigError(f"reward.gate: {section.gate} has no pair")
     return Pairs(**sides)
 
 

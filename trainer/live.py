@@ -11,11 +11,10 @@ from rlhf_triton.checkpoints.tokenization import (
     load_tokenizer,
     rendering_fingerprint,
 )
-from rlhf_triton.config import RewardSection, RunConfig
+from rlhf_triton.config import RunConfig
 from rlhf_triton.config.live_models import live_model
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.canary import canary_outputs
-from rlhf_triton.python_backend.models.modeling import RewardModel
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
