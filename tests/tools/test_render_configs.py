@@ -299,11 +299,6 @@ def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> N
         assert load_config(tmp_path / "my.yaml", overrides).reference.model == Path(expected)
 
 
-def test_a_deterministic_run_fixes_the_reference_too(tmp_path: Path) -> None:
-    config = load(tmp_path, run={"deterministic": True}, actor={"kl_reference": "triton", "model": "a"})
-    assert (config.reference.token_budget, config.reference.threads) == (1, 1)
-
-
 # ---- rewards ----
 
 LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}

@@ -653,7 +653,8 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
     ),
     "twice": (["a", "a", "b"], ["reward.attribute_weights={{a: 1, b: 2}}"], ["must name once (several times: a)"]),
     "too few": (["BAD", "GOOD"], ["reward.attribute_weights=[1]"], [PAIR, "but reward.attribute_weights has 1 numb"]),
-    "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None,)),
+    "steps of two": (["LABEL_0", "LABEL_1"], ["reward.process={{separator: .}}"], (None,)),
+    "steps of two with names": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], [PAIR, ODDS]),
     "steps of three": (
         ["a", "b", "c"],
         ["reward.process={{separator: .}}"],
