@@ -275,54 +275,34 @@ def test_a_padding_token_that_ends_texts_is_skipped_as_in_the_pipeline(tmp_path:
     assert [load_reward(tmp_path, pooling=each).skipped_pad_id for each in ("last", "mean")] == [None, None]
 
 
-EOS_PADS: dict[str, Any] = {"pad_token": "</s>"}  # a turn's end is also the padding
-ANSWERED = [*CHAT, {"role": "user", "content": "Read it."}]
 BY_TURN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
 @pytest.mark.parametrize(
-    ("settings", "text", "metadata", "arrays"),
+    ("text", "metadata", "pair"),
     [
-        ({}, REPLY, {"messages": ANSWERED}, {}),
-        ({}, "", {"messages": [*ANSWERED, CHAT[-1]]}, {}),
-        ({"add_special_tokens": False}, REPLY, {"messages": ANSWERED}, {}),
-        ({}, "Open it. Good day.", {"response": REPLY}, {}),
-        ({"takes_pairs": True}, "Open it.", {}, {TEXT_PAIRS: REPLY}),
-        ({"takes_pairs": True}, "", {"messages": MESSAGES}, {TEXT_PAIRS: REPLY}),
-        ({"append_eos": True}, "Open it. Good day.", {}, {}),
-        ({}, "Open it. Good day.", {}, {}),
+        (REPLY, {"messages": [*CHAT, {"role": "user", "content": "Read it."}]}, ""),
+        ("Open it. Good day.", {}, ""),
+        ("Open it.", {}, REPLY),
     ],
 )
-def test_a_row_loses_nothing_of_its_reply_to_the_models_length(
-    tmp_path: Path,
-    family: str,
-    settings: dict[str, Any],
-    text: str,
-    metadata: dict[str, Any],
-    arrays: dict[str, str],
+def test_a_row_of_one_token_too_many_is_refused_with_its_number_of_tokens(
+    tmp_path: Path, text: str, metadata: dict[str, Any], pair: str
 ):
-    """One token too many is an error that counts them."""
-    own = {"chat_template": BY_TURN, **EOS_PADS} if family == "llama" else {"eos_token": "[SEP]"}
-    save_text_reward(tmp_path, family, **own)
+    """A turn's end is also the padding: it counts."""
+    save_text_reward(tmp_path, "llama", chat_template=BY_TURN, pad_token="</s>")
     model = load_reward(tmp_path)
-    _, (whole,) = read(tmp_path, [text], [metadata], **settings, **{k: texts_array([v]) for k, v in arrays.items()})
-    for most in range(whole.tokens.size + 1, 2, -1):
-        reader = RowReader(
-            tmp_path,
-            dataclasses.replace(model.limits, max_length=most),
-            skipped_pad_id=model.skipped_pad_id,
-            **{"add_special_tokens": True, **settings},
-        )
-        found, message = None, ""
-        try:
-            found = reader.row_of_text(0, text, metadata, arrays.get(TEXT_PAIRS, "")).tokens.tolist()
-        except ContractError as error:
-            message = str(error)
-        if most >= whole.tokens.size:
-            assert found == whole.tokens.tolist()
+    pairs = {"takes_pairs": True, TEXT_PAIRS: texts_array([pair])} if pair else {}
+    _, (whole,) = read(tmp_path, [text], [metadata], **pairs)
+    size = whole.tokens.size
+    for most in (size, size - 1):
+        limits = dataclasses.replace(model.limits, max_length=most)
+        reader = RowReader(tmp_path, limits, skipped_pad_id=model.skipped_pad_id, add_special_tokens=True)
+        if most == size:
+            np.testing.assert_array_equal(reader.row_of_text(0, text, metadata, pair).tokens, whole.tokens)
         else:
-            assert message.startswith(f"sentences[0]: {whole.tokens.size} tokens, the model takes {most} (max_length)")
+            with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {most} "):
+                reader.row_of_text(0, text, metadata, pair)
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
