@@ -349,7 +349,6 @@ def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[An
 
     Yields a function that sends token rows and returns the outputs by name. It may be called from any thread.
     """
-    os.environ.setdefault("TRITON_SERVER_VERSION", "none")  # the wheel's tritonserver refuses NumPy 2, the stand-in not
     sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "stub")]
     make = importlib.import_module("triton_python_backend_utils").Request
     with importlib.import_module("served_model").served_model(config, name, model_instance_device_id="0") as model:

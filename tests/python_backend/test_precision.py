@@ -15,8 +15,7 @@ from tiny_checkpoints import POSITIONS, save_tiny
 from tiny_tokenizers import save_chat_policy
 from triton_python_backend_utils import Request
 
-from rlhf_triton.actor.data.prompt_files import PromptError
-from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, read_prompts
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import SampledRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -285,15 +284,3 @@ def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
         found = request.responses.get(timeout=120).outputs[LOGPROBS]
     np.testing.assert_allclose(found[0, : row.size], own[0], atol=1e-5)
     assert found[1, :3].tolist() == pytest.approx([-np.inf, own[1][1], 0.0], abs=1e-5)
-
-
-def test_a_prompt_of_tokens_beyond_the_embeddings_is_refused(tmp_path: Path):
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
-    (tmp_path / "prompts.jsonl").write_text('{"text": "Open the file"}\n{"text": "Open <tool>"}\n')
-    size = len(tokenizer) - 1
-    with pytest.raises(
-        PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is outside the policy's {size} embedd"
-    ):
-        read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size))
-    assert len(read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size + 1))) == 2
