@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile

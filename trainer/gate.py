@@ -42,7 +42,8 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     assert section.gate is not None
     if model.num_outputs > 1:
         raise ConfigError(
-            "reward.gate needs one reward per row; set reward.attribute_weights to one weight per label, or remove the gate"
+            "reward.gate needs one reward per row; set reward.attribute_weights to one weight per label, or remove the "
+            "gate"
         )
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
     limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))

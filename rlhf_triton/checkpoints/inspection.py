@@ -136,6 +136,12 @@ NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerp
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
 
 
+GOOD = re.compile("correct|right|good|pos(itive)?|yes|true|accept(ed)?|chosen|pass(ed)?|valid|safe|1")
+BAD = re.compile("incorrect|wrong|bad|neg(ative)?|no|false|reject(ed)?|fail(ed)?|invalid|unsafe|error|0")
+SIGNS = {"+": True, "+1": True, "-": False, "-1": False}
+FILLERS = ("label", "class", "step", "is")  # words of a label's name without a meaning of their own
+
+
 class CheckpointError(RlhfError, ValueError):
     """A folder cannot be used as a checkpoint; the message names the folder and the cause."""
 
@@ -183,9 +189,17 @@ class CheckpointInfo:
         return list(self.labels) if len(self.labels) == count else [f"LABEL_{i}" for i in range(count)]
 
     @property
-    def has_unnamed_pair(self) -> bool:
-        """Whether it has two labels without names: TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right."""
-        return self.head is not None and self.head.num_labels == 2 and not self.labels
+    def good_label(self) -> int | None:
+        """Index of the label of two that means a good row or step, if the names say so; 1 of unnamed ones.
+
+        TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right, without names.
+        """
+        if self.head is None or self.head.num_labels != 2 or len(self.labels) not in (0, 2):
+            return None
+        if not self.labels:
+            return 1
+        is_good = [_is_good(name) for name in self.labels]
+        return is_good.index(True) if {*is_good} == {True, False} else None
 
     @property
     def dtypes(self) -> dict[str, int]:
@@ -209,6 +223,15 @@ class CheckpointInfo:
     def files(self) -> list[Path]:
         """The safetensors files, sorted."""
         return [self.folder / name for name in sorted({tensor.file for tensor in self.tensors.values()})]
+
+
+def _is_good(label: str) -> bool | None:
+    """Return whether a label's name means good or bad; None: neither is known."""
+    words = [word for word in re.findall(r"[^\W\d_]+|\d+", label.casefold()) if word not in FILLERS]
+    is_negated = len(words) > 1 and words[0] in ("not", "non")
+    known = {True: GOOD, False: BAD}
+    meant = [good for good, names in known.items() if len(words) == 1 + is_negated and names.fullmatch(words[-1])]
+    return SIGNS.get(label.strip(), meant[0] != is_negated if meant else None)
 
 
 def check_checkpoint(folder: Path) -> None:

@@ -580,6 +580,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
         [PAIR, "each of which reward.attribute_weights must name once (unknown: WORSE; missing: BAD)"],
     ),
     "too few": (["BAD", "GOOD"], ["reward.attribute_weights=[1]"], [PAIR, "but reward.attribute_weights has 1 numb"]),
+    "steps of two": (["BAD", "GOOD"], ["reward.process={{separator: .}}"], (None,)),
     "steps of three": (
         ["a", "b", "c"],
         ["reward.process={{separator: .}}"],
