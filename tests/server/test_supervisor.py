@@ -326,21 +326,19 @@ class Scripted:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The supervisor's clock; nothing is watched."""
+    """The supervisor's clock."""
     now = [1000.0]
-    health = SimpleNamespace(start=lambda: None, stop=lambda: None, trouble=None)
-    monkeypatch.setattr(supervisor_module, "ServerHealth", lambda server, log: health)
     monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]) -> None:
     """The pauses grow to a minute, and are forgotten once a server has lived a while."""
-    supervisor = Supervisor(Scripted, log=lambda line: None)  # type: ignore[arg-type]
+    supervisor = Supervisor(Scripted, log=lambda line: None)
     pauses = []
     for _ in range(12):
         server = supervisor.server
-        server.dead = True  # type: ignore[attr-defined]
+        server.dead = True
         down = now[0]
         while supervisor.server is server:
             supervisor.look()
@@ -348,7 +346,7 @@ def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]) 
         pauses.append(now[0] - down - 0.25)
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
     now[0] += 11
-    supervisor.server.dead = True  # type: ignore[attr-defined]
+    supervisor.server.dead = True
     dead = supervisor.server
     supervisor.look()
     assert supervisor.server is not dead
@@ -364,14 +362,14 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
             raise made
         return made
 
-    supervisor = Supervisor(start, log=lines.append)  # type: ignore[arg-type]
+    supervisor = Supervisor(start, log=lines.append)
     first = supervisor.server
-    first.dead = True  # type: ignore[attr-defined]
+    first.dead = True
     for _ in range(100):
         supervisor.look()
         now[0] += 0.25
     assert supervisor.server is not first
-    assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)  # type: ignore[attr-defined]
+    assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)
     assert [line.splitlines()[-1] for line in lines[1:]] == [
         "trying again in 1 s",
         "trying again in 2 s",
@@ -402,7 +400,7 @@ def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Sup
         server.wait_ready()
         return server
 
-    supervisor = Supervisor(start, log=log)
+    supervisor = Supervisor(start, log=log, watch=ServerHealth)
     try:
         yield supervisor
     finally:
@@ -445,7 +443,7 @@ def test_a_model_that_hangs_again_and_a_server_that_hangs_take_a_new_server(
     with supervised(tmp_path, lines.append) as supervisor:
         first = supervisor.server
         block.touch()
-        until(lambda: "although it has just been reloaded" in str(supervisor._health.trouble))
+        until(lambda: "although it has just been reloaded" in str(supervisor._watch.trouble))
         block.unlink()
         until(lambda: supervisor.look() or supervisor.server is not first)
         second = supervisor.server

@@ -699,8 +699,8 @@ def test_a_signal_in_the_last_moment_of_a_start_stops_the_server(
         return server
 
     module = {"serve": rlhf_triton.tools.serve, "run": rlhf_triton.tools.run}[command]
-    monkeypatch.setattr(module, "start_server", start)
-    monkeypatch.setattr("rlhf_triton.tools.server.supervisor.ServerHealth", mock.Mock())
+    monkeypatch.setattr(rlhf_triton.tools.serve, "start_server", start)
+    monkeypatch.setattr("rlhf_triton.tools.serve.ServerHealth", mock.Mock())
     assert module.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
 
