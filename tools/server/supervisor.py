@@ -11,7 +11,7 @@ from rlhf_triton.tools.server.triton_home import ServerStartError
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
 
 
-class Server(Protocol):
+class SupervisedServer(Protocol):
     """A running server."""
 
     def raise_if_dead(self) -> None:
@@ -27,7 +27,7 @@ class Server(Protocol):
         """Stop it, and remove what it leaves."""
 
 
-class Watch(Protocol):
+class ServerWatch(Protocol):
     """What watches a running server."""
 
     trouble: str | None
@@ -40,7 +40,7 @@ class Watch(Protocol):
         """Stop watching."""
 
 
-S = TypeVar("S", bound=Server)
+S = TypeVar("S", bound=SupervisedServer)
 
 
 class Supervisor(Generic[S]):
@@ -52,7 +52,7 @@ class Supervisor(Generic[S]):
         *,
         log: Callable[[str], None],
         name: str = "the server",
-        watch: Callable[[S, Callable[[str], None]], Watch] | None = None,
+        watch: Callable[[S, Callable[[str], None]], ServerWatch] | None = None,
         lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Start the server.
@@ -70,7 +70,7 @@ class Supervisor(Generic[S]):
         """
         self._start = start
         self._log, self._name, self._make_watch = log, name, watch
-        self._watch: Watch | None = None
+        self._watch: ServerWatch | None = None
         self._short_lives = 0
         self._start_at: float | None = None  # None while the server runs
         self.failed_starts = 0
