@@ -52,6 +52,7 @@ from rlhf_triton.store.journal import Entry
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
+from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -201,7 +202,7 @@ def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then
     process.send_signal(signal.SIGINT)
 
     def all_ended() -> bool:  # who ended between two looks did so in the order of `roles`, for all that can be seen
-        ended.extend(role for role, child in roles.items() if role not in ended and not alive(child))
+        ended.extend(role for role, child in roles.items() if role not in ended and not is_alive(child))
         return len(ended) == len(roles) and process.poll() is not None
 
     wait_for(all_ended, timeout_s=120)
@@ -219,16 +220,9 @@ def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then
     assert_nothing_is_left(process.pid, family)
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
     """Neither a process of the run nor a shared-memory region of its server."""
-    assert not [process for process in family if alive(process)]
+    assert not [process for process in family if is_alive(process)]
     assert not list(SHARED_MEMORY.glob(f"rlhf-{pid}-*"))
 
 

@@ -31,7 +31,8 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
-from rlhf_triton.tools.server.vllm import VllmServer
+from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.vllm import start_vllm
 from tests.support.samples import tokens_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -125,9 +126,8 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
     """Start vLLM for a run; yield the run's configuration with its address."""
     for name, value in KV_CACHE.items():
         monkeypatch.setenv(name, value)
-    server = VllmServer(config, log=print)
+    server = start_vllm(config, f"127.0.0.1:{free_port()}", lambda: None)
     try:
-        server.await_ready(lambda: time.sleep(0.5))
         actor = config.actor.model_dump(mode="json")
         actor["generation"]["vllm"]["servers"] = [server.url]
         yield RunConfig.model_validate({**config.model_dump(mode="json"), "actor": actor})
