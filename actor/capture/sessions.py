@@ -146,7 +146,7 @@ class Session:
         """
         if len(self.calls) + self.in_flight > self._max_calls:
             self.limit = "max_turns"
-            raise CaptureError(400, f"the session has had {self._max_calls} calls, the most: end it")
+            raise CaptureError(400, f"the session has reached its limit of {self._max_calls} calls: end it")
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
@@ -249,7 +249,9 @@ class Sessions:
         if name in self._ended:
             raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
-            raise CaptureError(429, f"session {name}: {len(self._open)} others are open, the most: end some of them")
+            raise CaptureError(
+                429, f"session {name}: the limit of {len(self._open)} open sessions is reached: end some"
+            )
         new = Session(name, self.tokenizer, self._most_tokens, self._most_calls, self._longest)
         session = self._open.setdefault(name, new)
         session.in_flight += 1

@@ -160,7 +160,7 @@ class RewardsRequest(ScoredBody):
         wanted = {"probabilities": self.probabilities, "timing": self.timing}
         for name, known in (("probabilities", served.labels), ("timing", served.is_timed)):
             if wanted[name] and not known:
-                raise GatewayError(400, f"{name}: the served reward has none, it is not one checkpoint alone")
+                raise GatewayError(400, f"{name}: the served reward has none: it is a sum of terms, not one model")
         return wanted
 
 
