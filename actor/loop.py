@@ -53,13 +53,7 @@ class PPORun:
         stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
-        self.inputs = StepInputs(
-            stream,
-            seed,
-            actor.prompts_per_step,
-            actor.algorithm.responses_per_prompt,
-            actor.algorithm.prompt_candidates,
-        )
+        self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device

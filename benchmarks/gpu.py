@@ -170,7 +170,7 @@ class Job:
             make_checkpoints(self.model, folder.with_suffix(".new"), self.device)
             folder.with_suffix(".new").rename(folder)
         budget = 1024 if self.small else 16_384
-        scoring = {"device": self.device, "dtype": dtype, "workers": 1, "threads": 1, "token_budget": budget}
+        scoring = {"device": self.device, "dtype": dtype, "threads": 1, "token_budget": budget}
         training = {"device": self.device, "precision": dtype, "token_budget": budget, **trained}
         return RunConfig.model_validate(
             {

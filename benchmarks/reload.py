@@ -48,7 +48,7 @@ from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 RUN_ID = "bench"
-SERVED = {"workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64}
+SERVED = {"threads": 1, "token_budget": 256}
 SWAP, TRITON, QUIET = "swap", "triton", "quiet"  # kinds of blocks; the first two are kinds of reloads, too
 RELOAD_EVERY_S = 0.5
 LOWEST_PRIORITY = 19
@@ -100,8 +100,8 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
     """Have one row at a time scored by each client, without retries, until `_ended`."""
     seen: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
-    settings = ClientSection(deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
-    async with TritonClient(url, settings) as client:
+    settings = ClientSection(deadline_s=300, max_outage_s=0, max_in_flight=num_clients)
+    async with TritonClient(url, settings, retries=0) as client:
 
         async def ask() -> None:
             while not _ended.is_set():
@@ -169,7 +169,6 @@ class ReloadService:
                 "server": FREE_PORTS,
                 "reward": served,
                 "critic": served,
-                "trainer": {"serve_timeout_s": 300},
             }
         )
         self.config = config.model_copy(update={"server": with_free_ports(config.server)})

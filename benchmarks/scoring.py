@@ -205,12 +205,12 @@ def ours(setup: Setup) -> Iterator[Running]:
         "run": {"dir": setup.folder / "ours", "run_id": "bench"},
         "reward": {
             "model": setup.checkpoint,
-            "workers": setup.instances,
+            "instances": setup.instances,
             "threads": setup.threads,
             "add_special_tokens": False,
         },
         "actor": {"algorithm": {"name": "reinforce++"}},
-        "server": {**FREE_PORTS, "queue_delay_us": QUEUE_DELAY_US},
+        "server": FREE_PORTS,
     }
     with running_triton(RunConfig.model_validate(sections)) as server:
         yield Running(partial(to_triton, server.section.http_url, 0), [server.pid])
@@ -265,8 +265,8 @@ CONTENDERS: dict[str, Callable[[Setup], contextlib.AbstractContextManager[Runnin
 @contextlib.asynccontextmanager
 async def to_triton(url: str, width: int) -> AsyncIterator[Send]:
     """Yield a sender that pads rows to `width` tokens; 0: to the longest row of the request."""
-    settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=1024)
-    async with TritonClient(url, settings) as client:
+    settings = ClientSection(deadline_s=DEADLINE_S, max_outage_s=0, max_in_flight=1024)
+    async with TritonClient(url, settings, retries=0) as client:
 
         async def sender(rows: list[np.ndarray]) -> np.ndarray:
             return (await client.rewards(rows, width=width))[REWARDS]

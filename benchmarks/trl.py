@@ -175,11 +175,11 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     optimizer = {"lr": settings["lr"], "weight_decay": 0.0}
     # Processes of one thread share the cores: the two models score at the same time, the sidecar trains beside the
     # actor.
-    model = {"model": settings["scoring"], "workers": 1, "threads": 1}
+    model = {"model": settings["scoring"], "threads": 1}
     parts: dict[str, Any] = {
         "reward": model,
         "critic": model,
-        "trainer": {"optimizer": optimizer, "checkpoint_every": MANY, "reload_on_save": "none", "nice": 0},
+        "trainer": {"optimizer": optimizer, "checkpoint_every": MANY},
     }
     if settings["algorithm"] != "ppo":
         parts = {"rewards": {"variety": {"function": f"{ROOT}/benchmarks/trl_side.py:variety"}}}

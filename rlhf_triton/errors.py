@@ -7,12 +7,9 @@ RlhfError                    the user can fix it; the message names what is wron
     DamagedCheckpoint        a checkpoint that does not match its checksums
   ContractError              a request's field and value
   BadMessages                a conversation that is none
-  FunctionError              a reward function, loss or advantage
-  BadOption                  an option of one
+  FunctionError              a user's function, class, loss or advantage, or an option of one
   BadScore                   what a reward function returned
     BadEnvironment           what an environment returned or raised
-  BadGroup                   the group of a row
-  WorkerDied                 the process of a reward function or of environments
   RewardsFailed              too many rewards of a rollout are unavailable
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that cannot be used for conversations
@@ -23,9 +20,7 @@ RlhfError                    the user can fix it; the message names what is wron
     RequestRefused           the server would reject any repetition
     ServerFailed             it was executed, and failed
     ServersDiffer            no server has what this process expects
-    DeadlineMissed           the gateway's
-  GatewayError               a request of the gateway, with its HTTP status
-  CaptureError               a request of an agent, with its HTTP status
+  HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane
   WeightsError               a version in the store
@@ -37,7 +32,7 @@ RlhfError                    the user can fix it; the message names what is wron
   OutOfMemory                a card too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
   RankFailed, OtherRankLost  what another rank met
-Stopped, StopRequested, RankLost, PoolClosed    ends that are no errors
+Stopped, StopRequested, RankLost    ends that are no errors
 Trouble                      one attempt, before the next
 RewardUnavailable            what TRL or verl get from the gateway's functions
 """
@@ -48,6 +43,10 @@ class RlhfError(Exception):
 
 
 MAX_REASON = 400
+
+
+class FunctionError(RlhfError, ValueError):
+    """A user's function or class cannot be imported, or refuses its options; the message names it and the cause."""
 
 
 class NotFinite(RlhfError, FloatingPointError):

@@ -20,8 +20,8 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import how_ended
-from rlhf_triton.python_backend.workers.process import interpreter
 from rlhf_triton.store.durable import make_folder, read_json, write_folder
+from rlhf_triton.workers.pool import interpreter
 
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.

@@ -38,7 +38,7 @@ PACKAGES = {  # what every run needs: distribution -> module
     "matplotlib": "matplotlib",
     "tensorboard": "tensorboard",
 }
-OPTIONAL = ("nvidia-pytriton", "peft", "fastapi", "pyarrow", "prometheus-client")
+OPTIONAL = ("nvidia-pytriton", "peft", "starlette", "pyarrow", "prometheus-client")
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB
 MIN_DISK = GIB

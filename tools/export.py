@@ -72,14 +72,14 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
 
 def _policy_of(folder: Path) -> Policy:
     """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
-    from rlhf_triton.actor.policy.checkpoint import REBUILDS
-    from rlhf_triton.actor.policy.loading import read_weights
     from rlhf_triton.actor.policy.policy import Policy  # torch: slow to import
     from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection
     from rlhf_triton.store.sealed_folder import verify_folder
 
     state: dict[str, Any] = verify_folder(folder)
-    settings = PolicySection(model=Path(state["start"]), **{name: state[name] for name in REBUILDS})
+    names = ("precision", "lora_rank", "lora_alpha", "lora_targets", "freeze")
+    saved = {name: state["settings"][f"actor.policy.{name}"] for name in names}
+    settings = PolicySection(model=Path(state["start"]), **saved)
     policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), longest_row=(1, ""))
-    read_weights(policy, folder)
+    policy.trained.load_weights(folder)
     return policy

@@ -17,7 +17,7 @@ from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, same_tokenizer
 from rlhf_triton.config import RewardSection, parse_config
 from rlhf_triton.config.command_line import interrupt_on_signals
-from rlhf_triton.config.labels import attribute_weights, choices, merges
+from rlhf_triton.config.labels import attribute_weights, choices
 from rlhf_triton.config.required_files import has_chat_template
 
 FROM_REWARD = "from-reward"
@@ -138,7 +138,7 @@ def make_sections(
 
 def _is_open(info: CheckpointInfo, section: RewardSection) -> bool:
     """Return whether nothing says which of several labels is the reward."""
-    return len(info.label_names) > 1 and merges(section) is None
+    return len(info.label_names) > 1 and section.attribute_weights is None
 
 
 def _common(info: CheckpointInfo) -> dict[str, Any]:
@@ -149,7 +149,8 @@ def _label_choices(info: CheckpointInfo) -> str:
     """Return the settings that say which label is the reward, as comments: the user must choose one."""
     names = info.label_names
     goods = reversed(names) if len(names) == 2 else names[:1]
-    found = sorted({choice for good in goods for choice in choices(names, good)})  # the weights first
+    ways = {choice for good in goods for choice in choices(names, good)}
+    found = sorted(ways, key=lambda choice: ("separate" in choice, choice))
     lines = ["choose which of the labels is the reward: remove the # of one line (without one, the model is refused)"]
     lines += ["  # ".join(choice.removeprefix("reward.").removesuffix(")").split(" (")) for choice in found]
     return "".join(f"  # {line}\n" for line in lines)
@@ -192,8 +193,7 @@ def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
     load = functools.partial(
         load_reward,
         pooling=section.pooling,
-        attribute_weights=None if section.attribute_weights is None else attribute_weights(section),
-        merge_attributes=False if _is_open(info, section) else merges(section),
+        attribute_weights="separate" if _is_open(info, section) else attribute_weights(section),
     )
     model, score = _try_out(info, load, "score")
     names = info.label_names if model.num_outputs > 1 else [""]

@@ -22,11 +22,10 @@ from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weig
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from rlhf_triton.config.command_line import reporting, run_parser
-from rlhf_triton.config.labels import attribute_weights, merges
+from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import reward_is_live
 from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, text_parameters
-from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import with_absolute_path
 from rlhf_triton.tools.arguments import parse
@@ -232,7 +231,7 @@ def _reward_parameters(config: RunConfig, place: Place) -> dict[str, str]:
     except CheckpointError as error:
         raise ConfigError(f"reward.model: {error}") from error
     if section.store:
-        kept = {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": section.reload}
+        kept = {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": "swap"}
     else:
         kept = {contract.CHECKPOINT_FINGERPRINT: _weights_fingerprint("reward", section.model)}
     return {
@@ -241,7 +240,6 @@ def _reward_parameters(config: RunConfig, place: Place) -> dict[str, str]:
         "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
         "pooling": section.pooling,
         "attribute_weights": json.dumps(weights),
-        "merge_attributes": json.dumps(merges(section)),
         contract.LABELS: json.dumps(_labels(config)),
         "num_rewards": str(_num_rewards(config)),
         **_checked_parameters(section),
@@ -258,9 +256,8 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Place) -> d
         "hidden_variables": json.dumps(config.hidden_variables(term.options)),
         "timeout_s": f"{term.timeout_s:g}",
         "workers": str(term.workers),
-        "memory_mib": str(term.memory_mib),
         "max_waiting_rows": str(MAX_WAITING_ROWS),
-        **_limit_parameters(config.server),
+        "max_request_tokens": str(config.server.max_request_tokens),
         **({} if tokenizer is None else {"tokenizer": str(place(tokenizer))}),
     }
 
@@ -273,14 +270,6 @@ def _functions_fingerprint(config: RunConfig) -> str:
         content = file.read_bytes() if file.is_file() else str(term.function).encode()
         digest.update(json.dumps([name, str(term.function).rpartition(":")[2], term.options]).encode() + content)
     return digest.hexdigest()
-
-
-def _limit_parameters(server: ServerSection) -> dict[str, str]:
-    """Return the parameters that limit the size of a request."""
-    return {
-        "max_request_tokens": str(server.max_request_tokens),
-        "max_request_bytes": str(server.max_request_bytes),
-    }
 
 
 def _checked_parameters(reward: RewardSection) -> dict[str, str]:
@@ -302,7 +291,6 @@ def _critic(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
         "store": weights,
         "run_id": config.run.identity,
         "integrity": config.run.integrity,
-        "heartbeat_timeout_s": f"{config.trainer.heartbeat_timeout_s:g}",
         "training_key_sha256": _training_key_hash(config.server.training_key_env),
         **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }
@@ -401,11 +389,11 @@ def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
 
 def _num_rewards(config: RunConfig) -> int:
     """Return the number of rewards per row: the checkpoint's number of labels if they are not merged, else 1."""
-    num_labels = max(1, len(_labels(config))) if config.reward.merge_attributes is False else 1
+    num_labels = max(1, len(_labels(config))) if config.reward.attribute_weights == "separate" else 1
     if num_labels > 1 and config.rewards is not None:
         raise ConfigError(
-            f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row; "
-            "set it to true"
+            f"reward.attribute_weights: separate gives {num_labels} rewards per row, but `rewards` needs one per row; "
+            "give one weight per label"
         )
     return num_labels
 
@@ -450,24 +438,16 @@ def _render_scoring(
 
 
 def _scoring_parameters(section: ModelSection, config: RunConfig, place: Place) -> dict[str, str]:
-    server = config.server
-    overhead = section.forward_overhead_tokens
-    if overhead is None and (section.compile or section.tensor_parallel > 1):
-        overhead = 64  # each size that is measured would be compiled, or go to all ranks
     return {
         "model": str(place(section.model)),
         "device": section.device,
         "dtype": section.dtype,
         "tensor_parallel": str(section.tensor_parallel),
-        "workers": str(section.workers),
         "threads": _threads(section, config),
         "token_budget": str(section.token_budget),
-        "forward_overhead_tokens": "" if overhead is None else str(overhead),
-        "strip_sequence_length_to_multiple": str(server.strip_sequence_length_to_multiple),
-        "queue_timeout_s": f"{server.queue_timeout_s:g}",
+        "queue_timeout_s": f"{config.server.queue_timeout_s:g}",
         "max_length": str(section.max_length or ""),
-        **_limit_parameters(server),
-        "compile": json.dumps(section.compile),
+        "max_request_tokens": str(config.server.max_request_tokens),
         "tokenizer_fingerprint": _fingerprints(section.model)["tokenizer_fingerprint"],
     }
 
@@ -479,7 +459,7 @@ def _threads(section: ModelSection, config: RunConfig) -> str:
     if section.device != "cpu":
         return "1"
     on_cpu = sum(model.device == "cpu" for model in config.served_sections.values())
-    return f"1/{max(1, on_cpu) * section.instances * section.tensor_parallel * section.workers}"
+    return f"1/{max(1, on_cpu) * section.instances * section.tensor_parallel}"
 
 
 def _fingerprints(folder: Path) -> dict[str, str]:

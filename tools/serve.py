@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
     except StopRequested:
-        if supervisor is not None and config.server.drain_s > 0:
+        if supervisor is not None:
             say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
             supervisor.drain(give_up=lambda: stop.count > 1)
         return 0

@@ -15,7 +15,7 @@ from rlhf_triton.config.live_models import live_models
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
 from rlhf_triton.store.durable import numbers_in, read_json
-from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Journal
 from rlhf_triton.store.run_lock import RUN_LOCK_FILE, in_progress
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse
@@ -107,7 +107,7 @@ def _sidecar(config: RunConfig) -> str:
         return f"has not begun; {queue}"
     age_s = time.time() - heartbeat.time
     before = ""
-    if age_s > config.trainer.heartbeat_timeout_s:  # its lock may not be seen on another host
+    if age_s > HEARTBEAT_TIMEOUT_S:  # its lock may not be seen on another host
         before = "stuck, was " if journal.is_followed() else "not running, was "
     state = f"{before}{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(age_s)}"
     state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl", having="card_bytes") or {})

@@ -15,6 +15,8 @@ from rlhf_triton.learning.launch import ended, launch_ranks, stop_signals
 from rlhf_triton.monitoring.tracing import tracing
 from rlhf_triton.process import long_lived_imports, stop_event
 
+NICENESS = 10  # so that the server takes priority on shared cores
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, follow the journal until a signal arrives, and return the exit code."""
@@ -80,7 +82,7 @@ def _run_ranks(config: RunConfig, *, init_only: bool) -> None:
         on_rank(ranks.rank, ranks.device, "trainer.token_budget"),
     ):
         if ranks.rank:
-            follow_rank_0(config.trainer, config.run.seed, ranks)
+            follow_rank_0(config.trainer, config.run.seed, ranks, config.critic.dtype)
         elif init_only:
             initialise_stores(config, ranks)
         else:
@@ -95,7 +97,7 @@ def _stay_out_of_the_way(settings: TrainerSection) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(settings.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.nice(settings.nice)
+    os.nice(NICENESS)
 
 
 if __name__ == "__main__":

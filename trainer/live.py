@@ -31,6 +31,7 @@ from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_me
 
 ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
+TOLERANCE = 0.01  # of the gate: how far a new version's accuracy may be below the served version's
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,17 @@ class Pairs:
 
 
 def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
-    """Read `reward.gate.pairs` for models with the limits of `model`.
+    """Read the pairs of `reward.gate` for models with the limits of `model`.
 
     Raises:
         ConfigError: the file has no pair, a line is not one, or the model returns several rewards per row.
     """
     assert section.gate is not None
     if model.num_outputs > 1:
-        raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
+        raise ConfigError(
+            "reward.gate needs one reward per row; set reward.attribute_weights to one weight per label, or remove the "
+            "gate"
+        )
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
     limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
     get, folder = text_parameters(section).get, section.model.absolute()
@@ -67,11 +71,11 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
             raise ConfigError(f"{where}: {error.of_only_row}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
-    for where, pair in named_lines(section.gate.pairs, "reward.gate.pairs", SIDES):
+    for where, pair in named_lines(section.gate, "reward.gate", SIDES):
         for side in SIDES:
             sides[side].append(encode(pair, side, f"{where}: {side}"))
     if not sides["chosen"]:
-        raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
+        raise ConfigError(f"reward.gate: {section.gate} has no pair")
     return Pairs(**sides)
 
 
@@ -142,7 +146,7 @@ def publish_reward(
 
     Raises:
         CheckpointError: the checkpoint is damaged, not finite, or of another architecture, head or tokenizer.
-        RlhfError: it is less accurate than the served version, beyond `reward.gate.tolerance`.
+        RlhfError: it is less accurate than the served version, beyond `TOLERANCE`.
         VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
     """
     section, model = config.reward, live_model(config, "reward")
@@ -157,26 +161,15 @@ def publish_reward(
     if not np.isfinite(canary_outputs(candidate)).all():
         raise CheckpointError(f"{checkpoint}: the rewards of the canary row are not finite")
     if section.gate is not None:
-        _pass_gate(section, section.gate.tolerance, served, candidate, current, say)
+        pairs = read_pairs(section, served)
+        before, after = pairs.accuracy(served), pairs.accuracy(candidate)
+        say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
+        if not after >= before - TOLERANCE:
+            raise RlhfError(
+                f"not published: its accuracy {after:.4f} is below the served version's {before:.4f} minus "
+                f"{TOLERANCE:g}, on the pairs of reward.gate"
+            )
     manifest = store.manifest(current)
     publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
     write = functools.partial(copy_checkpoint, checkpoint)
     return publisher.publish(candidate, step=0, parent=current, beat=beat, write=write, source=checkpoint)
-
-
-def _pass_gate(
-    section: RewardSection,
-    tolerance: float,
-    served: RewardModel,
-    candidate: RewardModel,
-    current: int,
-    say: Callable[[str], None],
-) -> None:
-    pairs = read_pairs(section, served)
-    before, after = pairs.accuracy(served), pairs.accuracy(candidate)
-    say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
-    if not after >= before - tolerance:
-        raise RlhfError(
-            f"not published: its accuracy {after:.4f} is below the served version's {before:.4f} minus "
-            f"reward.gate.tolerance ({tolerance:g})"
-        )

@@ -19,6 +19,7 @@ from rlhf_triton.config import ConfigError, RunConfig, RunSection
 from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.errors import NotFinite, reason_of
 from rlhf_triton.learning.ranks import AnyRanks
+from rlhf_triton.learning.trained import MAX_ROWS
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
@@ -26,7 +27,7 @@ from rlhf_triton.store.durable import INT64_MAX, staged_folder
 from rlhf_triton.store.journal import DamagedEntry, JournalState, read_training_file
 from rlhf_triton.store.jsonl import append_jsonl, named_lines
 from rlhf_triton.store.weights import WeightsError, WeightsStore
-from rlhf_triton.trainer.critic_update import MAX_ROWS, TrainingRow, load_update, split_rows
+from rlhf_triton.trainer.critic_update import TrainingRow, load_update, split_rows
 from rlhf_triton.wire.chats import render_chat, template_options
 from rlhf_triton.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
@@ -35,6 +36,7 @@ from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 logger = logging.getLogger(__name__)
 KEY = "critic.pretrain"
 FIELDS = ("prompt", "response", "return")
+EPOCHS = 3  # passes over the training set
 HELD_OUT = 0.1  # share of the prompts on whose rows the critic is measured, not trained
 LOGGED = 10  # lines of the log for each pass over the training set
 
@@ -50,7 +52,7 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
         ConfigError: the training set cannot be used; the message names the file.
         RlhfError: an update failed.
     """
-    start, epochs, settings = time.monotonic(), config.critic.pretrain_epochs, config.trainer
+    start, epochs, settings = time.monotonic(), EPOCHS, config.trainer
     training, held_out = split(read_rows(config, critic.limits), config.run.seed)
     size = settings.global_batch_size * max(1, len(training) // (settings.global_batch_size * LOGGED))
     with staged_folder(config.run.weights_dir) as folder:
@@ -76,7 +78,7 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
         "step": 0,
         "pretrain/rows": len(training),
         "pretrain/held_out_rows": len(held_out),
-        "pretrain/optimizer_steps": update.optimizer_step,
+        "pretrain/optimizer_steps": update.trained.optimizer_step,
         "pretrain/loss": loss,
         "pretrain/explained_variance_before": before,
         "pretrain/explained_variance": after,
@@ -115,9 +117,7 @@ def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:
             except ContractError as error:
                 raise ConfigError(f"{KEY}: {where} does not fit {model}: {error}; remove it") from error
         if len(rows) == before:
-            raise ConfigError(
-                f"{KEY}: {source} has no rows to train on; a run keeps its last trainer.archive_entries steps"
-            )
+            raise ConfigError(f"{KEY}: {source} has no rows to train on; a run keeps only its last steps")
     return rows
 
 

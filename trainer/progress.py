@@ -236,7 +236,7 @@ class SidecarProgress:
 
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
         """Write one line for a critic update that failed, or whose version was rejected."""
-        halved, memory = update.memory.new(), card_bytes(update.critic.model.device)
+        halved, memory = update.trained.memory.new(), card_bytes(update.critic.model.device)
         self._write(
             {
                 "step": step,

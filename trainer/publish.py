@@ -33,6 +33,7 @@ from rlhf_triton.wire.contract import CRITIC
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]
+SERVE_TIMEOUT_S = 60.0  # for every instance to serve a version; afterwards Triton reloads the model
 RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
@@ -110,7 +111,7 @@ class Publisher:
             store,
             servers=settings.servers or [config.server.grpc_url],
             reload=model.reload,
-            timeout_s=settings.serve_timeout_s,
+            timeout_s=SERVE_TIMEOUT_S,
             keep=settings.publish.keep,
             run_id=run_id,
             epoch=epoch,
@@ -349,15 +350,11 @@ def initialise_store(
     Raises:
         CheckpointError: the checkpoint is no critic; or version 0 was made from something else.
     """
-    given = section.model_dump(mode="json", include={"standardization", "attribute_weights", "pretrain"})
+    given = section.model_dump(mode="json", include={"standardization", "pretrain"})
     weights = [fingerprint_weights(section.model), digest_of(section.model / CONFIG_FILE)]
     made_from = {MODEL: weights, **{f"critic.{key}": value for key, value in given.items()}}
     if store.current() is None and 0 not in store.versions():
-        critic = load_critic(
-            section.model,
-            standardization=constants_of(section.standardization),
-            attribute_weights=section.attribute_weights,
-        )
+        critic = load_critic(section.model, standardization=constants_of(section.standardization))
         if section.pretrain:
             critic = pretrain(critic)
         store.add(
@@ -389,7 +386,6 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
         load_reward,
         pooling=section.pooling,
         attribute_weights=attribute_weights(section),
-        merge_attributes=section.merge_attributes is not False,
         standardization=constants_of(section.standardization),
     )
 

@@ -85,8 +85,8 @@ def make_batch(
         counted=learned,
         gamma=settings.gamma,
         lam=settings.lam,
-        lam_values=settings.lam_values,
-        lam_length=settings.lam_length,
+        lam_values=settings.defaults.lam_values,
+        lam_length=settings.defaults.lam_length,
         steps=None if steps is None else lines.joined(steps),
         ends=None if given is None else lines.joined(given),
     )
@@ -112,7 +112,7 @@ def make_batch(
         rewards_to_go=lines.split(returns_to_go(inputs)[1]) if has_values else None,
         groups=group[owner],
         versions=torch.tensor([row.score.version for row in rows]),
-        positive=torch.tensor([end.score.reward > 0 for end in ends])[owner] if settings.positive_nll else None,
+        positive=torch.tensor([end.score.reward > 0 for end in ends])[owner],
         sampled_logprobs=logprobs if engine is None else engine,
         conversations=owner,
     )

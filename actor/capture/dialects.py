@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rlhf_triton.actor.capture.sessions import CaptureError, Sampled, Sampling
+from rlhf_triton.actor.capture.http import HttpError
+from rlhf_triton.actor.capture.sessions import Sampled, Sampling
 from rlhf_triton.actor.data.chat import HERMES, Message, tool_calls
 from rlhf_triton.checkpoints.tokenization import reply_text
 
@@ -52,7 +53,7 @@ class Dialect:
     """One API."""
 
     read: Callable[[Any, int], Asked]
-    """A request from its body, and the most tokens of a reply that sets no limit. Raises CaptureError."""
+    """A request from its body, and the most tokens of a reply that sets no limit. Raises HttpError."""
     body: Callable[[PolicyReply, Asked], Json]
     """The body of a reply."""
     events: Callable[[Json, Asked], Iterator[str]]
@@ -90,13 +91,13 @@ IDS, MAX_ID = ("id", "name", "tool_call_id", "tool_use_id"), 200  # which no tem
 
 
 def refuse(field: str, value: Any, must: str) -> NoReturn:
-    """Raise the CaptureError of a field."""
+    """Raise the HttpError of a field."""
     shown = json.dumps(value)
-    raise CaptureError(400, f"{field}: {shown if len(shown) <= 80 else shown[:80] + '…'} {must}", field)
+    raise HttpError(400, f"{field}: {shown if len(shown) <= 80 else shown[:80] + '…'} {must}", field)
 
 
 def checked(body: Any, fields: Mapping[str, Any], required: tuple[str, ...] = (), where: str = "") -> Json:
-    """Return the fields of an object that are not null. Raises CaptureError unless they are as the table says."""
+    """Return the fields of an object that are not null. Raises HttpError unless they are as the table says."""
     if not isinstance(body, dict):
         refuse(where.rstrip(".") or "body", body, "must be an object")
     found = {name: value for name, value in body.items() if value is not None}
@@ -112,12 +113,12 @@ def checked(body: Any, fields: Mapping[str, Any], required: tuple[str, ...] = ()
         if name in IDS and len(value) > MAX_ID:
             refuse(where + name, value, f"has {len(value)} characters, must have at most {MAX_ID}")
     if missing := [name for name in required if name not in found]:
-        raise CaptureError(400, f"{where}{missing[0]}: missing, must be given", where + missing[0])
+        raise HttpError(400, f"{where}{missing[0]}: missing, must be given", where + missing[0])
     return found
 
 
 def number(body: Any, name: str, default: float | None, least: float, most: float) -> float:
-    """Return a number of a body. Raises CaptureError unless it is finite and within the bounds."""
+    """Return a number of a body. Raises HttpError unless it is finite and within the bounds."""
     value = body.get(name, default)
     if not least <= value <= most:
         refuse(name, value, f"must be between {least:g} and {most:g}")

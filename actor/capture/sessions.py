@@ -13,21 +13,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
 from rlhf_triton.actor.data.recorded import RecordedRow, Version
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.chats import TOOLS, texts_in, warn_once
 
 logger = logging.getLogger(__name__)
 MOST_ENDED = 100_000  # names that are remembered
-
-
-class CaptureError(RlhfError):
-    """A request of an agent that gets an HTTP error; `status` is its code, `field` what is wrong in the body."""
-
-    def __init__(self, status: int, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.field = status, field
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class Sampler(Protocol):
 
         `session`: calls with the same one share a prefix of their tokens.
 
-        Raises CaptureError with the status that the agent gets.
+        Raises HttpError with the status that the agent gets.
         """
 
 
@@ -142,11 +134,11 @@ class Session:
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
         """Return a call that continues the longest conversation that `messages` start with, and its token limit.
 
-        Raises CaptureError if there is no room for it, TemplateError if the messages cannot be rendered.
+        Raises HttpError if there is no room for it, TemplateError if the messages cannot be rendered.
         """
         if len(self.calls) + self.in_flight > self._max_calls:
             self.limit = "max_turns"
-            raise CaptureError(400, f"the session has reached its limit of {self._max_calls} calls: end it")
+            raise HttpError(400, f"the session has reached its limit of {self._max_calls} calls: end it")
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
@@ -167,21 +159,20 @@ class Session:
         return PolicyCall(parent, messages[known:], before, digests[-1], chat.options), left
 
     def _check_room(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have behind `num_tokens` more. Raises CaptureError if there are none."""
+        """Return how many tokens a reply may have behind `num_tokens` more. Raises HttpError if there are none."""
         left = self._max_tokens - self.num_tokens - num_tokens
         if left >= 1:
             return left
         self.limit = "max_tokens"
-        raise CaptureError(
+        raise HttpError(
             400,
             f"messages: {num_tokens} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
-            f"room for a reply: end the session, or raise max_session_tokens, environment.max_tokens in a run "
-            f"({self._max_tokens})",
+            f"room for a reply, with at most {self._max_tokens} (environment.max_tokens in a run): end the session",
             "messages",
         )
 
     def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
-        """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
+        """Add a call with its reply. Raises HttpError if the session has ended meanwhile."""
         if self.is_over:
             raise _over(self.name)
         call.sampled = sampled
@@ -199,9 +190,9 @@ class Session:
         return rows
 
 
-def _over(name: str) -> CaptureError:
+def _over(name: str) -> HttpError:
     """Return the error of a call in a session that has ended. No client repeats a 404, as it does a 409."""
-    return CaptureError(404, f"session {name} has ended: call under another name, or POST to /sessions/{name} first")
+    return HttpError(404, f"session {name} has ended: call under another name, or POST to /sessions/{name} first")
 
 
 class Sessions:
@@ -243,15 +234,13 @@ class Sessions:
     def calling(self, name: str) -> Iterator[Session]:
         """Yield the session for a call, a new one if there is none; one that is left without calls is forgotten.
 
-        Raises CaptureError if it has ended, or there are too many.
+        Raises HttpError if it has ended, or there are too many.
         """
         self._drop_idle()
         if name in self._ended:
             raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
-            raise CaptureError(
-                429, f"session {name}: the limit of {len(self._open)} open sessions is reached: end some"
-            )
+            raise HttpError(429, f"session {name}: the limit of {len(self._open)} open sessions is reached: end some")
         new = Session(name, self.tokenizer, self._most_tokens, self._most_calls, self._longest)
         session = self._open.setdefault(name, new)
         session.in_flight += 1
@@ -264,10 +253,10 @@ class Sessions:
                 del self._open[name]
 
     def find(self, name: str) -> Session:
-        """Return an open session. Raises CaptureError if there is none."""
+        """Return an open session. Raises HttpError if there is none."""
         self._drop_idle()
         if name not in self._open or not self._open[name].calls:
-            raise CaptureError(404, f"session {name} is unknown: it has had no call, has ended, or was idle too long")
+            raise HttpError(404, f"session {name} is unknown: it has had no call, has ended, or was idle too long")
         self._open[name].used = time.monotonic()
         return self._open[name]
 

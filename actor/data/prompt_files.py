@@ -150,7 +150,7 @@ def begun(row: PromptRow) -> PromptRow:
 
 
 class JsonLines:
-    """The rows of a JSONL file, which stays open: one pass finds the lines; a line is read when it is used."""
+    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

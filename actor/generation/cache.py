@@ -22,8 +22,6 @@ class SlotCache(Cache):
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
         self.columns, self.rows = columns, rows
-        self.seen: Tensor | None = None
-        """bool `[rows, V]`: the tokens of each row, for a repetition penalty; None before `see`."""
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
     @property
@@ -37,41 +35,14 @@ class SlotCache(Cache):
             layer.window = (first, last, begin, end)
 
     def copy_rows(self, sources: Tensor | Sequence[int], first: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` and the seen tokens of rows `sources`, int64 `[n]`, to rows from `first` on.
+        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, to rows from `first` on.
 
         One copy for all rows: on a GPU, launching a copy per row takes longer than the copies.
         """
         last = first + len(sources)
-        if self.seen is not None:
-            self.seen[first:last] = self.seen[sources]
         for layer in self.layers:
             for whole in layer.tensors():
                 whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
-
-    def swap(self, one: int, other: int, begin: int, end: int) -> None:
-        """Exchange columns `begin:end` and the seen tokens of two rows."""
-        if one == other:
-            return
-        pair, turned = [one, other], [other, one]
-        if self.seen is not None:
-            self.seen[pair] = self.seen[turned]
-        for layer in self.layers:
-            for whole in layer.tensors():
-                part = whole[:, :, begin:end]
-                part[pair] = part[turned]
-
-    def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int, *, more: bool = False) -> None:
-        """Set the seen tokens of the rows from `first` on: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on.
-
-        With `more`, they have also seen what they had seen before.
-        """
-        if self.seen is None:
-            self.seen = torch.zeros(self.rows, vocabulary, dtype=torch.bool, device=ids.device)
-        columns = torch.arange(ids.shape[1], device=ids.device)
-        tokens = torch.where(columns >= starts, ids, ids[:, -1:])
-        if not more:
-            self.seen[first : first + len(ids)] = False
-        self.seen[first : first + len(ids)].scatter_(1, tokens, True)
 
     def shift(self, rows: slice, begin: int, end: int, to: int) -> None:
         """Move the columns `begin:end` of these rows to column `to`."""

@@ -28,8 +28,6 @@ from rlhf_triton.actor.policy.loading import (
     check_lora_targets,
     check_positions,
     load_model,
-    read_state,
-    write_state,
 )
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.checkpoints.inspection import fingerprint_weights
@@ -37,12 +35,11 @@ from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.step import make_adamw
+from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.card import CardStream, Halving, skip_inspections, to_device
+from rlhf_triton.python_backend.models.card import CardStream, skip_inspections, to_device
 from rlhf_triton.python_backend.models.language_model import check_causal
-from rlhf_triton.python_backend.models.loading import load_weights, map_tensors
+from rlhf_triton.python_backend.models.loading import map_tensors
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.python_backend.models.precision import computing, in_float32
@@ -51,7 +48,6 @@ logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
 MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
-MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
 
 
 class Policy:
@@ -66,6 +62,7 @@ class Policy:
         longest_row: tuple[int, str],
         keeps_reference: bool = False,
         keeps_sampler: bool = False,
+        total_steps: int = 0,
         ranks: AnyRanks = ALONE,
     ) -> None:
         """Load the policy, which must be the same on all ranks.
@@ -75,6 +72,7 @@ class Policy:
             keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
             keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated; as several
                 ranks always do.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
 
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
@@ -93,7 +91,7 @@ class Policy:
         self._models = PolicyModels(
             model, settings, ranks, keeps_reference=keeps_reference, keeps_sampler=keeps_sampler
         )
-        self.model, self.sampler, self.reference = self._models.trained, self._models.sampler, self._models.reference
+        self.model, self.sampler, self.reference = self._models.model, self._models.sampler, self._models.reference
         self.causal = self._models.causal
         # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
         beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
@@ -117,15 +115,8 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
-        self.memory = Halving(
-            "actor.policy.token_budget",
-            settings.token_budget,
-            remedy="lower actor.generation.max_new_tokens"
-            + " or set actor.policy.gradient_checkpointing" * (not settings.gradient_checkpointing),
-            alone=ranks.size == 1,
-        )
-        """How many tokens of a micro-batch fit into the GPU's memory."""
-        self.halvings = [self.generation.memory, self.memory]
+        self.trained = Trained(causal, settings, optimizer, ranks, section="actor.policy", total_steps=total_steps)
+        self.halvings = [self.generation.memory, self.trained.memory]
         """Work that was repeated in smaller parts because the GPU was out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
@@ -141,15 +132,6 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
-        self.optimizer = make_adamw(
-            dict(self.model.named_parameters()),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            kind=optimizer.kind,
-            fused=True,  # one pass over the weights instead of one per operation
-        )
-        self.optimizer_step = 0
 
     @classmethod
     def of(cls, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None) -> Policy:
@@ -161,6 +143,7 @@ class Policy:
             longest_row=longest_row or actor.longest_row,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
             keeps_sampler=actor.one_step_off_policy,
+            total_steps=actor.optimizer_steps,
             ranks=ranks,
         )
 
@@ -169,8 +152,7 @@ class Policy:
         """Handlers of the operations that the ranks other than 0 execute."""
         return {
             "renew_sampler": self.renew_sampler,
-            "write_state": lambda folder: self.write_state(Path(folder)),
-            "read_state": lambda folder: self.read_state(Path(folder)),
+            **operations(lambda: self.trained),
             "gather_weights": lambda: MergedWeights(self.causal(self.model)).gather(),
         }
 
@@ -228,8 +210,8 @@ class Policy:
                 for i, line in zip(chunk, logprobs, strict=True):
                     found[i][1:] = line[: len(found[i]) - 1]
 
-            for chunk in self.plan(lengths):
-                self.memory.in_parts(fill, chunk)
+            for chunk in self.trained.plan(lengths.tolist()):
+                self.trained.memory.in_parts(fill, chunk)
         return found
 
     def sampled_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray]:
@@ -295,20 +277,6 @@ class Policy:
         finally:
             merged.unlink()
 
-    def load(self, folder: Path) -> None:
-        """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""
-        load_weights(self.model, folder)
-
-    def write_state(self, folder: Path) -> None:
-        """Write the trained weights and the optimizer's state, on several ranks as slices. Raises OSError."""
-        self.ranks.announce("write_state", folder=str(folder))
-        write_state(self, folder)
-
-    def read_state(self, folder: Path) -> None:
-        """Load what `write_state` wrote, with any number of ranks. Raises CheckpointError."""
-        self.ranks.announce("read_state", folder=str(folder))
-        read_state(self, folder)
-
     def close(self) -> None:
         """Let calls in other threads that wait for servers or other ranks raise CancelledError."""
         if self._samplers is not None:
@@ -326,10 +294,6 @@ class Policy:
             assert self.settings.lora_rank, "the reference is on the server"
             with self.sampler.disable_adapter():
                 yield self.sampler
-
-    def plan(self, lengths: Tensor) -> list[list[int]]:
-        """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
-        return plan_micro_batches(lengths.tolist(), token_budget=self.memory.size, max_rows=MAX_ROWS)
 
     def token_logprobs(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, entropy: Entropy = "none"

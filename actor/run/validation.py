@@ -148,7 +148,7 @@ def _steps(conversation: Conversation) -> dict[str, list[float]]:
 def _turns(conversation: Conversation) -> dict[str, Any]:
     """Return the turns of a conversation with an environment, and how it ended.
 
-    The policy's turns have the rewards that the environment gave, without `environment.weight`, and the critic's mean
+    The policy's turns have the rewards that the environment gave, and the critic's mean
     value of the states in which their tokens were sampled.
     """
     end = conversation[-1]

@@ -38,15 +38,6 @@ def plan_micro_batches(lengths: Sequence[int], *, token_budget: int, max_rows: i
     return plan
 
 
-def padded_width(longest: int, multiple: int, limit: int | None) -> int:
-    """Return the width of a forward pass: `longest` rounded up to a multiple of `multiple`, but not beyond `limit`.
-
-    The width is never below `longest`, even if that exceeds `limit`.
-    """
-    width = -(-longest // multiple) * multiple
-    return max(longest, width if limit is None else min(width, limit))
-
-
 def padded_rows(rows: Sequence[np.ndarray], width: int, dtype: DTypeLike = np.float32) -> np.ndarray:
     """Stack rows into one array `[B, width]`, padded on the right with 0."""
     array = np.zeros((len(rows), width), dtype)

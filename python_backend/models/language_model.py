@@ -22,7 +22,7 @@ from rlhf_triton.python_backend.models.loading import load_causal_model
 from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.python_backend.models.precision import computing, in_float32, use_bfloat16
-from rlhf_triton.python_backend.models.token_head import compile_body, measure_causality
+from rlhf_triton.python_backend.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
@@ -38,13 +38,8 @@ class LanguageModel:
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
         precision: str = "float32",
-        compile_forward: bool = False,
     ) -> None:
-        """Freeze the model and prepare its forward pass.
-
-        Raises:
-            CheckpointError: the model is not causal; or `compile_forward` is set and there is no working compiler.
-        """
+        """Freeze the model and prepare its forward pass. Raises CheckpointError if the model is not causal."""
         self.model = model.eval().requires_grad_(False)
         self.limits = limits_of(model)
         skip_inspections(model)
@@ -57,9 +52,6 @@ class LanguageModel:
             self._head = linear_head(model)
         with self._computing():
             check_causal(model)
-        if compile_forward:
-            with self._computing():
-                compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
 
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
@@ -124,7 +116,6 @@ def load_language_model(
     dtype: str = "float32",
     temperature: float = 1.0,
     banned_token_ids: Sequence[int] = (),
-    compile_forward: bool = False,
     group: RankGroup | None = None,
 ) -> LanguageModel:
     """Load the causal LM in a checkpoint folder.
@@ -133,7 +124,6 @@ def load_language_model(
         dtype: precision of forward passes, with the same meaning as `actor.policy.precision`.
         temperature: sampling temperature, > 0.
         banned_token_ids: ids that are never sampled.
-        compile_forward: apply torch.compile to the body.
         group: load this rank's part of the model, on its device instead of `device`.
 
     Raises:
@@ -147,5 +137,4 @@ def load_language_model(
         temperature=temperature,
         banned_token_ids=banned_token_ids,
         precision=dtype,
-        compile_forward=compile_forward,
     )

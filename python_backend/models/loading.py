@@ -49,7 +49,7 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.errors import reason_of
 from rlhf_triton.python_backend.models.adapters import with_stored_adapters
-from rlhf_triton.python_backend.models.heads import build_head, head_of, head_path, install, layers_beside, linear
+from rlhf_triton.python_backend.models.heads import build_head, head_of, head_path, install, linear
 from rlhf_triton.python_backend.models.token_head import measure_causality
 from rlhf_triton.wire.chats import warn_once
 
@@ -204,14 +204,10 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
             f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} does not do; {remedy}"
         )
     if head.form.pooled and fits and not is_own and pooling == "auto":
-        own, each = (layers_beside(_empty(each, config)) for each in (kind, _token_class(info, config)))
-        stored = {name for name in info.tensors if not head.owns(name)}
-        remedies = ["if it was trained as the latter, name that in architectures"] if own <= stored else []
-        if own & stored <= each <= stored:
-            remedies.append("set pooling: last" if each else "set pooling: last or mean")
         raise CheckpointError(
             f"{info.folder}: how its head {head.prefix} pools is unknown: {CONFIG_FILE} names the class "
-            f"{info.architecture}, not {kind.__name__}; {', otherwise '.join(remedies) or 'use another checkpoint'}"
+            f"{info.architecture}, not {kind.__name__}; if it was trained as the latter, name that in architectures, "
+            "otherwise set pooling: last or mean"
         )
     if head.form.pooled and not is_own:
         return replace(head, form=replace(head.form, pooled=False), kind="value")
@@ -536,11 +532,7 @@ def _load(
     if with_head:
         check_tensors(info.folder, lacking, report["unexpected_keys"])
     if lacking:
-        tied = next((name for name in info.tensors if name.endswith(("lm_head.weight", "embed_out.weight"))), None)
-        output = (
-            f", which is {tied} if the two are tied: store it under this name" if "embed" in lacking[0] and tied else ""
-        )
-        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}{output}")
+        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
     # The caller sets the head, so that a tensor in the place of the class's own would be lost.
     taken = heads - report["missing_keys"]
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]

@@ -182,7 +182,6 @@ class CriticModel:
         model: Any,
         *,
         constants: Constants | None = None,
-        compile_forward: bool = False,
         note: str = "",
         like: CriticModel | None = None,
         group: RankGroup | None = None,
@@ -193,7 +192,7 @@ class CriticModel:
         self.model = model.eval()
         self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
         known = None if like is None else like._token_head
-        self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
+        self._token_head: TokenHead = TokenHead(model, like=known)
         self.limits = limits_of(model)
         self.note = note  # where the value head comes from, for logs and reports
 
@@ -253,7 +252,6 @@ class CriticModel:
             constants=info.constants,
             note=self.note,
             like=self,
-            compile_forward=self._token_head.is_compiled,
             group=self._group,
         )
 
@@ -270,11 +268,9 @@ def load_reward(
     device: str = "cpu",
     dtype: str = "float32",
     pooling: Pooling = "auto",
-    attribute_weights: Sequence[float] | None = None,
-    merge_attributes: bool | None = None,
+    attribute_weights: Sequence[float] | Literal["separate"] | None = None,
     probability: bool = False,
     standardization: Standardization = "model",
-    compile_forward: bool = False,
     group: RankGroup | None = None,
     like: RewardModel | None = None,
 ) -> RewardModel:
@@ -283,12 +279,10 @@ def load_reward(
     Args:
         pooling: for a head on each token: `last` (index length-1), `mean`, or `auto`, which is the checkpoint's own,
             mostly `last`, and sets `skipped_pad_id`. Heads with a pooling or a gate of their own accept `auto` only.
-        attribute_weights: weights of the A attributes in the merged sum.
-        merge_attributes: True: return the sum, weighted by 1/A each without `attribute_weights`; False: return all A
-            scores; None: `attribute_weights` are needed for A > 1.
+        attribute_weights: weights of the A attributes in their sum, which is the reward; `separate`: return all A
+            scores. Needed for A > 1.
         probability: return the sigmoid of the score, or of the sum.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
-        compile_forward: apply torch.compile to the body.
         group: load this rank's part of the model, on its device instead of `device`.
         like: a model that was loaded with the same settings; load other weights of it.
 
@@ -299,8 +293,11 @@ def load_reward(
     info = inspect_checkpoint(folder)
     head = placed_head(info, reward_head(info), pooling)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
-    weights = attribute_weights_of(info, head, attribute_weights)
-    if merge_attributes is None and attribute_weights is None and head.num_labels > 1:
+    is_separate = attribute_weights == "separate"
+    weights = None
+    if not isinstance(attribute_weights, str) and attribute_weights is not None:
+        weights = attribute_weights_of(info, head, attribute_weights)
+    if attribute_weights is None and head.num_labels > 1:
         raise CheckpointError(
             f"{info.folder}: which of its {head.num_labels} outputs ({', '.join(info.label_names)}) is the reward? "
             "Give reward.attribute_weights, one weight per output"
@@ -318,16 +315,15 @@ def load_reward(
         model = load_classifier(info, head, dtype, pooling)
     else:
         model = load_token_model(info, read_head(info, head), dtype, group)
-    outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, compile_forward=compile_forward, like=known)
+    outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, like=known)
     # transformers' own class pools the last token that is not padding
     skips_padding = pooling == "auto" and head.kind == "sequence" and outputs.is_causal
-    merging = merge_attributes is not False and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
         outputs,
         pooling=None if head.form.pooled else _pooling(info, head, outputs, pooling),
-        weights=weights.to(device) if merging else None,
+        weights=None if weights is None else weights.to(device),
         probability=probability,
-        num_outputs=head.num_labels if merge_attributes is False else 1,
+        num_outputs=head.num_labels if is_separate else 1,
         constants=constants_for(info, standardization),
         skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
         origin=info,
@@ -338,10 +334,8 @@ def load_reward(
         dtype=dtype,
         pooling=pooling,
         attribute_weights=attribute_weights,
-        merge_attributes=merge_attributes,
         probability=probability,
         standardization=standardization,
-        compile_forward=compile_forward,
         group=group,
     )
     return reward
@@ -354,7 +348,6 @@ def load_critic(
     dtype: str = "float32",
     standardization: Standardization = "model",
     attribute_weights: Sequence[float] | None = None,
-    compile_forward: bool = False,
     group: RankGroup | None = None,
 ) -> CriticModel:
     """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
@@ -382,7 +375,7 @@ def load_critic(
             note += f", its {found.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device if group is None else group.device)
-    return CriticModel(model, constants=constants, compile_forward=compile_forward, note=note, group=group)
+    return CriticModel(model, constants=constants, note=note, group=group)
 
 
 def save_critic(

@@ -30,9 +30,7 @@ class TokenHead:
     influences the tokens of a body all the same, rows run one by one (`one_by_one`).
     """
 
-    def __init__(
-        self, model: Any, *, is_pooled: bool = False, compile_forward: bool = False, like: TokenHead | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, is_pooled: bool = False, like: TokenHead | None = None) -> None:
         """
         Args:
             is_pooled: the model is a classifier with its own pooling, and a body that is not causal.
@@ -46,7 +44,6 @@ class TokenHead:
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
         self.is_causal: bool = not is_pooled and (measure_causality(model) if like is None else like.is_causal)
-        self.is_compiled = compile_forward
         self._layered = is_pooled or bool(layers_beside(model))
         if like is not None:  # the check depends only on the architecture
             self.one_by_one: bool = like.one_by_one
@@ -55,8 +52,6 @@ class TokenHead:
             probed = (self._hidden, self._features) if is_pooled else (self._hidden,)
             masks = not self.is_causal
             self.one_by_one = any(depends_on_padding(model, each, is_masked=masks) for each in probed)
-        if compile_forward:
-            compile_body(model, self)
 
     @property
     def is_linear(self) -> bool:
@@ -155,22 +150,3 @@ def _seems_causal(model: Any, row: Tensor, **inputs: Any) -> bool:
     hidden, other = (model.base_model(input_ids=ids[None], **inputs)[0][0, :half].float() for ids in (row, changed))
     by_class = all(getattr(module, "is_causal", True) for module in model.modules())
     return by_class and float((hidden - other).abs().max()) <= CAUSAL_TOLERANCE * float(hidden.abs().max())
-
-
-def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
-    """Apply torch.compile to the body with dynamic lengths, and call `forward(ids, attention)` to compile it now.
-
-    Raises:
-        CheckpointError: there is no working compiler; the message says what to do.
-    """
-    model.base_model.compile(dynamic=True)
-    try:
-        with torch.no_grad():
-            for rows in (1, 2):  # dynamo specialises sizes of 1, so a single row has its own graph
-                ids = torch.zeros((rows, PROBE_TOKENS), dtype=torch.int64, device=model.device)
-                forward(ids, torch.ones_like(ids))
-    except Exception as error:  # dynamo and inductor raise many types; any of them means compilation does not work
-        raise CheckpointError(
-            f"torch.compile does not work here: {reason_of(error)}; install a C++ compiler (g++) and Python's "
-            "headers, and PyTorch in a folder whose path has no space, or set compile: false"
-        ) from error

@@ -55,7 +55,6 @@ def load_logit_reward(
     device: str = "cpu",
     dtype: str = "float32",
     standardization: Standardization = "model",
-    compile_forward: bool = False,
 ) -> RewardModel:
     """Load a reward that is read from a causal LM's next-token logits, without generation.
 
@@ -79,7 +78,7 @@ def load_logit_reward(
     except ValueError as error:
         raise CheckpointError(f"{folder}: its logits cannot be a reward: {error}") from error
     return RewardModel(
-        TokenHead(model.to(device), compile_forward=compile_forward),
+        TokenHead(model.to(device)),
         constants=constants_for(info, standardization),
         num_for=len(tokens),
         probability=probability,

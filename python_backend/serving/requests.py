@@ -240,8 +240,4 @@ def read_limits(limits: Limits, parameters: Parameters) -> Limits:
 
 def request_limits(limits: Limits, parameters: Parameters) -> Limits:
     """Return `limits` with the configured bounds on the size of one request."""
-    return dataclasses.replace(
-        limits,
-        max_request_tokens=parameters.number("max_request_tokens"),
-        max_request_bytes=parameters.number("max_request_bytes"),
-    )
+    return dataclasses.replace(limits, max_request_tokens=parameters.number("max_request_tokens"))

@@ -1,7 +1,7 @@
 """Triton model `reward_model`: replies with `rewards`, the standardised scores.
 
 `rewards` is FP32 [B, 1], or [B, A] if the A attributes are not merged; on request, `probabilities` is FP32 [B, A]. A
-process reward also replies with the score of each step, and its `rewards` are their aggregates. If the weights come
+process reward also replies with the score of each step, and its `rewards` are their minimum. If the weights come
 from a store, `reward_version` INT64 [B, 1] names their version; one version scores a whole request.
 """
 
@@ -16,7 +16,7 @@ from rlhf_triton.python_backend.models.modeling import RewardModel, Standardizat
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait
-from rlhf_triton.python_backend.serving.step_rewards import step_reply
+from rlhf_triton.python_backend.serving.step_rewards import STEP_REPLY
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
 from rlhf_triton.python_backend.serving.triton import Parameters, log, triton_model
 from rlhf_triton.python_backend.serving.versions.follower import Version
@@ -45,7 +45,7 @@ def serve(args: Mapping[str, str]) -> Engine:
         read=reader.read,
         versions=versions,
         forward=_forward_token_scores if per_token else _forward,
-        reply=step_reply(parameters.text("aggregate")) if per_token else REPLY,
+        reply=STEP_REPLY if per_token else REPLY,
         max_length=limits.max_length,
     )
 
@@ -80,13 +80,7 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
         return "load_logit_reward", {**options, **found, "probability": probability}
     if is_process:
         return "load_process_reward", {**options, "attribute_weights": weights, "score": score}
-    pooling, merge = parameters.text("pooling"), json.loads(parameters.text("merge_attributes"))
-    return "load_reward", {
-        **options,
-        "pooling": pooling,
-        "attribute_weights": weights,
-        "merge_attributes": merge,
-    }
+    return "load_reward", {**options, "pooling": parameters.text("pooling"), "attribute_weights": weights}
 
 
 def read_standardization(setting: str) -> Standardization:

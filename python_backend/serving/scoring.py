@@ -1,8 +1,8 @@
 """Continuous batching for reward, critic and reference: the rows of all requests share forward passes.
 
 A model is three functions: `read` gives the rows of a request, `forward` computes on rows, and `reply` makes the output
-tensors. `Engine` connects them: `execute` reads token rows and queues them, one thread tokenises sentences, worker
-threads run the forward passes, and another thread sends each reply as soon as the last row of its request is done.
+tensors. `Engine` connects them: `execute` reads token rows and queues them, one thread tokenises sentences, another one
+runs the forward passes, and a third sends each reply as soon as the last row of its request is done.
 Imports no torch.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_triton.python_backend.models.batching import padded_width
 from rlhf_triton.python_backend.serving.pass_cost import fit_pass_cost, overhead_tokens
 from rlhf_triton.python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
 from rlhf_triton.python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log, log_error
@@ -96,12 +95,12 @@ class Compute(Protocol):
 
     parameters: Parameters
     passes_in_flight: int
-    """Forward passes that a worker has launched at most when it waits for the results of the first one."""
+    """Forward passes that have been launched at most when the first one's results are waited for."""
     refuse_all: Callable[[Exception], None] | None
     """Fails all requests, those in flight and later ones; None before the model serves."""
 
-    def prepare_worker(self) -> None:
-        """Prepare a worker thread, before its first forward pass."""
+    def prepare_thread(self) -> None:
+        """Prepare the thread that runs the forward passes, before the first one."""
 
     def launch(self, forward: Forward, model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
         """Start a forward pass of `rows`, padded to `width` tokens; return what waits for its results."""
@@ -151,13 +150,12 @@ class Engine:
         """
         parameters = compute.parameters
         budget = parameters.number("token_budget")
-        self._multiple = parameters.number("strip_sequence_length_to_multiple")
-        self._max_length = max_length
         self._lined_up_tokens = LINED_UP_FORWARDS * budget
         self._timeout_s = float(parameters.text("queue_timeout_s")) or None
         self._counters = MetricCounters(parameters.model, COUNTERS)
         self.compute, self.versions, self.forward = compute, versions, forward
-        self._pool: RowPool[Scoring] = RowPool(token_budget=budget, overhead_tokens=self._overhead_tokens(budget))
+        overhead = self._overhead_tokens(budget, max_length)
+        self._pool: RowPool[Scoring] = RowPool(token_budget=budget, overhead_tokens=overhead)
         self._read = read
         self._reply = {**reply, **TIMES}
         self._changed = threading.Condition(threading.RLock())
@@ -170,32 +168,26 @@ class Engine:
         self._refusal: Exception | None = None
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._texts = RoundRobin("sentences")
-        self._workers = [
-            threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True)
-            for i in range(parameters.number("workers"))
-        ]
+        self._worker = threading.Thread(target=self._work, name="forwards", daemon=True)
         self._answerer = threading.Thread(target=self._answer, name="answers", daemon=True)
-        for thread in (*self._workers, self._answerer):
-            thread.start()
+        self._worker.start()
+        self._answerer.start()
         compute.refuse_all = self.refuse_all
         versions.changed = self._line_up_awaiting
 
-    def _overhead_tokens(self, token_budget: int) -> int:
-        """Return the fixed cost of a forward pass in tokens: the setting, or else measured."""
-        parameters = self.compute.parameters
-        if parameters.optional("forward_overhead_tokens") is not None:
-            return parameters.number("forward_overhead_tokens")
+    def _overhead_tokens(self, token_budget: int, longest: int | None) -> int:
+        """Measure the fixed cost of a forward pass, and return it in tokens."""
 
         def run(num_rows: int, width: int) -> None:
             rows = [TokenRow(np.arange(width, dtype=np.int64) % 7)] * num_rows  # ids that every vocabulary has
             self.compute.launch(self.forward, self.versions.version, rows, width)()
 
-        cost = fit_pass_cost(run, token_budget=token_budget, longest=self._max_length, clock=time.perf_counter)
+        cost = fit_pass_cost(run, token_budget=token_budget, longest=longest, clock=time.perf_counter)
         overhead = overhead_tokens(cost, token_budget)
         constant, slope = cost or (math.nan, math.nan)
         log(
-            f"{parameters.model}: a forward pass takes {constant * 1e3:.2f} ms + {slope * 1e6:.2f} us a token; "
-            f"rows share one where that adds at most {overhead} tokens of padding"
+            f"{self.compute.parameters.model}: a forward pass takes {constant * 1e3:.2f} ms + {slope * 1e6:.2f} us a "
+            f"token; rows share one where that adds at most {overhead} tokens of padding"
         )
         return overhead
 
@@ -253,7 +245,7 @@ class Engine:
         return Scoring(call, rows, width, received, deadline, call.versions(), outputs, times)
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
-        """Queue the requests' rows for the workers; None is a refused request. The caller must hold the lock."""
+        """Queue the requests' rows; None is a refused request. The caller must hold the lock."""
         for scoring in filter(None, scorings):
             served = self.versions.version
             try:
@@ -296,15 +288,14 @@ class Engine:
             self._texts.close()
             with self._changed:
                 self._stopping = True
-                self._line_up_awaiting()  # refuses them, and wakes the workers
-            for worker in self._workers:
-                worker.join()
+                self._line_up_awaiting()  # refuses them, and wakes the worker
+            self._worker.join()
             self._done.put(None)
             self._answerer.join()
         self.compute.close()
 
     def _work(self) -> None:
-        self.compute.prepare_worker()
+        self.compute.prepare_thread()
         launched: deque[_Pass] = deque()
         while True:
             # No local variable may keep a pass while this waits for rows: its weights version could not be freed.
@@ -326,7 +317,7 @@ class Engine:
         if not batch:
             return True
         rows = [scoring.rows[i] for scoring, i in batch]
-        width = padded_width(max(row.tokens.size for row in rows), self._multiple, self._max_length)
+        width = max(row.tokens.size for row in rows)
         begin = time.monotonic()
         try:
             outputs = self.compute.launch(self.forward, model, rows, width)
@@ -406,7 +397,7 @@ class Engine:
             if time.monotonic() - published > PUBLISH_EVERY_S:
                 published = time.monotonic()
                 self._line_up_awaiting()
-                with self._changed:  # the workers add to the counters
+                with self._changed:  # the worker adds to the counters
                     self._counters.publish()
                 self.compute.publish()
 

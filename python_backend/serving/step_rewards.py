@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,14 +25,6 @@ from rlhf_triton.wire.texts import metadata_rows
 if TYPE_CHECKING:
     from rlhf_triton.python_backend.serving.scoring import Reply, Scoring
     from rlhf_triton.python_backend.serving.triton import Call
-
-AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
-    "min": np.min,
-    "mean": np.mean,
-    "last": lambda steps: steps[-1],
-    "prod": np.prod,
-    "sum": np.sum,
-}
 
 
 @dataclass(frozen=True)
@@ -244,39 +236,41 @@ def _every_token(row: TokenRow) -> TokenRow:
     return row._replace(steps=RowSteps(at, at, at))
 
 
-def step_reply(aggregate: str) -> Reply:
-    """Return the reply of a process reward, whose outputs are scores float32 `[length_i]` at each token of a row.
+# The reply of a process reward, whose outputs are scores float32 `[length_i]` at each token of a row.
 
-    `aggregate`: a key of `AGGREGATES`; a row without steps has the reward NaN.
-    """
-    merged = AGGREGATES[aggregate]
 
-    def steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:
-        """Yield the steps of each row and their scores."""
-        for row, scores in zip(scoring.rows, scoring.outputs, strict=True):
-            assert row.steps is not None
-            yield row.steps, scores[row.steps.read_at]
+def _steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:
+    """Yield the steps of each row and their scores."""
+    for row, scores in zip(scoring.rows, scoring.outputs, strict=True):
+        assert row.steps is not None
+        yield row.steps, scores[row.steps.read_at]
 
-    def rewards(scoring: Scoring) -> np.ndarray:
-        return np.asarray([[merged(found) if found.size else np.nan] for _, found in steps(scoring)], np.float32)
 
-    def token_rewards(scoring: Scoring) -> np.ndarray:
-        placed = np.zeros((len(scoring.rows), scoring.width), np.float32)
-        for i, (at, found) in enumerate(steps(scoring)):
-            placed[i, at.token_places] = found
-        return placed
+def _rewards(scoring: Scoring) -> np.ndarray:
+    """Return the lowest score of each row's steps; NaN for a row without steps."""
+    return np.asarray([[found.min() if found.size else np.nan] for _, found in _steps(scoring)], np.float32)
 
-    def step_rewards(scoring: Scoring) -> np.ndarray:
-        found = [scores for _, scores in steps(scoring)]
-        return padded_rows(found, max(1, *(scores.size for scores in found)))
 
-    def step_ends(scoring: Scoring) -> np.ndarray:
-        ends = [at.ends for at, _ in steps(scoring)]
-        return padded_rows([each + 1 for each in ends], max(1, *(each.size for each in ends)), np.int64) - 1
+def _token_rewards(scoring: Scoring) -> np.ndarray:
+    placed = np.zeros((len(scoring.rows), scoring.width), np.float32)
+    for i, (at, found) in enumerate(_steps(scoring)):
+        placed[i, at.token_places] = found
+    return placed
 
-    return {
-        contract.REWARDS: rewards,
-        contract.TOKEN_REWARDS: token_rewards,
-        contract.STEP_REWARDS: step_rewards,
-        contract.STEP_ENDS: step_ends,
-    }
+
+def _step_rewards(scoring: Scoring) -> np.ndarray:
+    found = [scores for _, scores in _steps(scoring)]
+    return padded_rows(found, max(1, *(scores.size for scores in found)))
+
+
+def _step_ends(scoring: Scoring) -> np.ndarray:
+    ends = [at.ends for at, _ in _steps(scoring)]
+    return padded_rows([each + 1 for each in ends], max(1, *(each.size for each in ends)), np.int64) - 1
+
+
+STEP_REPLY: Reply = {
+    contract.REWARDS: _rewards,
+    contract.TOKEN_REWARDS: _token_rewards,
+    contract.STEP_REWARDS: _step_rewards,
+    contract.STEP_ENDS: _step_ends,
+}

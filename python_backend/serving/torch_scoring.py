@@ -50,7 +50,7 @@ class TorchProcess:
             device = device_of(device, int(args.get("model_instance_device_id", "0")))
         self.device = torch.device(device_of(device, 0))
         self._threads = threads_of(self.parameters.text("threads"))
-        self.prepare_worker()
+        self.prepare_thread()
         self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
         self._gauges: dict[str, Gauge] = {}
@@ -58,11 +58,7 @@ class TorchProcess:
         if self.device.type == "cuda":
             instance, model = args.get("model_instance_name", ""), self.parameters.model
             self._gauges = {spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in CARD}
-        self._loading: dict[str, Any] = {
-            "device": device,
-            "dtype": self.parameters.text("dtype"),
-            "compile_forward": self.parameters.text("compile") == "true",
-        }
+        self._loading: dict[str, Any] = {"device": device, "dtype": self.parameters.text("dtype")}
         self.stop_loading: Callable[[bool], None] = lambda waits: None
         """Stops whatever calls `load`; waits until it has ended, unless told not to: once a rank is lost, it may never
         end."""
@@ -141,8 +137,8 @@ class TorchProcess:
         if self._ranks is not None:
             self._ranks.close()
 
-    def prepare_worker(self) -> None:
-        """Set torch's number of threads, device and stream. Needed in every worker thread: they are thread-local."""
+    def prepare_thread(self) -> None:
+        """Set torch's number of threads, device and stream. Needed in every thread that computes: they are its own."""
         torch.set_num_threads(self._threads)
         use_own_stream(self.device)
 

@@ -223,28 +223,6 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def loose_tensors(head: Head | None, tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return tensors of neither body nor head: those that look like another head's or, without a head, any.
-
-    The loader of the weights knows exactly which tensors a model uses; this is known without it.
-    """
-    again = copies(head, tensors)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in again}
-    path = layers_path(tensors)
-    root = path.partition(".")[0]
-    if head is not None and (head.form.pooled or head.form.kind == "token"):  # their classes have layers of their own
-        return []
-    is_bare = "." not in path or root in ("encoder", "decoder")  # a body without a prefix
-    return sorted(
-        name
-        for name, tensor in tensors.items()
-        if (first := name.partition(".")[0]) != root
-        and ((head is None and not is_bare) or LIKE_A_HEAD.search(first))
-        and not is_harmless(name, tensor, vocab_size)
-        and (head is None or not head.owns(name))
-    )
-
-
 def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
     """Return the prefixes of linear layers, alone or in sequence, that belong to no body and may be a head."""
     found = {
@@ -256,21 +234,6 @@ def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> li
         and not is_harmless(name, tensor, vocab_size)
     }
     return sorted(prefix for prefix in found if not IN_BODY.search(f"{prefix}."))
-
-
-def would_fit(
-    prefix: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], vocab_size: int | None
-) -> bool:
-    """Return whether a head of this prefix accounts for all tensors of unknown use."""
-    try:
-        head = find_head({**config, "value_head_prefix": prefix}, tensors)
-    except ValueError:
-        return False
-    loose = loose_tensors(None, tensors, vocab_size)
-    return head is not None and all(
-        head.owns(name) or (name not in loose and (IN_BODY.search(name) or is_harmless(name, tensor, vocab_size)))
-        for name, tensor in tensors.items()
-    )
 
 
 def is_harmless(name: str, tensor: TensorInfo | None, vocab_size: int | None) -> bool:

@@ -20,10 +20,8 @@ from rlhf_triton.checkpoints.head_tensors import (
     PAIRWISE,
     find_head,
     is_harmless,
-    loose_tensors,
     may_be_head,
     unwrapped,
-    would_fit,
     wrapper_of,
 )
 from rlhf_triton.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
@@ -175,7 +173,6 @@ class CheckpointInfo:
     architecture: str | None
     head: Head | None
     is_encoder_decoder: bool
-    loose: tuple[str, ...]  # tensors that look like a head's, but belong to none that is known
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
     wrapper: str  # before the names of all tensors in the files, see `wrapper_of`
@@ -354,7 +351,6 @@ def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
         architecture=next(map(str, read_key(config, "architectures", list, [])), None),
         head=head,
         is_encoder_decoder=read_key(config, "is_encoder_decoder", bool, False),
-        loose=tuple(loose_tensors(head, tensors, vocab_size)),
         labels=() if labels == tuple(f"LABEL_{i}" for i in range(len(labels))) else labels,
         tensors=tensors,
         wrapper=wrapper,
@@ -384,7 +380,7 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
 
 def reward_head(info: CheckpointInfo) -> Head:
     """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
-    if info.is_encoder_decoder or (info.loose and info.loose[0].startswith(PAIRWISE)):
+    if info.is_encoder_decoder or any(name.startswith(PAIRWISE) for name in info.tensors):
         how = "is an encoder-decoder" if info.is_encoder_decoder else "compares two candidates in one row (PairRM)"
         raise CheckpointError(f"{info.folder} {how}, which has no score of one text; use another reward model")
     if info.head is None and (pickled := pickles(info.folder)):
@@ -393,18 +389,11 @@ def reward_head(info: CheckpointInfo) -> Head:
             "convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER`"
         )
     check_pickles(info.folder)
-    others = may_be_head(info.tensors, info.vocab_size) if info.head is None else []
-    remedy = ""
-    if len(others) == 1 and would_fit(others[0], read_config(info.folder), info.tensors, info.vocab_size):
-        remedy = f"; if {others[0]} is its head, set value_head_prefix: {others[0]} in its {CONFIG_FILE}"
-    if info.loose:
-        beside = "" if info.head is None else f", beside the head {info.head.prefix},"
+    if info.head is None and (others := may_be_head(info.tensors, info.vocab_size)):
         raise CheckpointError(
-            f"{info.folder}: {', '.join(info.loose[:6])}{beside} are of no known head, and without them its scores "
-            f"would differ; docs/your-models.md has the table of heads{remedy}"
+            f"{info.folder} has no head of a known name, but {', '.join(others[:6])}; if {others[0]} is its head, set "
+            f"value_head_prefix: {others[0]} in its {CONFIG_FILE}"
         )
-    if others:
-        raise CheckpointError(f"{info.folder} has no head of a known name, but {', '.join(others[:6])}{remedy}")
     if info.head is None:
         raise CheckpointError(
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); "

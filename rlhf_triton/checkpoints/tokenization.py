@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +112,12 @@ def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | 
 
 def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     """Return the first `max_length` ids of the text, without special tokens."""
-    return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
+    ids: list[int] = []
+    for part in _parts(text, max_length, "right"):
+        ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+        if len(ids) >= max_length + SPARE_TOKENS:
+            break
+    return ids[:max_length]
 
 
 class Encoded(NamedTuple):
@@ -186,15 +191,6 @@ def _enough(tokenizer: Any, text: str, max_length: int) -> str:
         if is_whole or len(tokenizer(part, add_special_tokens=False)["input_ids"]) >= max_length + SPARE_TOKENS:
             break
     return part
-
-
-def _first_ids(encode: Callable[[str], list[int]], text: str, max_length: int) -> list[int]:
-    ids: list[int] = []
-    for part in _parts(text, max_length, "right"):
-        ids = encode(part)
-        if len(ids) >= max_length + SPARE_TOKENS:
-            break
-    return ids[:max_length]
 
 
 def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
@@ -493,43 +489,3 @@ def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
     padding = {tokenizer.bos_token_id, tokenizer.pad_token_id} & dropped_ids(tokenizer)
     kept = itertools.dropwhile(padding.__contains__, without_end(tokenizer, ids))
     return str(tokenizer.decode([*kept], skip_special_tokens=False))
-
-
-class TextCodec:
-    """Encodes and decodes text.
-
-    Uses the `tokenizers` library directly if the folder has a tokenizer.json, because importing transformers takes
-    seconds.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Load the tokenizer in `folder`. Raises CheckpointError if there is none."""
-        file = folder / "tokenizer.json"
-        self._folder = folder
-        self._fast: Any = None
-        if file.is_file():
-            from tokenizers import Tokenizer
-
-            self._fast = Tokenizer.from_file(str(file))
-            self._fast.no_truncation()  # tokenizer.json may have truncation and padding enabled
-            self._fast.no_padding()
-        else:
-            _ = self._slow  # loaded now, because a folder without a tokenizer must be an error here
-
-    @functools.cached_property
-    def _slow(self) -> Any:
-        """The tokenizer of transformers, which alone knows the chat template."""
-        return load_tokenizer(self._folder)
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`; see `reply_text`. Ids outside the vocabulary have none."""
-        return reply_text(self._slow, ids)
-
-    def encode(self, text: str, max_length: int) -> list[int]:
-        """Return the first `max_length` ids of the text, without special tokens."""
-        if self._fast is None:
-            return encode_bare_text(self._slow, text, max_length)
-        # Unlike `encode`, `encode_batch` releases the GIL.
-        return _first_ids(
-            lambda part: self._fast.encode_batch([part], add_special_tokens=False)[0].ids, text, max_length
-        )

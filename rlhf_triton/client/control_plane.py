@@ -127,7 +127,6 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         self._url = grpc_url
         key = key or os.environ.get(control_key.VARIABLE)
         self._control = {control_key.GRPC_HEADER: key} if key else None
-        self._tokens_types: dict[str, str] = {}
         self._client = triton.InferenceServerClient(grpc_url, channel_args=_CHANNEL_OPTIONS)
 
     def __exit__(self, *_: object) -> None:
@@ -255,8 +254,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
 
     def _probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
-        tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
-        inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
+        inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:
             answer = self._call(
@@ -284,8 +282,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
     def _probe_rejection(self, model: str, timeout_s: float) -> None:
         name, value = _REJECTIONS[model]
         try:
-            sent = _tensor(name, value, self._tokens_type(model) if name == TOKENS else "INT64")
-            self._client.infer(model, [sent], client_timeout=timeout_s)
+            self._client.infer(model, [_tensor(name, value)], client_timeout=timeout_s)
         except InferenceServerException as error:
             # Rejections by the server's core begin with the request's id, unlike the model's; they do not count.
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
@@ -293,13 +290,6 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
                 return
             raise self._error(model, error, timeout_s) from error
         raise ControlPlaneError(f"{model} accepted {name} = -1, so another model is served under its name")
-
-    def _tokens_type(self, model: str) -> str:
-        """Return the datatype of the model's `tokens`, which `server.tokens_dtype` sets to INT64 or INT32."""
-        if model not in self._tokens_types:
-            inputs = self._call(model, self._client.get_model_metadata, model).inputs
-            self._tokens_types[model] = next((tensor.datatype for tensor in inputs if tensor.name == TOKENS), "INT64")
-        return self._tokens_types[model]
 
     def _call(self, subject: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         timeout_s = kwargs.pop("timeout_s", CALL_TIMEOUT_S)
@@ -346,9 +336,9 @@ def root_cause(message: str) -> str:
     return " ".join(text.split()) + where
 
 
-def _tensor(name: str, values: np.ndarray, datatype: str = "INT64") -> triton.InferInput:
-    tensor = triton.InferInput(name, list(values.shape), datatype)
-    tensor.set_data_from_numpy(values.astype(np.int32 if datatype == "INT32" else np.int64))
+def _tensor(name: str, values: np.ndarray) -> triton.InferInput:
+    tensor = triton.InferInput(name, list(values.shape), "INT64")
+    tensor.set_data_from_numpy(values.astype(np.int64))
     return tensor
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf_triton.backoff import backoff_s
+from rlhf_triton.client import retry
 from rlhf_triton.client.errors import Kind, RequestFailed, ServersDiffer, Trouble
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.config import ClientSection
@@ -76,10 +77,10 @@ class Server(Generic[C]):
         refused, _, until = self.behind[model]
         return time.monotonic() < until and refused.least <= demanded.least and demanded.most <= refused.most
 
-    def lacked(self, model: str, refused: VersionRange, first_pause_s: float) -> None:
+    def lacked(self, model: str, refused: VersionRange) -> None:
         """Record that the server does not serve these versions; one request may try it again, after growing pauses."""
         times = self.behind[model][1] + 1 if model in self.behind else 0
-        self.behind[model] = refused, times, time.monotonic() + backoff_s(first_pause_s, times)
+        self.behind[model] = refused, times, time.monotonic() + backoff_s(retry.BACKOFF_S, times)
 
     def takes(self, model: str) -> bool:
         """Return whether a request for this model may be sent to this server."""
@@ -296,7 +297,7 @@ class ServerPool(Generic[C]):
         server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
         if demanded is not None and model in server.behind:  # this request tries it again; others wait for its answer
-            server.lacked(model, server.behind[model][0], self._settings.backoff_s)
+            server.lacked(model, server.behind[model][0])
         server.in_flight += 1
         if suspended:
             suspended.on_trial = True
@@ -409,7 +410,7 @@ class ServerPool(Generic[C]):
         self.answered(server, model)
         pause_s = attempts.pause_for_version_s(trouble, server.url)
         if not server.lacks(model, demanded):
-            server.lacked(model, demanded, self._settings.backoff_s)
+            server.lacked(model, demanded)
         goes_elsewhere = any(other.takes(model) and not other.lacks(model, demanded) for other in self.servers)
         self._counters.failovers += goes_elsewhere
         self._counters.retries += 1
@@ -533,7 +534,7 @@ class ServerPool(Generic[C]):
     async def _bring_back(self, server: Server[C]) -> None:
         """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
         while server in self.servers:
-            await asyncio.sleep(backoff_s(self._settings.backoff_s, server.losses - 1))
+            await asyncio.sleep(backoff_s(retry.BACKOFF_S, server.losses - 1))
             await self._look_up()
             if server not in self.servers:
                 break
@@ -586,7 +587,7 @@ class ServerPool(Generic[C]):
         if known and not known.on_trial:  # already recorded by another request in flight when the process died
             return
         losses = known.losses + 1 if known else 1
-        pause_s = backoff_s(self._settings.backoff_s, losses - 1)
+        pause_s = backoff_s(retry.BACKOFF_S, losses - 1)
         server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, trouble.why)
         asyncio.get_running_loop().call_later(pause_s, self._change)
 

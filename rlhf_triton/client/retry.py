@@ -15,6 +15,9 @@ from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
 HINT = "; is `rlhf-triton serve` running there?"
+RETRIES = 6  # of a request after a 503, a timeout or a lost connection, within the shared budget
+BACKOFF_S = 0.25  # first pause between attempts; doubles, with jitter
+TRAIN_DEADLINE_S = 600.0  # timeout of an attempt of critic_train or critic_save
 PER_REQUEST = 0.2  # of a retry, which each request adds to the budget
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
@@ -79,7 +82,7 @@ class Attempts:
         settings: ClientSection,
         budget: RetryBudget,
         *,
-        retries: int,
+        retries: int = RETRIES,
         outlast_s: float = 0.0,
         repeats_failures: bool = False,
         demanded: VersionRange | None = None,
@@ -122,14 +125,14 @@ class Attempts:
         if left_s <= 0:
             raise self._failure(trouble, url) from trouble.__cause__
         self.retried += 1
-        return min(left_s, backoff_s(self._settings.backoff_s, self.retried - 1))
+        return min(left_s, backoff_s(BACKOFF_S, self.retried - 1))
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
         """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
         if self._outlasts(trouble, url):
             self.retried += 1
             self._pauses += 1
-            return backoff_s(self._settings.backoff_s, self._pauses)
+            return backoff_s(BACKOFF_S, self._pauses)
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
@@ -138,7 +141,7 @@ class Attempts:
                 f"{cause}; not retried: too many requests fail, the budget of retries is exhausted"
             ) from trouble.__cause__
         self.retried += 1
-        return backoff_s(self._settings.backoff_s, self._made - 1)
+        return backoff_s(BACKOFF_S, self._made - 1)
 
     def _outlasts(self, trouble: Trouble, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.wire.contract import (
     GROUPWISE,
@@ -22,7 +20,6 @@ from rlhf_triton.wire.contract import (
     REWARD_WEIGHTS,
     REWARDS,
     TEXTS_ONLY,
-    TOKENS,
     Limits,
 )
 
@@ -31,25 +28,20 @@ Expected = Mapping[str, str | None]  # parameters of a model; None: it has no su
 MAY_DIFFER = frozenset(
     {
         LOAD_LABEL,
-        "compile",
         "device",
-        "forward_overhead_tokens",
-        "heartbeat_timeout_s",
         "integrity",
         "journal",
-        "max_request_bytes",
         "max_request_tokens",
         "model",
         "queue_timeout_s",
         "reload",
         "store",
-        "strip_sequence_length_to_multiple",
         "tensor_parallel",
         "threads",
         "token_budget",
         "trace_endpoint",
         "training_key_sha256",
-        "workers",
+        "workers",  # of a reward function
     }
 )
 """Parameters that may differ between servers of a run: all others decide what a score or a value is."""
@@ -62,7 +54,6 @@ class ServedModel:
     parameters: Mapping[str, str] = field(default_factory=dict)
     """All of them, as text."""
     outputs: frozenset[str] = frozenset()
-    tokens_dtype: type[np.signedinteger[Any]] = np.int64
     components: tuple[str, ...] = ()
     """Names of the terms of a weighted sum of rewards; empty if only the reward model is served."""
     weights: tuple[float, ...] = ()
@@ -77,19 +68,18 @@ class ServedModel:
     takes_pairs: bool = False
     """Whether the reward model was trained on prompt and response as two texts."""
     adds_special_tokens: bool = True
-    max_request_bytes: int = Limits.max_request_bytes
+    max_request_bytes: int = Limits.max_request_tokens
     """Of the texts of a request; more are refused."""
 
     @classmethod
-    def of(cls, parameters: Mapping[str, str], outputs: Iterable[str] = (), *, int32: bool = False) -> ServedModel:
-        """Read a model's `parameters`; `int32`: the dtype of its token ids."""
+    def of(cls, parameters: Mapping[str, str], outputs: Iterable[str] = ()) -> ServedModel:
+        """Read a model's `parameters`."""
         components, weights, labels = (
             tuple(json.loads(parameters.get(key) or "[]")) for key in (REWARD_COMPONENTS, REWARD_WEIGHTS, LABELS)
         )
         return cls(
             parameters,
             frozenset(outputs),
-            np.int32 if int32 else np.int64,
             components,
             weights,
             labels,
@@ -99,7 +89,7 @@ class ServedModel:
             texts_only=parameters.get(TEXTS_ONLY) == "true",
             takes_pairs=parameters.get("text") == "pair",
             adds_special_tokens=parameters.get("add_special_tokens") != "false",
-            max_request_bytes=int(parameters.get("max_request_bytes") or Limits.max_request_bytes),
+            max_request_bytes=int(parameters.get("max_request_tokens") or Limits.max_request_tokens),
         )
 
     @property
@@ -157,6 +147,5 @@ class ServedModel:
 def served_model(config: Config) -> ServedModel:
     """Return what a model's configuration declares."""
     parameters = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
-    inputs = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
     outputs = [tensor["name"] for tensor in config.get("output", [])]
-    return ServedModel.of(parameters, outputs, int32=inputs.get(TOKENS) == "TYPE_INT32")
+    return ServedModel.of(parameters, outputs)

@@ -15,7 +15,6 @@ FIXED: dict[str, Any] = {
     "actor.rewards.max_failed_fraction": 0.0,  # a masked row changes the update
     "actor.one_step_off_policy": False,  # a resumed run has no rollout of the previous policy
     "trainer.publish.every": 1,  # staleness 0 requires it
-    **{f"{role}.compile": False for role in MODELS},  # torch.compile specialises on the shapes that arrive first
     **{f"{section}.device": "cpu" for section in (*MODELS, "trainer", "actor.policy")},
 }
 
@@ -35,7 +34,6 @@ def with_fixed_values(config: AnySection) -> AnySection:
         settled = {
             "threads": section.threads or 1,
             "token_budget": 1,  # a row's last bits depend on the other rows of its forward pass
-            "forward_overhead_tokens": section.forward_overhead_tokens or 0,
         }
         config = config.model_copy(update={role: section.model_copy(update=settled)})
     return config

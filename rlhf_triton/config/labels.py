@@ -6,22 +6,24 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint, reward_head
 from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.config.yaml_file import read_yaml
 
 
-def attribute_weights(reward: RewardSection) -> list[float] | None:
-    """Return `reward.attribute_weights` in the order of the model's labels; None if they are not given.
+def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"] | None:
+    """Return `reward.attribute_weights`, numbers in the order of the model's labels; None if they are not given.
 
     Raises:
         CheckpointError: the folder is no reward model; names or numbers of the weights do not fit its labels; or it has
             more than one label, and nothing says which of them is the reward.
     """
     given = reward.attribute_weights
-    if reward.logit is not None or (given is None and not (reward.model / "config.json").is_file()):
-        return None  # no labels are read; or the committed repository, which is rendered without a checkpoint
+    has_checkpoint = (reward.model / "config.json").is_file()  # the committed repository is rendered without one
+    if given == "separate" or reward.logit is not None or (given is None and not has_checkpoint):
+        return None if given is None else "separate"
     info = inspect_checkpoint(reward.model)
     count, names = reward_head(info).num_labels, info.label_names
     listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
@@ -30,7 +32,7 @@ def attribute_weights(reward: RewardSection) -> list[float] | None:
         if reward.process is not None:
             is_open, ways = count > 2 or (count == 2 and info.good_label is None), ways[:1]
         else:
-            is_open = count > 1 and reward.merge_attributes is None
+            is_open = count > 1
         if is_open:
             raise CheckpointError(f"{listed}, and nothing says which of them is the reward: set {' or '.join(ways)}")
         return None
@@ -63,16 +65,10 @@ def choices(names: Sequence[str], good: str) -> list[str]:
     meaning = f"the log-odds of {good}, if that is the good one" if is_pair else "a number for each"
     return [
         f"reward.attribute_weights: {{{', '.join(pairs)}}} ({meaning})",
-        "reward.merge_attributes: true (their mean)",
-        "reward.merge_attributes: false (a reward for each)",
+        "reward.attribute_weights: separate (a reward for each)",
     ]
 
 
 def _quoted(name: str) -> str:
     """Return a label as YAML has it."""
     return name if re.fullmatch(r"[A-Za-z][\w-]*", name) and read_yaml(name) == name else json.dumps(name)
-
-
-def merges(reward: RewardSection) -> bool | None:
-    """Return whether the labels become one reward; weights say so, too. None: nothing says it."""
-    return True if reward.merge_attributes is None and reward.attribute_weights is not None else reward.merge_attributes

@@ -1,29 +1,17 @@
-"""The models that are served from versions of their weights, and settings of those whose versions users publish."""
+"""The models that are served from versions of their weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from rlhf_triton.config.fields import Section
 from rlhf_triton.wire.contract import CRITIC, REWARD_CHECKPOINT, REWARD_MODEL
 
 if TYPE_CHECKING:
     from rlhf_triton.config import RunConfig
 
 LIVE_MODELS = ("critic", "reward")
-
-
-class GateSection(Section):
-    """The test that a new version of the reward model must pass: pairs of a preferred and a rejected text."""
-
-    pairs: Path
-    """JSONL with `chosen`, `rejected` and optionally `prompt`: texts, or lists of chat messages."""
-    tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """How far the share of pairs whose `chosen` has the higher reward may be below the served version's."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +33,7 @@ def live_model(config: RunConfig, name: str) -> LiveModel:
     if name == "critic":
         return LiveModel(name, config.run.weights_dir, CRITIC, config.critic.reload)
     served_as = REWARD_MODEL if config.rewards is None else REWARD_CHECKPOINT
-    return LiveModel(name, config.run.reward_weights_dir, served_as, config.reward.reload)
+    return LiveModel(name, config.run.reward_weights_dir, served_as, "swap")
 
 
 def reward_is_live(config: RunConfig) -> bool:

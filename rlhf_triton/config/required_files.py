@@ -94,7 +94,7 @@ def check_critic(config: RunConfig) -> None:
         )
     if not config.serves_critic:
         raise ConfigError("critic.model: the YAML has no section `critic`, so there is nothing to train; add it")
-    problems = missing_packages("trainer", config.trainer, "trainer.optimizer", config.trainer.optimizer.kind)
+    problems = missing_packages("trainer", config.trainer, config.trainer.optimizer)
     if not (config.run.weights_dir / "CURRENT").exists():
         problems["critic.model"] = _of_checkpoint(config.critic.model, WAYS_OUT["critic"])
     _raise(problems)
@@ -141,10 +141,8 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
             "policy's model"
         )
     gate = config.reward.gate
-    if gate is not None and not gate.pairs.is_file():
-        problems["reward.gate.pairs"] = (
-            f"{gate.pairs} does not exist; give a JSONL file of pairs{_start_of(gate.pairs)}"
-        )
+    if gate is not None and not gate.is_file():
+        problems["reward.gate"] = f"{gate} does not exist; give a JSONL file of pairs{_start_of(gate)}"
     specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
     return problems | _of_functions(specs)
 
@@ -191,7 +189,7 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         problems["actor.trackers"] = f"{' and '.join(lacking)} is not installed; {install}, or remove it"
     own = {"report": config.report} if config.report else {}
     problems |= _of_functions(actor.algorithm.own_functions | own)
-    return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
+    return problems | missing_packages("actor.policy", actor.policy, actor.optimizer)
 
 
 def _generates(config: RunConfig, role: str) -> bool:
@@ -214,9 +212,11 @@ def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
         problem := _refused(lambda: reward_head(inspect_checkpoint(folder))) or _refused(attribute_weights, reward)
     ):
         return problem
-    if whole_run and reward.merge_attributes is False and (count := len(inspect_checkpoint(folder).label_names)) > 1:
+    is_separate = reward.attribute_weights == "separate"
+    if whole_run and is_separate and (count := len(inspect_checkpoint(folder).label_names)) > 1:
         return (
-            f"{folder} would give {count} rewards per row, but the run needs one; remove reward.merge_attributes: false"
+            f"{folder} would give {count} rewards per row, but the run needs one; set reward.attribute_weights to one "
+            "weight per label"
         )
     if (reward.logit or reward.process) and not has_tokenizer(folder):
         return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"

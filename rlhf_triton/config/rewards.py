@@ -56,8 +56,6 @@ class RewardTerm(Section):
     """Timeout for one sample or group; on expiry the worker is killed, and none of them has a reward."""
     workers: Count = 2
     """Worker processes."""
-    memory_mib: Count = 4096
-    """Memory limit of a worker (MemoryError beyond it)."""
 
 
 Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
@@ -66,9 +64,7 @@ Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
 def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentSection | None) -> None:
     """Raise ValueError if all rewards have weight 0."""
     weights = {f"rewards.{name}.weight": term.weight for name, term in (terms or {}).items()}
-    if environment is not None:
-        weights["environment.weight"] = environment.weight
-    if weights and not any(weights.values()):
+    if environment is None and weights and not any(weights.values()):
         raise ValueError(
             f"{' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} 0, so every reward would be 0; set one "
             "that counts to another weight"
@@ -135,8 +131,6 @@ class ProcessSection(Section):
     mark: str | None = Field(default=None, min_length=1)
     """Text that the model expects behind each step, put in place of `separator`; the model then receives texts.
     Default: `separator`."""
-    aggregate: Literal["min", "mean", "last", "prod", "sum"] = "min"
-    """How the row's reward, which validation reports, is made from its steps."""
 
 
 class TokenRewardSettings(Section):
@@ -160,9 +154,9 @@ def check_token_rewards(reward: RewardSection) -> None:
     logit, process = reward.logit, reward.process
     if logit is not None or process is not None:
         what = "reward.logit" if logit is not None else "reward.process"
-        if reward.merge_attributes is False:
-            _need(reward, what, merge_attributes=True)
         _need(reward, what, pooling="auto", store=False, append_eos=False)
+        if reward.attribute_weights == "separate":
+            _need(reward, what, attribute_weights=None)
     if logit is not None:
         _need(reward, "reward.logit", attribute_weights=None, tensor_parallel=1)
         if reward.score == "probability" and not logit.against:
@@ -174,8 +168,6 @@ def check_token_rewards(reward: RewardSection) -> None:
         _need(reward, "a reward without reward.logit and reward.process", score="auto")
     if process is not None:
         _need(reward, "reward.process", template=None, generation_prompt=False)
-        if process.aggregate == "prod" and reward.score == "logit":
-            raise ValueError("reward.process.aggregate is prod, which needs probabilities, but reward.score is logit")
     if reward.template is not None or reward.generation_prompt or process is not None:
         _need(reward, "a reward with its own text", store=False, text="joined")
     if reward.template is not None:
@@ -209,7 +201,6 @@ def text_parameters(reward: RewardSection) -> dict[str, str]:
     found = {
         **client_parameters(reward),
         "text": reward.text,
-        "aggregate": None if process is None else process.aggregate,
         "step_separator": None if process is None else process.separator,
         "step_mark": None if process is None else process.mark,
         "logit": None if reward.logit is None else json.dumps(reward.logit.model_dump()),

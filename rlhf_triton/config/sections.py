@@ -16,13 +16,9 @@ from rlhf_triton.config.fields import (
     AUTO_PRECISION,
     BUDGET_OF_DEVICE,
     Address,
-    Attention,
     Count,
-    CountOrZero,
     Device,
     Host,
-    LoraTargets,
-    Patterns,
     Port,
     Precision,
     Seconds,
@@ -30,9 +26,9 @@ from rlhf_triton.config.fields import (
     Seed,
     TokenBudget,
 )
-from rlhf_triton.config.live_models import GateSection
 from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.config.rewards import TokenRewardSettings
+from rlhf_triton.config.trained import Resume, TrainedSection
 from rlhf_triton.digests import DEFAULT, Algorithm
 
 # Section `monitoring` of the YAML configuration.
@@ -61,16 +57,6 @@ class ServedPolicySection(Section):
     """HTTP addresses of vLLM servers with the policy (docs/vllm.md), as in `actor.client.servers`."""
     export: Path | None = None
     """JSONL file to which a session's trajectories are appended when it ends; default: they are only returned."""
-    max_tokens: Count = 1024
-    """Default limit on the tokens of a reply."""
-    max_session_tokens: Count = 1_000_000
-    """Maximum tokens of a session; a history that several calls share counts once."""
-    max_sessions: Count = 1024
-    """Maximum open sessions; beyond it, new ones get 429."""
-    idle_s: Seconds = 3600.0
-    """Time without a request after which a session is dropped, without an export."""
-    deadline_s: Seconds = 600.0
-    """Timeout of one reply."""
 
 
 class GatewaySection(Section):
@@ -80,14 +66,8 @@ class GatewaySection(Section):
     """Address to bind. Beyond loopback, set `key_env` and use a TLS proxy."""
     port: Port = 8100
     """Port; 0 selects a free one, which the gateway prints."""
-    model: str = "reward_model"
-    """Name of the reward model in vLLM's protocol."""
     key_env: str | None = None
     """Environment variable with the key that every request must carry; default: no key."""
-    deadline_s: Seconds = 60.0
-    """Timeout for the rewards of a row, retries included."""
-    max_body_bytes: Count = 16_000_000
-    """Maximum size of a request's body, of the texts of its rows, and of all large bodies in memory."""
     policy: ServedPolicySection | None = None
     """The policy for agents; default: rewards only."""
 
@@ -178,25 +158,12 @@ class ServerSection(Section):
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
     """Timeout for every model to answer a request after a start or reload."""
-    drain_s: Annotated[float, Field(ge=0)] = 20.0
-    """How long `rlhf-triton serve` waits for requests in flight when it is stopped."""
-    tokens_dtype: Literal["INT64", "INT32"] = "INT64"
-    """Data type of `tokens` on the wire, for all clients."""
-    queue_delay_us: CountOrZero = 2000
-    """How long Triton's dynamic batchers wait for more requests."""
-    max_batch_size: Count = 8192
-    """Maximum rows of one request and of one merged batch; a larger request is rejected."""
-    max_queue_size: CountOrZero = 0
-    """Maximum queued requests of a model; further ones get a 503. 0: no limit."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
     """How long a request may wait for its first forward pass before it gets a 503; its own `timeout` takes precedence.
     0: no limit."""
     max_request_tokens: Count = 4_000_000
-    """Maximum tokens of one request, padding included, and of a critic's response."""
-    max_request_bytes: Count = 4_000_000
-    """Maximum UTF-8 bytes of the sentences and metadata of one request."""
-    strip_sequence_length_to_multiple: Count = 1
-    """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
+    """Maximum tokens of one request, padding included, and of a critic's response; and maximum UTF-8 bytes of its
+    sentences and metadata."""
     training_key_env: str | None = None
     """Environment variable with the key that critic_train and critic_save require; default: no key."""
 
@@ -224,36 +191,27 @@ class ModelSection(Section):
     device: Device = "cpu"
     """`cpu`, `cuda:N`, or `cuda`: a copy of the model on every visible GPU, with one shared queue."""
     instances: Count = 1
-    """Processes that serve the model, per GPU, each with its own row queue. On a CPU they share the weights' memory."""
+    """Processes that serve the model, per GPU, each with a row queue of its own and one forward pass at a time. On a
+    CPU they share the weights' memory."""
     tensor_parallel: Count = 1
-    """Devices over which one instance is split, from `device` on; on a CPU, processes. Needs `instances: 1` and
-    `workers: 1`."""
-    workers: Count = 1
-    """Concurrent forward passes in one instance, over one shared queue."""
+    """Devices over which one instance is split, from `device` on; on a CPU, processes. Needs `instances: 1`."""
     threads: Count | None = None
-    """Torch threads per worker; default: an equal share of the cores, and 1 on a GPU."""
+    """Torch threads per instance; default: an equal share of the cores, and 1 on a GPU."""
     token_budget: TokenBudget = BUDGET_OF_DEVICE
     """Maximum tokens in one forward pass, padding included; a longer row runs alone. Default: 1024 on a CPU, 16384 on a
     GPU."""
-    forward_overhead_tokens: CountOrZero | None = None
-    """Fixed cost of a forward pass, in tokens: a row joins a pass only if that adds no more padding. Default: measured
-    at load."""
     max_length: Count | None = None
     """Maximum tokens of a row; a longer one is refused, never truncated. Default: the model's limit, or 32768."""
     dtype: Precision = AUTO_PRECISION
     """Data type of the body; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in float32."""
-    compile: bool = False
-    """Compile the body with torch.compile: seconds to minutes at every load; needs a C++ compiler."""
 
 
 def check_ranks(key: str, model: ModelSection) -> None:
-    """Raise ValueError if the section `key` has a setting that does not fit its `tensor_parallel`."""
-    needed: dict[str, tuple[Any, ...]] = {"instances": (1,), "workers": (1,), "compile": (False,)}
-    wrong = [name for name, values in needed.items() if getattr(model, name) not in values]
-    if model.tensor_parallel > 1 and wrong:
+    """Raise ValueError if the section `key` has several instances of a model that is split over several devices."""
+    if model.tensor_parallel > 1 and model.instances > 1:
         raise ValueError(
-            f"{key}.{wrong[0]} is {getattr(model, wrong[0])!r}, but {key}.tensor_parallel ({model.tensor_parallel}) "
-            f"needs {needed[wrong[0]][0]!r}: all devices run each forward pass together; remove {key}.{wrong[0]}"
+            f"{key}.instances is {model.instances}, but {key}.tensor_parallel ({model.tensor_parallel}) needs 1: all "
+            f"devices run each forward pass together; remove {key}.instances"
         )
 
 
@@ -281,11 +239,9 @@ class RewardSection(ModelSection, TokenRewardSettings):
     pooling: Pooling = "auto"
     """Pooling of a linear head: `last`, `mean`, or `auto` (`last`, without padding in `sentences`). Encoders with a
     pooled head take only `auto`; other heads on encoders need `last` or `mean`."""
-    attribute_weights: list[float] | dict[str, float] | None = None
-    """Weights of a model's A labels in the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE: 1}. Several
-    labels need these or `merge_attributes`."""
-    merge_attributes: bool | None = None
-    """`true`: the labels' weighted sum, by default their mean, [B, 1]; `false`: all A labels, [B, A]."""
+    attribute_weights: Literal["separate"] | list[float] | dict[str, float] | None = None
+    """Weights of a model's A labels in the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE: 1}; or
+    `separate`: a reward for each label, [B, A]. Several labels need one of these."""
     text: Literal["joined", "pair"] = "joined"
     """What the model was trained on: `joined`, prompt and response as one text or chat; `pair`, as `tokenizer(prompt,
     response)`."""
@@ -296,15 +252,16 @@ class RewardSection(ModelSection, TokenRewardSettings):
     """End `sentences` other than chats with the end-of-sequence token, as TRL's RewardTrainer does."""
     store: bool = False
     """Serve the model from a weights store, whose versions can be replaced. See docs/live-reward.md."""
-    reload: Literal["swap", "triton"] = "swap"
-    """With `store`: as `critic.reload`."""
-    gate: GateSection | None = None
-    """With `store`: accuracy on pairs of texts that a new version must reach; default: none."""
+    gate: Path | None = None
+    """With `store`: JSONL with `chosen`, `rejected` and optionally `prompt`, texts or lists of chat messages. A new
+    version must rank at least as large a share of these pairs right as the served one, minus 0.01; default: no test."""
 
     @model_validator(mode="after")
     def _weighted(self) -> RewardSection:
         given = self.attribute_weights
-        if given is not None and not any(given.values() if isinstance(given, dict) else given):
+        if given is not None and not any(
+            given.values() if isinstance(given, dict) else given
+        ):  # of `separate`, letters
             raise ValueError(f"reward.attribute_weights ({given}) are all 0, so every reward would be 0")
         return self
 
@@ -320,16 +277,12 @@ class CriticSection(ModelSection):
 
     model: Path = Path("checkpoints/critic")
     """Folder of a token classification model with one label, or of any other model, whose body is taken."""
-    attribute_weights: list[float] | None = None
-    """Weights of the outputs in the value, if the head has A > 1 outputs; default: 1/A each."""
     standardization: Literal["model", "off"] | Standardization = "model"
     """Standardisation of the values, as in `reward.standardization`; stored in version 0."""
     reload: Literal["swap", "triton"] = "swap"
     """How instances switch to a version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
     pretrain: tuple[Path, ...] = ()
     """Train the critic before step 1 on folders of earlier runs and JSONL files. See docs/live-critic.md."""
-    pretrain_epochs: Count = 3
-    """Passes over that training set."""
 
 
 class ReferenceSection(ModelSection):
@@ -351,14 +304,12 @@ class PublishSection(Section):
     format: Literal["merged", "adapter"] = "merged"
     """A version trained with LoRA: `merged`, all weights; `adapter`, adapters and value head, merged into version 0 by
     each instance."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type of a version's weights except the head, with `format: merged`; default: `critic.dtype`."""
 
 
-class TrainerSection(Section):
+class TrainerSection(TrainedSection):
     """The critic sidecar."""
 
-    ranks: Count = 1
+    ranks: Annotated[Count, Resume.ROUNDING] = 1
     """Processes that train the critic together, one per GPU (FSDP2). See docs/scaling.md."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     """AdamW and the learning-rate schedule of the critic."""
@@ -368,48 +319,14 @@ class TrainerSection(Section):
     """Rows per optimizer step; a payload of N rows takes ceil(N / this) steps."""
     epochs: Count = 1
     """Passes over one payload."""
-    token_budget: Count = 4096
-    """Maximum tokens in one forward pass, padding included; does not change the result. 1024 to 2048 is faster on
-    CPUs."""
-    threads: Count = 1
+    threads: Annotated[Count, Resume.ROUNDING] = 1
     """Torch threads."""
-    device: Device = "cpu"
-    """Device that the critic trains on; further ranks take the next GPUs."""
-    precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
-    Trained weights stay in float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, same result."""
-    attention: Attention = "auto"
-    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
-    lora_rank: CountOrZero = 0
-    """Train only LoRA adapters of this rank and the value head; 0: all weights."""
-    lora_alpha: Count = 16
-    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
-    lora_targets: LoraTargets = "all-linear"
-    """Layers with adapters, as in `actor.policy.lora_targets`."""
-    freeze: Patterns = ()
-    """Regular expressions, searched in parameter names as in `weights/critic/0`; matches are not trained:
-    [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
-    checkpoint_every: Count = 20
+    checkpoint_every: Annotated[Count, Resume.FREE] = 20
     """Steps between checkpoints, besides those of critic_save."""
-    keep_entries: CountOrZero = 200
-    """Maximum trained steps kept in the journal after the last critic_save, for rewinds."""
-    archive_entries: CountOrZero = 100
-    """Newest trained steps kept for `critic.pretrain` of later runs, at 20 bytes a token."""
-    reload_on_save: Literal["triton", "none"] = "triton"
-    """`triton`: also reload through Triton at every critic_save, which holds a third copy of the weights. Default on a
-    GPU: `none`."""
-    servers: list[Address] = Field(default=[])
+    servers: Annotated[list[Address], Resume.FREE] = Field(default=[])
     """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for every address of the name; default:
     that of `server`."""
-    serve_timeout_s: Seconds = 60.0
-    """Timeout for every instance to serve a version, after which the model is reloaded through Triton."""
-    nice: Annotated[int, Field(ge=0, le=19)] = 10
-    """Increment of the sidecar's niceness, so that the server takes priority on shared cores."""
-    heartbeat_timeout_s: Seconds = 15.0
-    """Time without progress of the sidecar after which callers of critic_train get a 503."""
-    publish: PublishSection = PublishSection()
+    publish: Annotated[PublishSection, Resume.FREE] = PublishSection()
     """Publishing of weights versions."""
 
     @property

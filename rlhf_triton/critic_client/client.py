@@ -123,7 +123,7 @@ class RowScores(RowValues):
     """The values and rewards of some rows."""
 
     rewards: np.ndarray
-    """float32 `[n]`, or `[n, A]` if `reward.merge_attributes` is false; NaN where a row has no reward."""
+    """float32 `[n]`, or `[n, A]` if `reward.attribute_weights` is `separate`; NaN where a row has no reward."""
     errors: list[str]
     """For each row why it has no reward, empty if it has one."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import FunctionError, RlhfError
 
 # Counters of a reward function, which the server adds to its Prometheus metrics.
 
@@ -70,14 +70,6 @@ KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs 
 
 NOT_APPLICABLE = object()  # a function's score of a sample that it leaves out of the sum
 Function = Callable[[Any], Any]  # of a `Sample`; a groupwise function, of a list of them
-
-
-class FunctionError(RlhfError, ValueError):
-    """A reward function cannot be imported, or refuses its options; the message names the function and the cause."""
-
-
-class BadOption(RlhfError, ValueError):
-    """A function refuses an option; the message begins with the option's name. Raised by a class with options."""
 
 
 class BadScore(RlhfError, ValueError):
@@ -226,8 +218,8 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
         has_columns = not is_class and COMPLETIONS in signature.parameters  # which are its other arguments
         _check_names(options, [*signature.parameters.values()][0 if is_class else 1 :], complete=not has_columns)
         return function(**options) if is_class else functools.partial(function, **options)
-    except BadOption as error:
-        raise FunctionError(f"{spec}: options.{error}") from error
+    except FunctionError as error:
+        raise FunctionError(f"{spec}: {error}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code, as above
@@ -235,17 +227,18 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
 
 
 def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parameter], *, complete: bool) -> None:
-    """Raise BadOption for an option that is none of `parameters`; if `complete`, also for one that is missing."""
+    """Raise FunctionError for an option that is none of `parameters`; if `complete`, also for one that is missing."""
     named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     valid = [each.name for each in named]
     unknown = sorted(options.keys() - set(valid))
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
         near = difflib.get_close_matches(unknown[0], valid, 1)
         names = ", ".join(name for name in valid if name != TIMEOUT_OPTION) or "none"
-        raise BadOption(f"{unknown[0]}: unknown; " + (f"did you mean {near[0]}?" if near else f"the options: {names}"))
+        hint = f"did you mean {near[0]}?" if near else f"the options: {names}"
+        raise FunctionError(f"options.{unknown[0]}: unknown; {hint}")
     for each in named:
         if complete and each.default is each.empty and each.name not in options:
-            raise BadOption(f"{each.name}: missing")
+            raise FunctionError(f"options.{each.name}: missing")
 
 
 def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:

@@ -48,6 +48,7 @@ from rlhf_triton.wire.training_payload import TrainPayload
 
 HEARTBEAT_FILE = "heartbeat.json"
 LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
+HEARTBEAT_TIMEOUT_S = 15.0  # without progress of the sidecar, after which callers of critic_train get a 503
 
 
 @dataclass(frozen=True)

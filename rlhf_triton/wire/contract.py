@@ -254,14 +254,13 @@ class ScoringRows:
 class Limits:
     """Request limits of a model: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, bounded sizes.
 
-    `max_request_bytes` bounds the sentences and metadata of a request, `max_request_tokens` the B * S tokens of it and
-    of its reply. They keep one request from occupying the server or exhausting its memory.
+    `max_request_tokens` bounds the B * S tokens of a request and of its reply, and the bytes of its sentences and
+    metadata. It keeps one request from occupying the server or exhausting its memory.
     """
 
     vocab_size: int
     max_length: int | None = None
     max_request_tokens: int = 4_000_000
-    max_request_bytes: int = 4_000_000
 
 
 def scoring_rows(

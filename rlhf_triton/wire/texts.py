@@ -35,10 +35,10 @@ def text_bytes(
 ) -> int:
     """Return the number of bytes of a request's texts and metadata. Raises ContractError if they exceed the limit."""
     total = sum(len(item) for array in (sentences, pairs, metadata) if array is not None for item in array.flat)
-    if total > limits.max_request_bytes:
+    if total > limits.max_request_tokens:
         raise ContractError(
-            f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_bytes} "
-            "(max_request_bytes): send fewer rows per request, or shorter ones"
+            f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_tokens} "
+            "(max_request_tokens): send fewer rows per request, or shorter ones"
         )
     return total
 

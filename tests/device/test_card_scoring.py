@@ -97,8 +97,8 @@ def test_an_instance_uses_the_card_that_triton_gives_it_unless_the_configuration
     assert record.strays == []
 
 
-def watch_passes(model: Any, meet: Callable[[], object]) -> dict[str, list[tuple[str, int, int, int]]]:
-    """Record, by worker: launch or wait, its host waits, card and stream; `meet` is called before each launch."""
+def watch_passes(model: Any) -> dict[str, list[tuple[str, int, int, int]]]:
+    """Record, by thread: launch or wait, its host waits, card and stream."""
     events: dict[str, list[tuple[str, int, int, int]]] = {}
     forward = model.served.forward
 
@@ -110,7 +110,6 @@ def watch_passes(model: Any, meet: Callable[[], object]) -> dict[str, list[tuple
         return found
 
     def watched(*arguments: Any) -> Callable[[], Any]:
-        meet()
         results = noted("launch", lambda: forward(*arguments))
         return lambda: noted("wait", results)
 
@@ -134,18 +133,17 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return created
 
 
-@pytest.mark.parametrize(("name", "output", "workers"), [("reward_model", REWARDS, 2), ("critic", VALUES, 1)])
-def test_each_worker_launches_the_next_pass_on_its_own_stream_before_it_waits(
-    tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str, output: str, workers: int
+@pytest.mark.parametrize(("name", "output"), [("reward_model", REWARDS), ("critic", VALUES)])
+def test_the_next_pass_is_launched_on_a_stream_of_its_own_before_the_first_is_waited_for(
+    tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str, output: str
 ):
-    run = make_served_run(tmp_path, checkpoints, workers=workers, token_budget=1)
-    both = threading.Barrier(workers)
+    run = make_served_run(tmp_path, checkpoints, token_budget=1)
     with served_model(run.config, name, model_instance_device_id="3") as model:
         ask(model, ROWS[:1], output=output)
-        events = watch_passes(model, lambda: both.wait(PATIENCE_S))
-        ask(model, *[[row] for row in random_rows([9] * 2 * workers, seed=2)], output=output)
+        events = watch_passes(model)
+        ask(model, *[[row] for row in random_rows([9, 9], seed=2)], output=output)
     used = {own[0][3] for own in events.values()}
-    assert len(used) == len(events) == workers
+    assert len(used) == len(events) == 1
     for own in events.values():
         launches, waits = [("launch", 0, 3, own[0][3])] * 2, [("wait", 1, 3, own[0][3])] * 2
         assert own == launches + waits

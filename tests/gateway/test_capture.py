@@ -19,13 +19,14 @@ from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scri
 from scripted_servers import until
 from tiny_tokenizers import make_text_tokenizer
 
-from rlhf_triton.actor.capture.sessions import CaptureError, Sampling, Sessions
+from rlhf_triton.actor.capture.http import HttpError
+from rlhf_triton.actor.capture.sessions import Sampling, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.actor.data.chat import Chat, TemplateError
 from rlhf_triton.config.sections import ServedPolicySection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.tools.gateway.policy import policy_router
+from rlhf_triton.tools.gateway.policy import policy_routes
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -447,7 +448,7 @@ async def test_a_context_is_rendered_beside_the_event_loop_if_it_may_fit(monkeyp
         assert len(places) == 1
         assert places[0] is not threading.current_thread()
         long = {"messages": [{"role": "user", "content": "a " * 5_000}]}
-        assert "raise max_session_tokens" in await caller.error(f"/sessions/s{CHAT}", long, 400)
+        assert ": end the session" in await caller.error(f"/sessions/s{CHAT}", long, 400)
         assert len(places) == 1, "no token is as long as that"
 
 
@@ -486,7 +487,7 @@ async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
             await say(caller, name, [USER])
         assert "2 others are open" in await caller.error(f"/sessions/c{CHAT}", {"messages": [USER]}, 429)
         long = {"messages": [{"role": "user", "content": "word " * 60}]}
-        assert "raise max_session_tokens" in await caller.error(f"/sessions/a{CHAT}", long, 400)
+        assert ": end the session" in await caller.error(f"/sessions/a{CHAT}", long, 400)
         await say(caller, "a", [USER], max_tokens=500)
         assert len(await rows(caller, "a")) == 2
     sampler = ScriptedSampler(reply=lambda _: "word " * 60)
@@ -578,7 +579,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up() -> None:
         await sampler.sample(chr(second[0]), [9], Sampling(9))
         assert one.requests[-1]["token_ids"] == [9]
         await one.stop()
-        with pytest.raises(CaptureError, match="is vLLM running there") as found:
+        with pytest.raises(HttpError, match="is vLLM running there") as found:
             await sampler.sample("a", [9], Sampling(9))
         assert found.value.status == 503
 
@@ -607,7 +608,7 @@ async def test_columns_that_do_not_fit_the_tokens_are_no_reply(columns: Json) ->
     async with FakeVllm() as server:
         sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
         server.answer = lambda request: columns
-        with pytest.raises(CaptureError, match="columns of different lengths"):
+        with pytest.raises(HttpError, match="columns of different lengths"):
             await sampler.sample("a", [9], Sampling(9))
         await sampler.close()
 
@@ -620,7 +621,7 @@ async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
     async with FakeVllm() as server, contextlib.AsyncExitStack() as closing:
         server.answer = lambda body: {"token_ids": [*ids("Hi."), EOS], "weight_versions": []}
         section = ServedPolicySection(model=tmp_path / "policy", servers=(server.url,), export=export)
-        async with gateway(more=[policy_router(section, closing)]) as caller:
+        async with gateway(more=policy_routes(section, closing)) as caller:
             base = "the base URL ends with /sessions/NAME, and /v1 for OpenAI's client"
             for path in ("/v1/chat/completions", "/v1/messages"):
                 assert base in await caller.error(path, {"messages": [USER]}, 404)

@@ -213,7 +213,7 @@ def nested(opening: bytes, closing: bytes, depth: int) -> bytes:
 
 
 DEEP = [(b"[", b"]"), (b'{"b": ', b"}")]
-SMALL = Limits(vocab_size=9, max_request_bytes=6, max_request_tokens=8)
+SMALL = Limits(vocab_size=9, max_request_tokens=8)
 
 
 def test_limits_are_inclusive():
@@ -269,13 +269,13 @@ def test_limits_are_inclusive():
         ),
         (
             text_bytes,
-            (texts(b"abc", "é".encode()), texts(b"{}", b""), SMALL),
-            "sentences: 7 bytes with the metadata, more than 6 (max_request_bytes): send fewer rows",
+            (texts(b"abcde", "é".encode()), texts(b"{}", b""), SMALL),
+            "sentences: 9 bytes with the metadata, more than 8 (max_request_tokens): send fewer rows",
         ),
         (
             text_bytes,
             (texts(b"abc", b""), texts(b"{}", b"{   }"), SMALL),
-            "sentences: 10 bytes with the metadata, more than 6 (max_request_bytes)",
+            "sentences: 10 bytes with the metadata, more than 8 (max_request_tokens)",
         ),
         (
             functools.partial(scoring_rows, limits=SMALL),

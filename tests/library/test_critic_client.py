@@ -29,7 +29,7 @@ from rlhf_triton.wire.training_payload import train_payload
 
 ROWS = [[5, 6, 7]]
 UPDATE = (ROWS, [[1.0, 2.0]], [[0.5, 1.5]], [[0, 1]])  # tokens, returns, prev_values, mask
-QUICK = ClientSection(retries=1, backoff_s=0.001, max_outage_s=0.0)
+QUICK = ClientSection(max_outage_s=0.0)
 Call = Callable[[CriticClient], Any]
 
 
@@ -253,7 +253,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
     [
         ("wrong", RequestRefused, "critic_train at .* refused: tokens: missing"),
         ("failed", ServerFailed, "critic_train at .* refused: the gradients are not finite"),
-        ("busy", RequestFailed, "critic_train at .* refused after 2 attempts: no room"),
+        ("busy", RequestFailed, "critic_train at .* refused after 7 attempts: no room"),
     ],
 )
 def test_failures_are_of_one_kind_each(what: str, kind: type[RequestFailed], told: str) -> None:
@@ -272,7 +272,7 @@ def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
         critic.values(ROWS)
 
     async def run() -> None:
-        hasty = ClientSection(retries=0, deadline_s=0.5)
+        hasty = ClientSection(deadline_s=0.5)
         async with (
             FakeTriton(lambda *_: "hang") as server,
             AsyncCriticClient(server.url, run_id="mine", settings=hasty) as critic,

@@ -17,7 +17,6 @@ from transformers import AutoModelForTokenClassification
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.python_backend.models import modeling
-from rlhf_triton.python_backend.models.batching import padded_width
 from rlhf_triton.python_backend.models.collation import collate
 from rlhf_triton.python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
 from rlhf_triton.python_backend.models.token_head import TokenHead
@@ -92,7 +91,7 @@ def same(scores: np.ndarray) -> np.ndarray:
 
 
 ATTRIBUTES = {"num_labels": 3, "reward_standardization": {"mean": 0.5, "std": 2.0}}
-WEIGHTS = np.array([0.5, -1.0, 2.0], np.float32)
+WEIGHTS = [0.5, -1.0, 2.0]
 FIRST = {"attribute_weights": [1, 0, 0]}
 OPENRLHF = {"prefix": "my_head", "value_head_prefix": "my_head", "mean": 0.25, "std": 0.5, "normalize_reward": True}
 HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
@@ -112,7 +111,7 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
     "mean": (mean, {"pooling": "mean"}, same),
     "attributes": (
         sequence("llama", **ATTRIBUTES),
-        {"merge_attributes": True},
+        {"attribute_weights": [1 / 3] * 3},
         lambda s: (s.mean(keepdims=True) - 0.5) / 2,
     ),
     "attributes, weighted": (
@@ -120,7 +119,7 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
         {"attribute_weights": WEIGHTS},
         lambda s: ((s @ WEIGHTS)[None] - 0.5) / 2,
     ),
-    "attributes, apart": (sequence("bert", **ATTRIBUTES), {"merge_attributes": False}, lambda s: (s - 0.5) / 2),
+    "attributes, apart": (sequence("bert", **ATTRIBUTES), {"attribute_weights": "separate"}, lambda s: (s - 0.5) / 2),
     "one attribute, raw": (sequence("llama", **ATTRIBUTES), {**FIRST, "standardization": "off"}, lambda s: s[:1]),
     "one attribute, scaled": (
         sequence("llama", **ATTRIBUTES),
@@ -160,16 +159,12 @@ def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind
-        for kind, (_, given, _) in HEADS.items()
-        if given.get("pooling") != "mean" and given.get("merge_attributes", True)
-    ],
+    [kind for kind, (_, given, _) in HEADS.items() if not {"mean", "separate"} & {*map(str, given.values())}],
 )
 def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
     """An encoder's sequence head has its own pooling, so that the value head starts at 0."""
     save, settings, change = HEADS[kind]
-    settings = {name: value for name, value in settings.items() if name not in ("merge_attributes", "pooling")}
+    settings = {name: value for name, value in settings.items() if name != "pooling"}
     expected = np.stack([change(save(tmp_path / "0", 1)(row)) for row in MIXED])
     critic = load_critic(tmp_path / "0", **settings)
     is_pooled = critic.note.endswith("has its own pooling: the value head starts at 0")
@@ -217,8 +212,10 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
     save_tiny(tmp_path, "bert", "reward", num_labels=3)
     for settings, message in (
         ({"attribute_weights": [1, 2]}, ["its head has 3 outputs, but attribute_weights has 2"]),
-        ({"pooling": "last", "merge_attributes": False}, ["pooling: last does not fit the head ", "set pooling: auto"]),
-        ({"pooling": "mean", "merge_attributes": False}, ["pooling: mean does not fit the head ", "set pooling: auto"]),
+        (
+            {"pooling": "last", "attribute_weights": "separate"},
+            ["pooling: last does not fit the head ", "set pooling: auto"],
+        ),
     ):
         with refused(tmp_path, *message):
             load_reward(tmp_path, **settings)
@@ -317,25 +314,6 @@ def test_the_head_keeps_its_fp32_values_under_a_bfloat16_body(tmp_path: Path, fa
     np.testing.assert_array_equal(reward.with_weights(tmp_path).score(MIXED), scores)
 
 
-@pytest.mark.slow
-def test_a_compiled_body_scores_the_same(tmp_path: Path):
-    save_tiny(tmp_path, "llama", "reward")
-    expected = load_reward(tmp_path).score(MIXED)
-    np.testing.assert_allclose(load_reward(tmp_path, compile_forward=True).score(MIXED), expected, atol=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_without_a_compiler_compile_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_tiny(tmp_path, "llama", "reward")
-    from torch._inductor import config
-
-    monkeypatch.setattr(config.cpp, "cxx", (str(tmp_path / "no-compiler"),))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
-    with refused("torch.compile does not work here", "install a C++ compiler"):
-        load_reward(tmp_path, compile_forward=True)
-
-
 # ---- critics: masks, saved versions, copies of the file ----
 
 
@@ -359,16 +337,6 @@ def test_causality_is_measured_and_without_a_mask_the_values_are_those_under_hug
     training = critic.forward(ids, attention)
     assert training.requires_grad
     np.testing.assert_allclose(training.detach().cpu()[2], critic.values(MIXED)[2], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("multiple", "limit", "width"), [(1, None, 9), (8, None, 16), (8, 12, 12), (64, 32, 32), (8, 5, 9)]
-)
-def test_padding_to_a_multiple_stops_at_the_models_positions(multiple: int, limit: int | None, width: int):
-    assert padded_width(9, multiple, limit) == width
-    ids, attention, _ = collate(rows(9, 3), "cpu", width)
-    assert ids.shape == attention.shape == (2, width)
-    assert attention.sum(1).tolist() == [9, 3]
 
 
 @pytest.mark.parametrize("family", CONFIGS)

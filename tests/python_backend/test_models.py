@@ -50,7 +50,7 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models import modeling, output_head
-from rlhf_triton.python_backend.models.batching import padded_width, plan_micro_batches
+from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.collation import collate
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
@@ -644,7 +644,6 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
     published = json.loads((folder / "config.json").read_text())  # what critic_train reads
     found = (critic.limits.max_length, inspect_checkpoint(folder).max_positions, max_positions(published))
     assert found == (LIMIT, LIMIT, LIMIT)
-    assert padded_width(LIMIT - 1, 64, LIMIT) == LIMIT
     with pytest.raises(ContractError, match=r"tokens\[0\]: 17 tokens, the model has 16 positions"):
         scoring_rows(np.ones((1, LIMIT + 1), np.int64), None, limits=critic.limits)
 

@@ -31,7 +31,6 @@ from triton_python_backend_utils import InferenceResponse, Request
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tokenization import (
-    TextCodec,
     dropped_ids,
     encode_bare_text,
     encode_text,
@@ -90,7 +89,7 @@ def read(
     **arrays: np.ndarray | None,
 ) -> tuple[RewardModel, list[TokenRow]]:
     """The model and the rows of one request, by what runs in the server."""
-    model = load_reward(folder, merge_attributes=True)
+    model = load_reward(folder)
     settings = {"add_special_tokens": add_special_tokens, "takes_pairs": takes_pairs, "append_eos": append_eos}
     reader = RowReader(folder, model.limits, skipped_pad_id=model.skipped_pad_id, **settings)  # type: ignore[arg-type]
     return model, list(reader.read(Texts(texts, metadata, **arrays)).rows)  # type: ignore[arg-type]
@@ -252,7 +251,7 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path: Path):
 def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
     save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
     classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
-    model = load_reward(tmp_path, standardization=(0.5, 2.0), merge_attributes=True)
+    model = load_reward(tmp_path, standardization=(0.5, 2.0), attribute_weights=[1] * num_labels)
     rows = [np.asarray(classifier.tokenizer(text)["input_ids"]) for text in TEXTS]
     outputs = model.launch(rows)()
     np.testing.assert_array_equal(outputs[:, :1], model.score(rows))
@@ -387,7 +386,7 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) ->
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     ids = [tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "<pad>", "<|im_end|>", "<|return|>")]
     assert dropped_ids(loaded) == {*ids}
-    assert reply_text(loaded, reply) == TextCodec(tmp_path).decode(reply) == "<think>Good day.<|im_start|>"
+    assert reply_text(loaded, reply) == "<think>Good day.<|im_start|>"
     parts = "<think>A.<|im_end|><|im_start|>B.</s><pad>"  # as of gpt-oss, where <|end|> also ends a part of a reply
     assert reply_text(loaded, tokenizer(f"{parts}.<|return|><|im_end|>", add_special_tokens=False)["input_ids"]) == (
         f"{parts}."
@@ -597,7 +596,7 @@ def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tup
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str) -> None:
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
-    ask = serve(tmp_path, process={"separator": ". ", "aggregate": "min"})
+    ask = serve(tmp_path, process={"separator": ". "})
     text = PROMPT + "".join(STEPS)
     got = ask(sentences=[text, PROMPT + STEPS[0]], metadata=[{"prompt": PROMPT}, {"response": STEPS[0]}]).outputs
     ids, at = of_trl(tokenizer, PROMPT, [step.removesuffix(". ") for step in STEPS], ". ")
@@ -646,7 +645,7 @@ def test_a_response_has_the_same_steps_as_text_and_as_tokens(
 def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
     """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
-    ask = serve(tmp_path, process={"separator": ".", "aggregate": "mean"}, score="logit")
+    ask = serve(tmp_path, process={"separator": "."}, score="logit")
     prompt = tokenizer(PROMPT)["input_ids"]  # ends in a separator, which is none of the response's
     start, eos = len(prompt), tokenizer.eos_token_id
     row = [*prompt, *tokenizer(" Open the file. Read a line. It is good")["input_ids"], eos]
@@ -661,7 +660,7 @@ def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
     near(got["step_rewards"][0], expected[ends])
     assert got["token_rewards"].shape == tokens.shape
     assert np.flatnonzero(got["token_rewards"][0]).tolist() == ends
-    near(got["rewards"][0, 0], expected[ends].mean())
+    near(got["rewards"][0, 0], expected[ends].min())
     given = ask(**inputs, metadata=[{"step_ends": [1, 4]}, {"step_ends": [0]}]).outputs
     near(given["step_rewards"][0, :2], expected[[1, 4]])
     finished = np.asarray([[*prompt, *tokenizer(" Open the file.")["input_ids"], eos]])
@@ -685,12 +684,12 @@ def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head
         save_model(tmp_path, head)
     else:
         save_text_reward(tmp_path, "qwen2")
-    ask = serve(tmp_path, process={"granularity": "token", "aggregate": "last"})
+    ask = serve(tmp_path, process={"granularity": "token"})
     row = np.asarray([[5, 9, 12, 30, 7]])
     got = ask(tokens=row, prompt_lengths=np.asarray([[2]])).outputs
     expected = logits(AutoModelForTokenClassification, tmp_path, row[0].tolist())[:, 0].numpy()
     near(got["token_rewards"][0], [0, 0, *expected[2:]])
-    assert got["rewards"][0, 0] == got["token_rewards"][0, 4]
+    assert got["rewards"][0, 0] == got["token_rewards"][0, 2:].min()
     assert got["step_ends"].tolist() == [[2, 3, 4]]
 
 

@@ -236,7 +236,7 @@ def several(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints
 ) -> Iterator[System]:
     sections = SEVERAL[request.param]
-    sections = {**sections, "trainer": {**sections.get("trainer", {}), "threads": 2, "nice": 7}}
+    sections = {**sections, "trainer": {**sections.get("trainer", {}), "threads": 2}}
     system = start_system(make_run(tmp_path_factory.mktemp("several"), checkpoints, **sections))
     wait_for(lambda: len(processes_of(system)) == 2, system.server)
     yield system
@@ -279,7 +279,7 @@ def test_processes_share_the_requests_and_change_versions_together(several: Syst
             np.testing.assert_allclose(ours[: row.size], critic.values([row])[0], atol=TOLERANCE, rtol=0)
     sidecar = psutil.Process(several.sidecar.process.pid)
     # Seen once is enough: others may give other priorities to what runs on their machine.
-    wait_for(lambda: sidecar.nice() == psutil.Process().nice() + 7, several.sidecar)
+    wait_for(lambda: sidecar.nice() == min(19, psutil.Process().nice() + 10), several.sidecar)
     assert sidecar.num_threads() <= 2 + OTHER_THREADS
 
 

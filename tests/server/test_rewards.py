@@ -172,7 +172,7 @@ def test_a_process_reward_is_served_and_trained_on(
     url, tokenizer, folder = finished.run.url, make_tokenizer(), tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
     tokenizer.save_pretrained(tmp_path)
-    serve_reward(model=tmp_path, process={"separator": " ", "aggregate": "mean"})
+    serve_reward(model=tmp_path, process={"separator": " "})
     prm = LlamaForTokenClassification.from_pretrained(str(tmp_path)).eval()
     row = np.asarray(tokenizer("Open the file, read it")["input_ids"])
     ends = [i for i, token in enumerate(row) if tokenizer.decode([int(token)]).startswith(" ")]
@@ -185,7 +185,7 @@ def test_a_process_reward_is_served_and_trained_on(
         assert steps == [*ends[1:-1], row.size - 1]  # no step before the first word; the last ends with the row
         np.testing.assert_allclose(found["step_rewards"][0, : len(steps) - 1], right[steps[:-1]], atol=1e-5, rtol=0)
         np.testing.assert_array_equal(found["token_rewards"][0, steps], found["step_rewards"][0, : len(steps)])
-        assert found["rewards"][0, 0] == pytest.approx(float(found["step_rewards"][0, : len(steps)].mean()), abs=1e-6)
+        assert found["rewards"][0, 0] == pytest.approx(float(found["step_rewards"][0, : len(steps)].min()), abs=1e-6)
     settings = ["actor.steps=2", "actor.algorithm.name=grpo", "actor.algorithm.responses_per_prompt=2"]
     code, log = run_actor(finished.run, "actor-process", f"run.dir={folder}", *settings)
     assert code == 0, log

@@ -94,8 +94,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
-    served = {"model": str(models / "critic"), "workers": 1, "threads": 1, "token_budget": 1024}
-    generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
+    served = {"model": str(models / "critic"), "threads": 1, "token_budget": 1024}
+    generation = {"command": str(vllm), "arguments": ARGUMENTS}
     return {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
@@ -153,7 +153,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
-            policy.optimizer_step += 1
+            policy.trained.optimizer_step += 1
         policy.renew_sampler()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
         rows, again = (rows_of(policy.generate(PROMPTS, seed=5)) for _ in range(2))

@@ -77,7 +77,6 @@ def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Pa
         "global_batch_size": 12,
         "token_budget": 512,
         "checkpoint_every": 5,
-        "reload_on_save": "triton",
         "publish": {"every": 1, "keep": 100_000},
         "ranks": ranks,
     }

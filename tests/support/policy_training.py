@@ -45,9 +45,7 @@ def train(policy: Policy, rows: Sequence[SampledRow]) -> None:
     tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
     logprobs, _ = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
     (-logprobs.clamp(min=-50).mean()).backward()
-    policy.optimizer.step()
-    policy.optimizer.zero_grad()
-    policy.optimizer_step += 1
+    policy.trained.step()
 
 
 def states(policy: Policy) -> RunState:

@@ -31,7 +31,7 @@ class Compute:
     def launch(self, forward: Any, model: Any, rows: Sequence[TokenRow], width: int) -> Any:
         return forward(model, rows, width)
 
-    def prepare_worker(self) -> None:
+    def prepare_thread(self) -> None:
         pass
 
     def failed(self, error: Exception) -> None:
@@ -51,21 +51,21 @@ def started(model: Any, *, token_budget: int, queue_timeout_s: int = 0) -> Any:
     """
     values = {
         "token_budget": token_budget,
-        "forward_overhead_tokens": 64,
-        "workers": 1,
-        "strip_sequence_length_to_multiple": 1,
         "queue_timeout_s": queue_timeout_s,
     }
     config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
     triton = importlib.import_module("rlhf_triton.python_backend.serving.triton")
-    engine = importlib.import_module("rlhf_triton.python_backend.serving.scoring").Engine(
-        Compute(triton.Parameters({"model_config": json.dumps(config)})),
-        read=model.read,
-        versions=model,
-        forward=model.forward,
-        reply=model.reply,
-        max_length=64,
-    )
+    scoring = importlib.import_module("rlhf_triton.python_backend.serving.scoring")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring.Engine, "_overhead_tokens", lambda *_: 64)
+        engine = scoring.Engine(
+            Compute(triton.Parameters({"model_config": json.dumps(config)})),
+            read=model.read,
+            versions=model,
+            forward=model.forward,
+            reply=model.reply,
+            max_length=64,
+        )
     loaded = triton.TritonModel()
     loaded.served = engine
     return loaded

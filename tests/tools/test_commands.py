@@ -13,10 +13,8 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from live_system import Checkpoints, FinishedRun, make_run
 from shebang import SHEBANG
 
@@ -29,7 +27,6 @@ from rlhf_triton.store.run_lock import only_run
 from rlhf_triton.store.weights import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
 from rlhf_triton.tools import run as tools_run
-from rlhf_triton.tools import serve as tools_serve
 from rlhf_triton.tools import status, weights
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse
@@ -267,29 +264,6 @@ def test_the_newest_policy_is_named_after_an_error(
         assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
 
 
-@pytest.mark.parametrize("command", [tools_run, tools_serve], ids=["run", "serve"])
-def test_settings_without_effect_are_named_once_at_the_start(
-    command: Any,
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = make_run(tmp_path, checkpoints, reward={"reload": "triton"}).path
-    if command is tools_serve:  # for another trainer
-        data = {name: section for name, section in yaml.safe_load(path.read_text()).items() if name != "actor"}
-        path.write_text(yaml.safe_dump(data))
-
-    def start(*_: object) -> None:
-        raise RlhfError("that is enough")
-
-    monkeypatch.setattr(command, "ensure_first_version", start)
-    assert command.main(["--config", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out.count("settings without effect in this run: reward.reload (reward.store is false)\n") == 1
-    assert "error: that is enough" in shown.err
-
-
 def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert status.main(["--config", str(config)]) == 0
     return capsys.readouterr().out.splitlines()
@@ -307,7 +281,7 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
         f"reward    {run.config.reward.model}, without versions",
         "critic    no version yet",
     ]
-    settings = ["actor.steps=77", "reward.token_budget=512", "reward.workers=2", "reward.threads=3"]
+    settings = ["actor.steps=77", "reward.token_budget=512", "reward.instances=2", "reward.threads=3"]
     write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
     with only_run(tmp_path), RunProgress(tmp_path, 8) as progress:

@@ -63,17 +63,15 @@ def described(tensors: Iterable[Any]) -> str:
     return " ".join(f"{t.name}:{DataType.Name(t.data_type)[5:]}{list(t.dims)}".replace(" ", "") for t in tensors)
 
 
-@pytest.mark.parametrize("dtype", ["INT64", "INT32"])
-def test_models_names_dtypes_and_shapes_are_the_contracts(dtype: str) -> None:
-    configs = parsed(server={"tokens_dtype": dtype, "max_batch_size": 8}, actor={"kl": {"reference": "triton"}})
+def test_models_names_dtypes_and_shapes_are_the_contracts() -> None:
+    configs = parsed(actor={"kl": {"reference": "triton"}})
     assert set(configs) == set(TENSORS) == {config.name for config in configs.values()}
     assert configs["critic_infer"].platform == "ensemble"
     assert {config.backend for config in configs.values()} == {"python", ""}
     batches = {name: config.max_batch_size for name, config in configs.items()}
-    assert batches == dict.fromkeys(configs, 8) | {"critic_train": 0, "critic_save": 0}
+    assert batches == dict.fromkeys(configs, 8192) | {"critic_train": 0, "critic_save": 0}
     for model, config in configs.items():
-        expected = TENSORS[model][0].replace("tokens:INT64", f"tokens:{dtype}"), TENSORS[model][1]
-        assert (described(config.input), described(config.output)) == expected, model
+        assert (described(config.input), described(config.output)) == TENSORS[model], model
         assert all(tensor.optional for tensor in config.input), model  # the model says what is missing, by name
         is_scoring = model in ("reward_model", "critic", "reference")
         assert config.HasField("dynamic_batching") == is_scoring
@@ -90,26 +88,16 @@ def test_settings_reach_the_files():
             "max_length": 33,
             "dtype": "bfloat16",
             "reload": "triton",
-            "forward_overhead_tokens": 12,
         },
-        server={
-            "queue_delay_us": 17,
-            "max_request_tokens": 6000,
-            "max_request_bytes": 7000,
-            "strip_sequence_length_to_multiple": 16,
-            "max_queue_size": 31,
-            "queue_timeout_s": 1.5,
-        },
+        server={"max_request_tokens": 6000, "queue_timeout_s": 1.5},
         reward={"standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
-        trainer={"heartbeat_timeout_s": 2.5},
         run={"dir": "runs/x", "run_id": "name", "integrity": "sha256"},
     )
     critic, reward, train = configs["critic"], configs["reward_model"], configs["critic_train"]
     group = critic.instance_group[0]
     assert (group.count, group.kind, list(group.gpus)) == (3, group.KIND_GPU, [1])
-    assert critic.dynamic_batching.max_queue_delay_microseconds == 17
     policy = critic.dynamic_batching.default_queue_policy
-    assert (policy.max_queue_size, policy.default_timeout_microseconds) == (31, 1_500_000)
+    assert policy.default_timeout_microseconds == 1_500_000
     assert (policy.timeout_action, policy.allow_timeout_override) == (policy.REJECT, True)
     # A policy that is not configured costs much: with a default timeout, requests that cannot merge trickle.
     assert not parsed()["reward_model"].dynamic_batching.HasField("default_queue_policy")
@@ -123,42 +111,34 @@ def test_settings_reach_the_files():
         "dtype": "bfloat16",
         "threads": "5",
         "token_budget": "99",
-        "workers": "1",
         "max_length": "33",
         "tokenizer_fingerprint": "",
         "reload": "triton",
-        "forward_overhead_tokens": "12",
-        "strip_sequence_length_to_multiple": "16",
         "queue_timeout_s": "1.5",
         "max_request_tokens": "6000",
-        "max_request_bytes": "7000",
-        "compile": "false",
         "tensor_parallel": "1",
     }
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
-    expected = {"store": store, "heartbeat_timeout_s": "2.5", "run_id": "name", "integrity": "sha256"}
+    expected = {"store": store, "run_id": "name", "integrity": "sha256"}
     assert parameters(train).items() >= expected.items()
     assert parameters(configs["critic_save"])["run_id"] == "name"
 
 
 @pytest.mark.parametrize(
-    ("critic", "threads", "token_budget", "overhead"),
+    ("critic", "threads", "token_budget"),
     [
-        ({}, "1/2", "1024", ""),  # the reward model has the other half of the cores
-        ({"instances": 2, "workers": 3}, "1/12", "1024", ""),
-        ({"threads": 5, "token_budget": 7}, "5", "7", ""),
-        ({"device": "cuda"}, "1", "16384", ""),
-        ({"tensor_parallel": 2}, "1/4", "1024", "64"),
-        ({"compile": True, "forward_overhead_tokens": 0}, "1/2", "1024", "0"),
-        ({"compile": True}, "1/2", "1024", "64"),
+        ({}, "1/2", "1024"),  # the reward model has the other half of the cores
+        ({"instances": 3}, "1/6", "1024"),
+        ({"threads": 5, "token_budget": 7}, "5", "7"),
+        ({"device": "cuda"}, "1", "16384"),
+        ({"tensor_parallel": 2}, "1/4", "1024"),
     ],
 )
 def test_what_depends_on_the_machine_is_left_to_the_model(
-    critic: dict[str, Any], threads: str, token_budget: str, overhead: str
+    critic: dict[str, Any], threads: str, token_budget: str
 ) -> None:
     found = parameters(parsed(critic=critic, reward={})["critic"])
-    names = ("threads", "token_budget", "forward_overhead_tokens")
-    assert [found[name] for name in names] == [threads, token_budget, overhead]
+    assert (found["threads"], found["token_budget"]) == (threads, token_budget)
 
 
 def test_a_model_over_several_devices_is_one_instance() -> None:
@@ -166,7 +146,7 @@ def test_a_model_over_several_devices_is_one_instance() -> None:
         config = parsed(critic={"tensor_parallel": 4, "device": device})["critic"]
         (group,) = config.instance_group
         assert (group.count, group.kind, list(group.gpus)) == (1, getattr(group, kind), [])
-        assert (parameters(config)["tensor_parallel"], parameters(config)["workers"]) == ("4", "1")
+        assert parameters(config)["tensor_parallel"] == "4"
 
 
 def test_any_path_survives_the_quoting(tmp_path: Path):
@@ -196,7 +176,7 @@ PROCESS = {"process": {"granularity": "step", "separator": ". "}}
     [
         {},
         {"reward": {"store": True}},
-        {"reward": {"merge_attributes": False}, "actor": {"kl": {"reference": "triton"}}},
+        {"reward": {"attribute_weights": "separate"}, "actor": {"kl": {"reference": "triton"}}},
         {"reward": PROCESS},
         {"reward": {"process": {"granularity": "token"}}},
         {"rewards": REWARDS},
@@ -301,9 +281,9 @@ def test_the_reference_is_what_the_actor_samples_with_or_a_checkpoint_of_its_own
     )
     assert fingerprint_weights(policy) != fingerprint_weights(other)
     settings = {"kl_reference": "triton", "model": str(policy), "temperature": 0.7, "precision": "bfloat16"}
-    for section, checkpoint in (({"workers": 3}, policy), ({"workers": 3, "model": str(other)}, other)):
+    for section, checkpoint in (({}, policy), ({"model": str(other)}, other)):
         found = parameters(rendered(load(tmp_path, actor=settings, reference=section)))
-        assert (found["model"], found["workers"], found["dtype"]) == (str(checkpoint), "3", "bfloat16")
+        assert (found["model"], found["dtype"]) == (str(checkpoint), "bfloat16")
         assert (float(found["temperature"]), json.loads(found["banned_token_ids"])) == (0.7, [0, 2])
         assert found["checkpoint_fingerprint"] == fingerprint_weights(checkpoint)
         assert found["tokenizer_fingerprint"] == fingerprint(make_tokenizer())
@@ -320,12 +300,12 @@ def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> N
 
 def test_a_deterministic_run_fixes_the_reference_too(tmp_path: Path) -> None:
     config = load(tmp_path, run={"deterministic": True}, actor={"kl_reference": "triton", "model": "a"})
-    assert (config.reference.token_budget, config.reference.workers) == (1, 1)
+    assert (config.reference.token_budget, config.reference.threads) == (1, 1)
 
 
 # ---- rewards ----
 
-LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}
+LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3}
 LABEL = {"function": "package.verifiers:label"}
 
 
@@ -356,7 +336,7 @@ def test_servers_of_other_weights_or_functions_declare_it(tmp_path: Path) -> Non
 
 def test_model_and_functions() -> None:
     rewards = {"length": LENGTH, "model": {"weight": 2}, "label": LABEL}
-    configs = parsed(rewards=rewards, server={"max_batch_size": 8}, critic={})
+    configs = parsed(rewards=rewards, critic={})
     functions = {"reward_function_length", "reward_function_label"}
     assert set(configs) == MODELS | functions | {"reward_checkpoint", "reward_mixture"}
     assert parameters(configs["reward_function_length"]) == {
@@ -365,17 +345,14 @@ def test_model_and_functions() -> None:
         "hidden_variables": '["TRAINING_KEY", "TRITON_CONTROL_KEY"]',
         "timeout_s": "0.5",
         "workers": "3",
-        "memory_mib": "99",
         "max_waiting_rows": "100000",
         "max_request_tokens": "4000000",
-        "max_request_bytes": "4000000",
     }
     assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
     for model in ("reward_mixture", "reward_model"):
         mixture = {key: json.loads(parameters(configs[model])[f"reward_{key}"]) for key in ("components", "weights")}
         assert mixture == {"components": ["length", "model", "label"], "weights": [-0.01, 2, 1]}
     assert parameters(configs["reward_checkpoint"])["standardization"] == "model"
-    assert {config.max_batch_size for name, config in configs.items() if name.startswith("reward")} == {8}
     assert configs["reward_model"].platform == configs["critic_infer"].platform == "ensemble"
     # One after the other: each takes what the step before it gives, the checkpoint is the first.
     parts, order = steps(configs["reward_model"]), ["reward_checkpoint", *sorted(functions, reverse=True)]
@@ -410,7 +387,7 @@ def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
     """The gateway requests the probabilities of a model with labels."""
     save_tiny(tmp_path, "llama", "critic", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path)
-    for more in ({"merge_attributes": True}, {"process": {}}):
+    for more in ({"attribute_weights": [1, 1]}, {"process": {}}):
         config = parsed(reward={"model": str(tmp_path), **more})["reward_model"]
         has_probabilities = "probabilities" in {output.name for output in config.output}
         assert has_probabilities == (parameters(config)["labels"] != "[]") == ("process" not in more)

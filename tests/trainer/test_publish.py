@@ -18,7 +18,6 @@ from versions import reseal
 
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
-from rlhf_triton.config import load_config
 from rlhf_triton.digests import Algorithm, digest_of
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import canary_row, check_canary
@@ -246,7 +245,7 @@ def train_a_little(critic: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served_in_it(llama: WeightsStore, case: str):
-    critic = build_critic(llama.folder(0), trainer_section(publish_dtype="bfloat16", **CASES[case]), seed=0)
+    critic = build_critic(llama.folder(0), trainer_section(**CASES[case]), seed=0, dtype="bfloat16")
     critic.own_weights()
     train_a_little(critic)
     first = llama.add(critic.write, step=1, **ABOUT).version
@@ -262,8 +261,9 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
 def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     """Publish a version from two ranks; return whether it holds the critic's weights, before and after training."""
     ranks.announce = lambda *_, **__: None
-    settings = trainer_section(publish_dtype="bfloat16", **CASES[case])
-    store, update = WeightsStore(root), load_update(root / "0", settings, seed=0, ranks=ranks)
+    settings = trainer_section(**CASES[case])
+    update = load_update(root / "0", settings, seed=0, dtype="bfloat16", ranks=ranks)
+    store = WeightsStore(root)
     ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
     files = update.critic.write(root / "1", "sha256")
     if ranks.rank == 0:
@@ -299,19 +299,6 @@ def test_a_version_is_hashed_while_it_is_written(
         llama.verify_files(manifest.version, weights_module.digest_of)
         assert [path.name for path in read] == ["config.json", "model.safetensors"]
         read.clear()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "dtype"),
-    [
-        ([], None),
-        (["critic.dtype=bfloat16"], "bfloat16"),
-        (["critic.dtype=bfloat16", "trainer.publish.dtype=float32"], "float32"),
-    ],
-)
-def test_versions_have_the_served_dtype_by_default(tmp_path: Path, overrides: list[str], dtype: str | None):
-    (tmp_path / "run.yaml").write_text("")
-    assert load_config(tmp_path / "run.yaml", [*overrides, "critic.device=cpu"]).trainer.publish.dtype == dtype
 
 
 # ---- staging of a version of several ranks, of which none holds the whole critic ----

@@ -55,7 +55,7 @@ class Run:
             {
                 "run": {"dir": folder / "run", "run_id": "run"},
                 "actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}},
-                "reward": {"model": checkpoint, "store": True, "gate": {"pairs": pairs, "tolerance": 0.05}},
+                "reward": {"model": checkpoint, "store": True, "gate": pairs},
                 "server": {"grpc_port": 1},
             }
         )
@@ -207,7 +207,7 @@ BAD_PAIRS = {
 @pytest.mark.parametrize("line", BAD_PAIRS)
 def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Output, line: str):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
-    gate = {"pairs": str(tmp_path / "bad.jsonl")}
+    gate = str(tmp_path / "bad.jsonl")
     assert run.tool("publish", str(run.config.reward.model), gate=gate) == 2
     told = capsys.readouterr().err
     print(told)

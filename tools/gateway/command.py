@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import os
 import resource
 import signal
@@ -62,9 +60,6 @@ async def close_silent(connections: Collection[Any]) -> None:
                 each.transport.abort()
 
 
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65_536  # of glibc's malloc.h
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 2 if the gateway cannot start."""
     parser = run_parser("Serve rewards to other trainers over HTTP.")
@@ -115,7 +110,7 @@ def listening_socket(settings: GatewaySection, backlog: int) -> socket.socket:
 async def serve(config: RunConfig) -> None:
     """Serve until a signal arrives. Raises ConfigError if the port cannot be used."""
     from rlhf_triton.tools.gateway.app import create_app
-    from rlhf_triton.tools.gateway.policy import policy_router
+    from rlhf_triton.tools.gateway.policy import policy_routes
 
     settings, client, sources = config.gateway, None, list[str]()
     if settings.policy:
@@ -126,28 +121,17 @@ async def serve(config: RunConfig) -> None:
         client = TritonClient(url, config.actor.client, expected={REWARD_MODEL: reward_parameters(config)})
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
     async with contextlib.AsyncExitStack() as closing:
-        more = [policy_router(settings.policy, closing)] if settings.policy else []
-        app = create_app(client, settings, check_key(settings), more=more)
+        more = policy_routes(settings.policy, closing) if settings.policy else []
+        app = create_app(client, check_key(settings), more=more)
         server = uvicorn.Server(bounded(app, settings, log_config=log_config))
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles them, and raises them again when it has stopped
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         bound = listening_socket(settings, server.config.backlog)  # clients can connect as soon as the line is printed
         say(f"gateway: http://{settings.host}:{bound.getsockname()[1]}, {', '.join(sources)}")
-        free_memory_at_once()
         silent = asyncio.ensure_future(close_silent(server.server_state.connections))
         closing.callback(silent.cancel)
         await server.serve([bound])
-
-
-def free_memory_at_once() -> None:
-    """Let the memory of large bodies return to the system as soon as they are answered.
-
-    Otherwise, the first of them raises the size from which glibc maps memory, and 30 to 60 MB stay after it.
-    """
-    gc.freeze()  # what was imported: collecting the garbage of a body then takes some 10 ms instead of 50
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def _together(
         executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
 
 
+DRAIN_S = 20.0  # how long requests in flight may take when the server is drained
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
 PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
@@ -323,11 +324,10 @@ class TritonServer:
         set_aside_if_large(self.log_path)
 
     def drain(self, give_up: Callable[[], bool]) -> None:
-        """Refuse further requests and wait up to `drain_s` for those in flight; see `drain` for what ends the wait."""
+        """Refuse further requests and wait up to `DRAIN_S` for those in flight; see `drain` for what ends the wait."""
         begin = time.monotonic()
-        url, drain_s = self.section.http_url, self.section.drain_s
         try:
-            is_idle = drain(url, self._control_key, drain_s, lambda: bool(self._stubs()), give_up)
+            is_idle = drain(self.section.http_url, self._control_key, DRAIN_S, lambda: bool(self._stubs()), give_up)
         except (OSError, ValueError, HTTPException) as error:  # it is dead or hangs, so there is nothing to wait for
             self._log(f"tritonserver cannot be drained: {error}")
             return
@@ -451,7 +451,7 @@ def tracing_arguments(endpoint: str) -> list[str]:
 # Prints how to start a plain tritonserver on a rendered repository: lines for any POSIX shell, in any folder.
 
 
-_SHELL, _KEY = "/proc/@@/", "@@key"  # need no quotes; become `/proc/$$/` and `"$key"`
+_KEY = "@@key"  # needs no quotes; becomes `"$key"`
 
 
 def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequence[str] = ()) -> str:
@@ -461,33 +461,27 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
     first, from the trainer, with `trainer_arguments`.
 
     Raises:
-        ServerStartError: there is no tritonserver for this Python, or `server.host` has no address.
+        ServerStartError: there is no tritonserver for this Python, `server.host` has no address, or a path is one that
+            the Python backend does not take.
     """
     home = find_tritonserver(config.server.tritonserver)
     backends = lay_out_backends(home, config.server_dir / "backends")
     key_file = (config.run.weights_dir.parent / FILE).absolute()
     key_in(key_file)
     compile_ahead(repository)
-    descriptors: dict[Path, int] = {}
-
-    def alias(path: Path) -> Path:
-        """As `plain_alias`, with a file that the shell opens before it becomes the server."""
-        if (odd := odd_part(path)) is None:
-            return path
-        return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
-
-    python_dir, models, backend = map(alias, (PYTHON_DIR, repository.absolute(), backends))
+    places = (PYTHON_DIR, repository.absolute(), backends)
+    if odd := next(filter(None, map(odd_part, places)), None):
+        raise ServerStartError(f"{odd}: Triton's python backend needs a path of letters, digits and _.-; move it")
     section = with_free_ports(config.server)
     endpoint = config.run.trace_endpoint
-    command = server_command(home, models, backend, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
+    command = server_command(home, repository.absolute(), backends, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
     has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
     return "\n".join(
         [
             "sh -e <<'END'",
             f"cd {_quoted(Path.cwd())}",
             "umask 077",
-            *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
-            f'export PATH={_quoted(python_dir)}:"$PATH"',
+            f'export PATH={_quoted(PYTHON_DIR)}:"$PATH"',
             *(
                 []
                 if has_versions
@@ -504,4 +498,4 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
 
 
 def _quoted(text: Path | str) -> str:
-    return shlex.quote(str(text)).replace(_SHELL, "/proc/$$/")
+    return shlex.quote(str(text))

@@ -18,11 +18,7 @@ from rlhf_triton.store.weights import FIRST_VERSION, ServingRecord, WeightsError
 from rlhf_triton.wire.contract import VersionRange
 
 TOUCH_INTERVAL_S = 2.0
-POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small
-# Once an announced version is loaded, CURRENT is about to move (the sidecar verifies the version meanwhile): poll fast
-# for a few seconds to keep the swap latency low.
-EXPECTING_POLL_S = 0.001
-EXPECTING_S = 5.0
+POLL_S = 0.002  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small
 TROUBLE_PAUSE_S = 1.0  # pause after an error, so that a persistent error does not flood the log
 
 
@@ -79,7 +75,6 @@ class Follower:
         self._staged: Version | None = None
         self._unusable: dict[int, str] = {}  # version -> why it could not be loaded
         self._untold: ServingRecord | None = None  # record that could not be written yet
-        self._expecting_until = 0.0
 
     def start(self) -> None:
         """Load the version that CURRENT names, write the serving record, and start the watcher thread.
@@ -134,7 +129,7 @@ class Follower:
 
     def _watch(self) -> None:
         touched = time.monotonic()
-        while not self._stop.wait(self._pause_s()):
+        while not self._stop.wait(POLL_S):
             try:
                 if self._swaps:
                     self._look()
@@ -149,9 +144,6 @@ class Follower:
             except Exception as error:  # thread edge: if the watcher died, this instance would never swap again
                 self._log_error(f"weights watcher: {type(error).__name__}: {error}")
                 self._stop.wait(TROUBLE_PAUSE_S)
-
-    def _pause_s(self) -> float:
-        return EXPECTING_POLL_S if time.monotonic() < self._expecting_until else POLL_S
 
     def _look(self) -> None:
         number = self._store.current()
@@ -179,7 +171,6 @@ class Follower:
         try:
             stamp = self._stamp(number)
             self._staged = Version(number, self._load_verified(number, self.version.model), stamp)
-            self._expecting_until = time.monotonic() + EXPECTING_S
         except Exception as error:  # any error: the old version keeps serving
             self._unusable[number] = str(error)
 
@@ -203,8 +194,8 @@ class Follower:
         if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._stamp(number)):
             self._unusable.pop(number, None)  # an earlier attempt may have read an incomplete file: try again
             self._stage(number)
-        staged, self._staged = self._staged, None
-        self._expecting_until = 0.0
+        staged = self._staged
+        self._staged = None
         if staged is None:
             error = self._unusable[number]
             self._log_error(f"weights version {number} rejected: {error}")

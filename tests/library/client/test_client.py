@@ -150,9 +150,10 @@ async def test_a_server_that_is_behind_is_avoided_by_demands_alone_and_tried_aga
 ):
     """The pauses are half to one second, then one to two, of a clock that nothing else advances."""
     now = 0.0
+    monkeypatch.setattr(retry, "BACKOFF_S", 1.0)
     monkeypatch.setattr(pool, "time", types.SimpleNamespace(monotonic=lambda: now))
     behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
-    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0, backoff_s=1.0) as client:
+    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0) as client:
         for _ in range(3):
             for least in (4, 5, 9):
                 await client.score(ROWS, ("values",), versions=VersionRange(least))
@@ -200,11 +201,14 @@ async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained(monke
         await train(client, 2)
         assert len(server.asked) == 1 + 9 + 1
     clock_of_retries(monkeypatch, 10.0)
-    async with FakeTriton(first("ok", *["busy"] * 9999)) as server, client_of(server, max_outage_s=100) as client:
+    async with (
+        FakeTriton(first("ok", *["busy"] * 9999)) as server,
+        client_of(server, retries=6, max_outage_s=100) as client,
+    ):
         await train(client, 1)
         with pytest.raises(RequestFailed, match="no room"):
             await train(client, 2)
-        assert len(server.asked) == 1 + 10 + client._settings.retries, "repeated more often than retries allows"
+        assert len(server.asked) == 1 + 10 + 6, "repeated more often than retries allows"
 
 
 async def test_a_request_whose_process_was_killed_is_sent_again():
@@ -233,7 +237,7 @@ async def test_a_server_that_speaks_no_http_is_not_asked_again():
 
     async with await asyncio.start_server(grpc, "127.0.0.1", 0) as server:
         url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with TritonClient(url, ClientSection(retries=5)) as client:
+        async with TritonClient(url, ClientSection()) as client:
             for call in (lambda: client.rewards(ROWS), lambda: client.describe(REWARD_MODEL)):
                 with pytest.raises(RequestRefused, match=f"{url} does not answer in HTTP: give Triton's HTTP port"):
                     await call()
@@ -305,7 +309,7 @@ from rlhf_triton.config import ClientSection
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main(url, how):
-    settings = ClientSection(backoff_s=0.001, deadline_s=60, max_in_flight=3)
+    settings = ClientSection(deadline_s=60, max_in_flight=3)
     async with TritonClient(url, settings) as client:
         asking = [asyncio.create_task(client.rewards([np.asarray([3, 4])])) for _ in range(5)]
         asking.append(asyncio.create_task(client.train({"tokens": np.zeros((1, 2), int)}, run_id="r", step=1)))

@@ -144,7 +144,6 @@ def test_root_cause(message: str, cause: str):
 def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest.MonkeyPatch):
     """What NumPy 2 makes of every output; it cannot be installed beside the rest, so it is played here."""
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
-    monkeypatch.setattr(control, "_tokens_type", lambda model: "INT64")
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
     with pytest.raises(ControlPlaneError, match="critic returned empty values; the usual cause is NumPy 2"):
         control.probe("critic", 120, ("values",))

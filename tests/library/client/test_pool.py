@@ -1,6 +1,4 @@
-"""`client.pool` with scripted connections (least-loaded choice, probes, outages, names), `client.retry`, and
-`client.ordering`.
-"""
+"""`client.pool` with scripted connections (least-loaded choice, probes, outages, names), and `client.retry`."""
 
 import asyncio
 import contextlib
@@ -14,6 +12,7 @@ import pytest
 from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted, until
 
 from rlhf_triton.backoff import LONGEST_PAUSE_S
+from rlhf_triton.client import retry
 from rlhf_triton.client.errors import Kind, RequestFailed, Trouble
 from rlhf_triton.client.pool import Turns
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
@@ -64,11 +63,12 @@ def test_the_cost_of_each_failure(failures: list[Trouble], retries: int, reserve
     assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
 
 
-def test_pauses_double_up_to_a_limit_with_jitter():
-    one, longest = attempts(20, backoff_s=1.0), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+def test_pauses_double_up_to_a_limit_with_jitter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(retry, "BACKOFF_S", 1.0)
+    one, longest = attempts(20), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
-    firsts = {attempts(1, backoff_s=1.0).pause_s(BUSY, "here:1") for _ in range(20)}
+    firsts = {attempts(1).pause_s(BUSY, "here:1") for _ in range(20)}
     assert len(firsts) > 10, "those that failed together come back one by one"
 
 
