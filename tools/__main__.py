@@ -29,7 +29,7 @@ COMMANDS = {
     ),
     "gateway": (
         "rlhf_triton.tools.gateway.command",
-        "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP",
+        "serve rewards to OpenRLHF, TRL, verl and clients of vLLM over HTTP",
     ),
     "status": (
         "rlhf_triton.tools.status",
