@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write_environment(name: str, policy: str) -> None:
     config = f"{name}.yaml"
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        raise RlhfError(f"the name is {name!r}; use letters, digits and _ that are no keyword or module of Python")
+        raise RlhfError(f"the name is {name!r}; use letters, digits and _, but no keyword or module of Python")
     files = _files(name, policy)
     if existing := [file for file in files if Path(file).exists()]:
         raise RlhfError(f"{Path(existing[0]).absolute()} exists; choose another name than {name}, or move it away")

@@ -56,7 +56,7 @@ class UpdateReport:
     optimizer_steps: int
     skipped_steps: int  # optimizer steps skipped because the gradient was not finite, or a sequence did not fit
     seconds: float
-    out_of_memory: int = 0  # how often micro-batches were halved because the card's memory did not suffice
+    out_of_memory: int = 0  # how often micro-batches were halved because the GPU was out of memory
     memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
     skipped_batches: list[int] = field(default_factory=list)  # of all passes: global batches that did not fit
 
@@ -89,7 +89,7 @@ class CriticUpdate:
 
         Raises:
             NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
-            OutOfMemory: no optimizer step was taken, because sequences do not fit into the card's memory one at a time;
+            OutOfMemory: no optimizer step was taken, because sequences do not fit into the GPU's memory one at a time;
                 or one of a replay does not fit.
             WeightsBroken: weights are not finite after it.
         """

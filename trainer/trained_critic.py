@@ -76,7 +76,7 @@ class TrainedCritic(CriticModel):
     def _shard(self, ranks: Ranks, precision: str) -> None:
         if self._token_head.one_by_one:  # FSDP gathers weights in each, and ranks would not run equally many
             raise CheckpointError(
-                f"each row needs a forward pass of its own in {type(self.model).__name__}, which several ranks do not "
+                f"each row needs its own forward pass in {type(self.model).__name__}, which several ranks do not "
                 "support; set trainer.ranks: 1"
             )
         outputs = self._token_head

@@ -136,7 +136,7 @@ class Session:
         """
         if len(self.calls) + self.in_flight > self._max_calls:
             self.limit = "max_turns"
-            raise HttpError(400, f"the session has had {self._max_calls} calls, the most: end it")
+            raise HttpError(400, f"the session has reached its limit of {self._max_calls} calls: end it")
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
@@ -230,7 +230,7 @@ class Sessions:
         if name in self._ended:
             raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
-            raise HttpError(429, f"session {name}: {len(self._open)} others are open, the most: end some of them")
+            raise HttpError(429, f"session {name}: {len(self._open)} open sessions are the limit: end some")
         new = Session(name, self.tokenizer, self._most_tokens, self._most_calls)
         session = self._open.setdefault(name, new)
         session.in_flight += 1

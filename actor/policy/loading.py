@@ -116,7 +116,7 @@ class PolicyModels:
         self._fill([model for model in (self.reference, self.sampler) if model is not None])
 
     def _widen(self, part: Any) -> None:
-        """Convert weights that `load_model` left in bfloat16 to float32, except those that stay in bfloat16."""
+        """Convert bfloat16 parameters to float32, unless LoRA freezes them."""
         for parameter in part.parameters():
             if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
                 parameter.data = parameter.data.float()

@@ -128,7 +128,7 @@ class Halving:
         # Not inside `except`: its error holds the frames, and with them the tensors, of the pass that failed.
         torch.cuda.empty_cache()
         if not can_halve:
-            raise OutOfMemory(f"not even one row alone fits into the card's memory ({reason}); {self._remedy}")
+            raise OutOfMemory(f"not even one row alone fits into the GPU's memory ({reason}); {self._remedy}")
         self.count += 1
         logger.warning(
             "%s; repeating with half of %d at a time (%s), as %d times so far", reason, size, self.setting, self.count

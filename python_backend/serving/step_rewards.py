@@ -159,7 +159,7 @@ class StepReader(RowReader):
         written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
-                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a token of its own {len(tags)} times; "
+                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a separate token {len(tags)} times; "
                 "set reward.process.mark to a token that no other text merges with"
             )
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]

@@ -167,8 +167,8 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
         raise ValueError(f"the gate {gate.names[0]} reads {read} numbers, but {head.prefix} {wide}: they do not fit")
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
-            f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "
-            f"former for each of the latter, and {TRANSFORM} is {list(transform)}: they do not fit together"
+            f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} has {count} with {group} outputs "
+            f"each, and {TRANSFORM} is {list(transform)}: these shapes contradict each other"
         )
     return group
 

@@ -252,7 +252,7 @@ def _check_contents(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file() and has_weights:
         raise CheckpointError(
             f"{folder} contains a model and a PEFT adapter ({ADAPTER_FILE}), of which one would be ignored; move the "
-            "adapter's files into a folder of their own"
+            "adapter's files into a separate folder"
         )
     if (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(f"{folder} {ONLY_ADAPTER}")

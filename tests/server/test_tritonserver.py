@@ -90,7 +90,7 @@ def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path)
     ("host", "told"),
     [
         ("192.0.2.1", "server.host: '192.0.2.1' is not an address of this machine (Cannot assign requested address)"),
-        ("no.such.host.invalid", "server.host: 'no.such.host.invalid' has no IPv4 address, as tritonserver needs one"),
+        ("no.such.host.invalid", "server.host: 'no.such.host.invalid' has no IPv4 address, which tritonserver needs"),
         ("::1", "server.host: '::1' has no IPv4 address"),
         ("a" * 70, "has no IPv4 address"),
     ],

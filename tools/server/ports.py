@@ -104,7 +104,7 @@ def bind_address(host: str) -> str:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ServerStartError(
-            f"server.host: {host!r} has no IPv4 address, as tritonserver needs one ({reason}); set it to 127.0.0.1, or "
+            f"server.host: {host!r} has no IPv4 address, which tritonserver needs ({reason}); set it to 127.0.0.1, or "
             "to 0.0.0.0 for every address of this machine"
         ) from error
 

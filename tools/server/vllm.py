@@ -37,7 +37,7 @@ def check_vllm(config: RunConfig) -> None:
     command = actor.generation.vllm.command
     if shutil.which(command) is None:
         raise ConfigError(
-            f"actor.generation.vllm.command: {command} is not an executable; install vLLM in an environment of its own "
+            f"actor.generation.vllm.command: {command} is not an executable; install vLLM in its own environment "
             "(docs/vllm.md) and give the path of its bin/vllm, or name running servers in actor.generation.vllm.servers"
         )
     if actor.policy.lora_rank > RANK_LIMITS[-1]:
