@@ -17,7 +17,7 @@ from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import load_checkpoint, states, train
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import MIXTURES, add_tensors, change_config, save_tiny
+from tiny_checkpoints import add_tensors, change_config, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -356,48 +356,6 @@ def test_a_saved_policy_names_the_ends_of_the_run_and_keeps_doubtful_settings(tm
     make_policy(start).save(tmp_path / "policy")
     found = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
     assert {**found, **published, "eos_token_id": [1, 5], "pad_token_id": 2} == found
-
-
-@pytest.mark.device
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [(family, {}) for family in MIXTURES] + [("mixtral", {"lora_rank": 2}), ("granitemoe", {"lora_rank": 2})],
-    ids=str,
-)
-def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, settings: dict[str, Any]):
-    """Bit for bit; and its tokenizer has several chat templates, which lie in a folder of their own."""
-    one, rollout = trained(save_policy(tmp_path / "start", family), **settings)
-    save(tmp_path / "checkpoints", one)
-    other = make_policy(tmp_path / "start", seed=1, **settings)
-    load_checkpoint(tmp_path / "checkpoints", 1, states(other))
-    for policy in (one, other):
-        train(policy, rollout)
-    assert torch.equal(logprobs_of(one, rollout), logprobs_of(other, rollout))
-    theirs = parameters(other)
-    assert [name for name, mine in parameters(one).items() if not torch.equal(mine, theirs[name])] == []
-
-
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"precision": "bfloat16"}], ids=str)
-def test_frozen_parameters_keep_their_bits(llama: Path, tmp_path: Path, settings: dict[str, Any]):
-    """While the others are trained, and in the policy that is written at the end."""
-    settings = {**settings, "policy_freeze": ["embed_tokens", r"q_proj\.weight"]}
-    start = parameters(make_policy(llama, **settings))
-    policy, _ = trained(llama, **settings)
-    moved = {name for name, parameter in parameters(policy).items() if not torch.equal(parameter, start[name])}
-    assert moved == {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
-    policy.save(tmp_path)
-    expected, found = (load_file(folder / "model.safetensors") for folder in (llama, tmp_path))
-    for name in expected:
-        if "q_proj" in name and "precision" in settings:
-            assert torch.equal(found[name].float(), expected[name].bfloat16().float())
-        elif "q_proj" in name or "embed_tokens" in name:
-            assert torch.equal(found[name].float(), expected[name])
-    assert any("v_proj" in name and not torch.equal(found[name].float(), expected[name]) for name in expected)
-
-
-def test_a_pattern_that_matches_no_parameter_of_the_policy_is_refused(llama: Path):
-    with pytest.raises(CheckpointError, match=r"actor\.policy\.freeze: 'wte' matches no parameter; the names of Llama"):
-        make_policy(llama, policy_freeze=["wte"])
 
 
 @pytest.mark.parametrize(

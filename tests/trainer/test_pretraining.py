@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -466,25 +464,3 @@ def test_returns_beyond_all_bounds_end_it_with_a_sentence(root: Path, tmp_path: 
 
 
 # ---- several ranks ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_ranks_pretrain_together(root: Path, tmp_path: Path, lora_rank: int):
-    """As `rlhf-triton serve` and `rlhf-triton run` start it; the result is that of one process, up to rounding."""
-    configs = {}
-    for ranks in (1, 2):
-        config = config_of(tmp_path / str(ranks), root / "critic", [root / "a"], ranks=ranks, lora_rank=lora_rank)
-        path = tmp_path / f"{ranks}.json"  # JSON is YAML
-        path.write_text(config.model_dump_json(include={"run", "critic", "trainer"}, exclude_unset=True))
-        command = [sys.executable, "-m", "rlhf_triton.trainer", "--config", str(path), "--init-only"]
-        subprocess.run(command, check=True, timeout=300)
-        configs[ranks] = config
-    (one,), (two,) = (lines_of(configs[ranks]) for ranks in (1, 2))
-    assert two["pretrain/explained_variance"] == pytest.approx(one["pretrain/explained_variance"], abs=0.02)
-    found = [load_critic(WeightsStore(config.run.weights_dir).folder(0)) for config in configs.values()]
-    start = load_critic(root / "critic")
-    row = np.arange(4, 20)
-    values = [critic.values([row])[0] for critic in (*found, start)]
-    np.testing.assert_allclose(values[0], values[1], atol=0.02)
-    assert np.abs(values[2] - values[0]).max() > 0.2

@@ -95,20 +95,6 @@ def test_a_rewind_that_agrees_serves_what_every_second_step_has_not_published_ye
     assert torch.equal(rig.weights(2), straight.weights(3))
 
 
-@pytest.mark.parametrize(("keep_entries", "kept"), [(2, []), (3, [1, 2, 3])])
-def test_checkpoints_are_written_periodically_and_at_the_end(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, keep_entries: int, kept: list[int]
-):
-    monkeypatch.setattr(rlhf_triton.trainer.critic_checkpoints, "KEEP_ENTRIES", keep_entries)
-    rig = make(checkpoint_every=2)
-    rig.serve()
-    rig.start().train(1, 2, 3)
-    assert rig.checkpoints.latest() == 2
-    assert rig.stop() is None
-    assert rig.checkpoints.latest() == 3
-    assert [entry.step for entry in rig.journal.entries()] == kept  # a way from version 0 to each step, or none
-
-
 @pytest.mark.parametrize("format", ["merged", "adapter"])
 def test_a_rewind_of_adapters_serves_the_old_weights_under_a_new_number(make: Callable[..., Rig], format: str):
     settings: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
