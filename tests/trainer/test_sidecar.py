@@ -17,12 +17,9 @@ import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
 from rlhf_triton.config import MonitoringSection
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import load_critic
-from rlhf_triton.store import weights
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
@@ -183,14 +180,6 @@ def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], m
     may_end.set()
 
 
-def test_a_second_sidecar_is_refused(rig: Rig, make: Callable[..., Rig]):
-    rig.train(1)
-    error = make().start().ended()
-    assert isinstance(error, RlhfError)
-    assert str(rig.journal.root) in str(error)
-    assert rig.train(2)[0].weights_version == 2
-
-
 # ---- what callers see while it works or waits ----
 
 
@@ -261,17 +250,6 @@ def test_the_heartbeat_says_that_no_server_takes_a_version_up(
     assert heartbeat is None or heartbeat.state == "waiting until version 1 is served"
     rig.serve()
     assert rig.answer(entry).weights_version == 1
-
-
-def test_the_heartbeat_says_that_a_stopped_rollback_is_in_the_way(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """`rlhf-triton weights rollback`, stopped by Ctrl-Z in the middle of writing."""
-    monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
-    rig.train(1)
-    with WeightsStore(rig.store.root)._writing():
-        entry = rig.send(2)
-        until(lambda: "WRITER" in str(rig.journal.heartbeat()))
-        assert rig.journal.result(entry) is None
-    assert rig.answer(entry).weights_version == 2
 
 
 # ---- what cannot be trained or served ----
