@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from peft import PeftModel
 from policy_training import load_checkpoint, states, train
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import add_tensors, change_config, save_tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -405,52 +403,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, llama: Path, damage: Callable[[
     assert all(map(torch.equal, parameters(policy).values(), before.values()))
 
 
-# ---- bfloat16: frozen matrices are cast neither per token nor per forward pass ----
-
-FAMILIES = ("llama", "gpt2", "mixtral")
-
-
-class Casts(TorchDispatchMode):
-    """Counts casts to bfloat16 by the address of the tensor that is cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
-            self.counts[args[0].data_ptr()] += 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, model: Any) -> dict[str, int]:
-        """How often each parameter was cast, without those that never were."""
-        counts = {name: self.counts[parameter.data_ptr()] for name, parameter in model.named_parameters()}
-        return {name: count for name, count in counts.items() if count}
-
-    def of_frozen(self, model: Any) -> set[str]:
-        """The same without the output layer, whose float32 weights a card multiplies as sums of bfloat16 terms."""
-        head = model.get_output_embeddings().weight
-        named = model.named_parameters()
-        return self.of(model).keys() - {n for n, each in named if each.is_cuda and each.data_ptr() == head.data_ptr()}
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
-    """The adapters themselves are cast once for all tokens of a rollout; a router is small and may be cast."""
-    policy = make_policy(save_policy(tmp_path, family), precision="bfloat16", lora_rank=2)
-    with Casts() as casts:
-        rollout = rows_of(policy.generate(PROMPTS, seed=1))
-    assert max(len(row.tokens) for row in rollout) > 9  # several decoding steps
-    found = casts.of(policy.model)
-    assert found or policy.model.device.type == "cuda"  # where they are merged for decoding
-    assert all("lora_" in name for name in found), found
-    assert set(found.values()) <= {1}
-    for reference in (False, True):
-        with Casts() as casts:
-            logprobs_of(policy, rollout, reference=reference)
-        frozen = casts.of_frozen(policy.model)
-        assert all("lora_" in name or "mlp.gate." in name for name in frozen), frozen
+# ---- bfloat16 ----
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:

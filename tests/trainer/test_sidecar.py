@@ -5,7 +5,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.critic_versions import CriticVersions
 from rlhf_triton.trainer.disk_retry import StoppedWaiting
 from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
@@ -137,23 +135,6 @@ def test_a_stop_while_no_instance_serves_loses_nothing(
     instance.paused.clear()
     assert rig.start().answer(entry).weights_version == 2
     assert torch.equal(rig.weights(), straight.weights(2))
-
-
-def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """The patience begins with the stop, not with the sidecar's last publication."""
-    rig.train(1)
-    much_later = {"monotonic": lambda: time.monotonic() + 2 * rlhf_triton.trainer.progress.STOP_PATIENCE_S}
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "time", SimpleNamespace(**{**vars(time), **much_later}))
-    waited = []
-
-    def wait_once(self: CriticVersions) -> None:
-        self._progress.wait("waiting for a reload through Triton")
-        waited.append("and did not give up")
-
-    monkeypatch.setattr(CriticVersions, "finish_reload", wait_once)
-    assert rig.stop() is None
-    assert waited
-    assert rig.checkpoints.latest() == 1
 
 
 def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
