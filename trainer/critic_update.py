@@ -94,7 +94,7 @@ class CriticUpdate:
             WeightsBroken: weights are not finite after it.
         """
         self.ranks.announce("train", skip=skip)
-        payload = self.ranks.broadcast(payload, TrainPayload)
+        payload = self.ranks.broadcast(payload)
         start = time.monotonic()
         rows = list(split_rows(payload))
         size = self.settings.global_batch_size

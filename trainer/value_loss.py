@@ -36,19 +36,8 @@ def clipped_value_loss(
     Returns:
         Scalar tensor.
 
-    Raises:
-        ValueError: num_tokens < 0, or 0 with a nonzero mask; clip_value is NaN; or shapes differ.
-
     Source: OpenAI baselines, ppo2 (the value clip is not in the PPO paper, Schulman et al. 2017).
     """
-    tensors = {"values": values, "prev_values": prev_values, "returns": returns, "mask": mask}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if values.ndim != 2 or len(set(shapes.values())) != 1:
-        raise ValueError(f"expected one shape [B, S-1], got {shapes}")
-    if not num_tokens >= 0 or (num_tokens == 0 and bool(mask.any())):
-        raise ValueError(f"num_tokens must be the number of ones in the mask of the whole batch, got {num_tokens}")
-    if clip_value != clip_value:
-        raise ValueError(f"clip_value must be a number, got {clip_value}")
     # Fill masked positions instead of only multiplying by the mask: NaN * 0 is NaN, in the loss and in its gradient.
     values, prev_values, returns = (x.masked_fill(mask == 0, 0.0) for x in (values, prev_values, returns))
     error = (values - returns).square()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +28,8 @@ from rlhf_triton.learning.ranks import Operations, Ranks, dealt
 POLL_S = 0.002
 
 
-class OwnLogprobs(Protocol):
-    """Computes log-probs on this rank, as `Policy.logprobs` returns them."""
-
-    def __call__(self, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]: ...
+OwnLogprobs = Callable[..., list[np.ndarray]]
+"""Computes log-probs on this rank, as `Policy.logprobs` takes and returns them."""
 
 
 class OtherSamplers:

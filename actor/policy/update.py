@@ -44,7 +44,7 @@ class PolicyUpdate:
             NotFinite: the gradient of a minibatch is not finite; this minibatch did not change the weights.
         """
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
-        batch = self._corrected(self._ranks.broadcast(batch, PPOBatch))
+        batch = self._corrected(self._ranks.broadcast(batch))
         s, taught = self._settings, batch.policy_weights.any(-1)
         each = _rows_each(batch, taught)
         generator = torch.Generator().manual_seed(seed)

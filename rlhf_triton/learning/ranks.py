@@ -9,7 +9,6 @@ dies, its store dies with it, and the other ranks leave; if another rank dies, t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,10 +34,9 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(minutes=2)
 POLL_S = 0.002
 LEAVE_S = 2.0  # for which rank 0 waits at the end; a rank that died will never say that it leaves
-KEPT = 1000  # newest entries of each numbered list in the store: no rank is ever that far behind
+KEPT = 1000  # newest operations in the store: no rank is ever that far behind
 END = "end"
 LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)}
 
 
 class RankFailed(RlhfError):
@@ -62,7 +59,7 @@ class OneRank:
         """Execute `work`."""
         return work()
 
-    def broadcast(self, record: T | None, kind: type[T]) -> T:
+    def broadcast(self, record: T | None) -> T:
         """Return the record."""
         assert record is not None
         return record
@@ -89,9 +86,6 @@ class Ranks:
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
         self.rank, self.size, self.device, self._store = rank, size, device, store
         self.operations = Operations(rank, dist.PrefixStore("operations", store))
-        self._errors, self._shapes = dist.PrefixStore("errors", store), dist.PrefixStore("shapes", store)
-        self._values = dist.PrefixStore("values", store)
-        self._checks = self._broadcasts = self._gathers = 0
 
     @classmethod
     def join(cls, device: str, *, timeout: timedelta = GROUP_TIMEOUT) -> Ranks:
@@ -149,56 +143,34 @@ class Ranks:
             RlhfError: of this rank; or RankFailed, of another.
         """
         error: RlhfError | OSError | None = None
+        failure = None
         try:
             result = work()
         except (RlhfError, OSError) as caught:
             error = caught
-        self._checks += 1
-        key = str(self._checks)
-        if error is not None:
-            number = error.errno if isinstance(error, OSError) else None
-            self._errors.set(key, json.dumps([isinstance(error, OSError), number, f"rank {self.rank}: {error}"]))
-        failed = torch.tensor([error is not None])
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            failure = isinstance(error, OSError), getattr(error, "errno", None), f"rank {self.rank}: {error}"
+        failures = [other for other in self.gather(failure) if other is not None]
         if error is not None:
             raise error
-        if failed:
-            is_disk_error, number, text = json.loads(self._errors.get(key))
+        for is_disk_error, number, text in failures:
             if is_disk_error:
                 raise OSError(text) if number is None else OSError(number, text)
             raise RankFailed(text)
         return result
 
-    def broadcast(self, record: T | None, kind: type[T]) -> T:
-        """Send a dataclass `kind` of arrays and CPU tensors from rank 0 to all ranks; the other ranks pass None.
-
-        Returns the record on every rank. Fields may be None.
-        """
-        self._broadcasts += 1
-        key = str(self._broadcasts)
-        given = {} if record is None else {name: value for name, value in vars(record).items() if value is not None}
-        tensors = {name: torch.as_tensor(value).contiguous() for name, value in given.items()}
-        if record is not None:
-            shapes = [
-                [name, str(tensor.dtype), list(tensor.shape), isinstance(given[name], np.ndarray)]
-                for name, tensor in tensors.items()
-            ]
-            self._shapes.set(key, json.dumps(shapes))
-            self._shapes.delete_key(str(self._broadcasts - KEPT))
-        received: dict[str, Any] = {field.name: None for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        for name, dtype, shape, is_array in json.loads(self._shapes.get(key)):
-            tensor = tensors[name] if record is not None else torch.empty(shape, dtype=DTYPES[dtype])
-            dist.broadcast(tensor, src=0)
-            received[name] = tensor.numpy() if is_array else tensor
-        return kind(**received) if record is None else record
+    def broadcast(self, record: T | None) -> T:
+        """Return the record of rank 0 on all ranks; the other ranks pass None. Collective."""
+        box = [record]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        received = box[0]
+        assert received is not None
+        return received
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values that the ranks pass, by rank; collective."""
-        self._gathers += 1
-        self._values.set(f"{self._gathers}/{self.rank}", json.dumps(value))
-        self._values.delete_key(f"{self._gathers - KEPT}/{self.rank}")
-        dist.barrier()
-        return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
+        """Return the values that the ranks pass, by rank; collective."""
+        found = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
     def summed(self, values: Tensor) -> Tensor:
         """Replace CPU values by their sums over all ranks, and return them; collective."""

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import load_checkpoint, states, train
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import MIXTURES, add_tensors, change_config, save_tiny
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_checkpoints import add_tensors, change_config, save_tiny
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -358,48 +356,6 @@ def test_a_saved_policy_names_the_ends_of_the_run_and_keeps_doubtful_settings(tm
     assert {**found, **published, "eos_token_id": [1, 5], "pad_token_id": 2} == found
 
 
-@pytest.mark.device
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [(family, {}) for family in MIXTURES] + [("mixtral", {"lora_rank": 2}), ("granitemoe", {"lora_rank": 2})],
-    ids=str,
-)
-def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, settings: dict[str, Any]):
-    """Bit for bit; and its tokenizer has several chat templates, which lie in a folder of their own."""
-    one, rollout = trained(save_policy(tmp_path / "start", family), **settings)
-    save(tmp_path / "checkpoints", one)
-    other = make_policy(tmp_path / "start", seed=1, **settings)
-    load_checkpoint(tmp_path / "checkpoints", 1, states(other))
-    for policy in (one, other):
-        train(policy, rollout)
-    assert torch.equal(logprobs_of(one, rollout), logprobs_of(other, rollout))
-    theirs = parameters(other)
-    assert [name for name, mine in parameters(one).items() if not torch.equal(mine, theirs[name])] == []
-
-
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"precision": "bfloat16"}], ids=str)
-def test_frozen_parameters_keep_their_bits(llama: Path, tmp_path: Path, settings: dict[str, Any]):
-    """While the others are trained, and in the policy that is written at the end."""
-    settings = {**settings, "policy_freeze": ["embed_tokens", r"q_proj\.weight"]}
-    start = parameters(make_policy(llama, **settings))
-    policy, _ = trained(llama, **settings)
-    moved = {name for name, parameter in parameters(policy).items() if not torch.equal(parameter, start[name])}
-    assert moved == {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
-    policy.save(tmp_path)
-    expected, found = (load_file(folder / "model.safetensors") for folder in (llama, tmp_path))
-    for name in expected:
-        if "q_proj" in name and "precision" in settings:
-            assert torch.equal(found[name].float(), expected[name].bfloat16().float())
-        elif "q_proj" in name or "embed_tokens" in name:
-            assert torch.equal(found[name].float(), expected[name])
-    assert any("v_proj" in name and not torch.equal(found[name].float(), expected[name]) for name in expected)
-
-
-def test_a_pattern_that_matches_no_parameter_of_the_policy_is_refused(llama: Path):
-    with pytest.raises(CheckpointError, match=r"actor\.policy\.freeze: 'wte' matches no parameter; the names of Llama"):
-        make_policy(llama, policy_freeze=["wte"])
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -447,52 +403,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, llama: Path, damage: Callable[[
     assert all(map(torch.equal, parameters(policy).values(), before.values()))
 
 
-# ---- bfloat16: frozen matrices are cast neither per token nor per forward pass ----
-
-FAMILIES = ("llama", "gpt2", "mixtral")
-
-
-class Casts(TorchDispatchMode):
-    """Counts casts to bfloat16 by the address of the tensor that is cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
-            self.counts[args[0].data_ptr()] += 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, model: Any) -> dict[str, int]:
-        """How often each parameter was cast, without those that never were."""
-        counts = {name: self.counts[parameter.data_ptr()] for name, parameter in model.named_parameters()}
-        return {name: count for name, count in counts.items() if count}
-
-    def of_frozen(self, model: Any) -> set[str]:
-        """The same without the output layer, whose float32 weights a card multiplies as sums of bfloat16 terms."""
-        head = model.get_output_embeddings().weight
-        named = model.named_parameters()
-        return self.of(model).keys() - {n for n, each in named if each.is_cuda and each.data_ptr() == head.data_ptr()}
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_base_under_adapters_is_never_cast(tmp_path: Path, family: str):
-    """The adapters themselves are cast once for all tokens of a rollout; a router is small and may be cast."""
-    policy = make_policy(save_policy(tmp_path, family), precision="bfloat16", lora_rank=2)
-    with Casts() as casts:
-        rollout = rows_of(policy.generate(PROMPTS, seed=1))
-    assert max(len(row.tokens) for row in rollout) > 9  # several decoding steps
-    found = casts.of(policy.model)
-    assert found or policy.model.device.type == "cuda"  # where they are merged for decoding
-    assert all("lora_" in name for name in found), found
-    assert set(found.values()) <= {1}
-    for reference in (False, True):
-        with Casts() as casts:
-            logprobs_of(policy, rollout, reference=reference)
-        frozen = casts.of_frozen(policy.model)
-        assert all("lora_" in name or "mlp.gate." in name for name in frozen), frozen
+# ---- bfloat16 ----
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:

@@ -29,7 +29,6 @@ from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
 from rlhf_triton.python_backend.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
 from tests.device.test_critic_training import payload
-from tests.device.test_critic_training import update_of as critic_update_of
 from tests.learning.test_policy_ranks import CASES as POLICY_CASES
 from tests.learning.test_policy_ranks import PROMPTS, batch_of
 from tests.learning.test_policy_ranks import settings_of as policy_settings
@@ -42,7 +41,6 @@ LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 WAITS_OF_A_STEP = 2  # statistics, and the norm of the gradient
 WAITS_OF_AN_UPDATE = 1  # a micro-batch whose prompts are shared: transformers looks at their mask; otherwise none
 WAITS_OF_A_REFERENCE = 1  # a micro-batch: its log-probs; one more if its prompts are shared
-WAITS_OF_A_CRITIC = 1  # a micro-batch: its loss, so that the heartbeat tells how far the card is
 POLICY_CASES["lora in bfloat16"] = {"lora_rank": 2, "precision": "bfloat16"}
 
 
@@ -108,19 +106,6 @@ def test_log_probs_wait_once_a_micro_batch_and_for_the_inspection_of_shared_mask
     served = load_language_model(checkpoint, device="cuda:1", dtype="bfloat16", banned_token_ids=[3, 4])
     trace = traced(lambda: served.logprobs([np.arange(5, 5 + n) for n in (4, 7, 1)]))
     assert trace.num_waits <= WAITS_OF_A_REFERENCE, trace.where
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [("bert", {}), ("llama", {"gradient_checkpointing": True, "attention": "eager", "lora_rank": 2})],
-)
-def test_a_critic_update_waits_once_a_micro_batch(family: str, settings: dict[str, Any], tmp_path: Path):
-    update = critic_update_of(tmp_path, family, device="cuda:3", token_budget=20, **settings)
-    done: list[int] = []
-    with Trace() as trace:
-        report = update.train(payload(), done.append)
-    assert np.isfinite(report.loss_mean)
-    assert trace.num_waits <= len(done) * WAITS_OF_A_CRITIC + 2, trace.where  # for the norm, and whether all is finite
 
 
 # ---- results are those of the CPU ----

@@ -2,7 +2,6 @@
 
 import asyncio
 import string
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -58,6 +57,7 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
     given = {
         "model": folder / name,
         "lr": 1e-2,
+        "warmup_steps": 9,
         "minibatch_size": 4,
         "token_budget": 24,
         "max_new_tokens": 6,
@@ -123,7 +123,7 @@ def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[t
     return [work(ranks, folder, *run) for run in runs]
 
 
-def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> dict[str, Any] | None:
+def session(ranks: AnyRanks, folder: Path, case: str) -> dict[str, Any] | None:
     """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
     config = RunConfig(actor=settings_of(folder, case))
     if isinstance(ranks, Ranks) and ranks.rank:
@@ -142,11 +142,14 @@ def session(ranks: AnyRanks, folder: Path, case: str, idle_s: float = 0.0) -> di
         found[f"logprobs of step {step}"] = [padded(each).numpy() for each in logprobs]
         save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
         found[f"weights of step {step}"] = weights_of(policy)
-        time.sleep(idle_s)
         update.run(batch_of(step), seed=step, kl_coef=0.1)
     policy.save(root / "policy")
     policy.renew_sampler()
     found["weights at the end"], found["ended"] = weights_of(policy), ended
+    load_checkpoint(root, 2, states(policy))  # on all ranks, at the place in the schedule
+    update.run(batch_of(2), seed=2, kl_coef=0.1)
+    policy.renew_sampler()
+    found["weights at the end, resumed"] = weights_of(policy)
     if isinstance(ranks, Ranks):
         with pytest.raises(RankFailed) as failure:
             policy.generate(PROMPTS, seed=SPOILED)
@@ -272,6 +275,7 @@ def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: st
     """Generates the same responses, and leaves checkpoints that any number of ranks resumes from."""
     one, (found, *_) = session(ALONE, folder, case), on_ranks(size, session, folder, case)
     assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
+    assert largest(found["weights at the end, resumed"], found["weights at the end"]) == 0
     assert found["failure"].startswith("rank 1: the policy's logits are not finite, so no token can be sampled; check")
     for name in one:
         if name.startswith("rows"):
@@ -334,8 +338,3 @@ def test_an_abandoned_rollout_leaves_no_row_to_the_next(folder: Path):
 def test_an_environment_that_one_rank_cannot_start_ends_them_all(folder: Path):
     with pytest.raises(RuntimeError, match=r"rank 0: RankFailed: rank 1: environment.class .*: ValueError: no place"):
         on_ranks(2, conversations, folder / "keeps replies", "Unplaced")
-
-
-@pytest.mark.slow
-def test_an_idle_job_goes_on_after_a_group_timeout(folder: Path):
-    on_ranks(2, session, folder, "ppo", 21.0, group_timeout_s=20)

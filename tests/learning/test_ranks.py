@@ -62,9 +62,9 @@ def failures(ranks: Ranks) -> Any:
 def broadcasts(ranks: Ranks) -> Any:
     """Records that rank 0 sends twice."""
     sent = Record(torch.arange(3), torch.tensor([[True, False]]), np.random.default_rng(ranks.rank).random(2))
-    first = ranks.broadcast(sent if ranks.rank == 0 else None, Record)
+    first = ranks.broadcast(sent if ranks.rank == 0 else None)
     assert type(first.values) is np.ndarray
-    second = ranks.broadcast(Record(torch.zeros(0), None, sent.values) if ranks.rank == 0 else None, Record)
+    second = ranks.broadcast(Record(torch.zeros(0), None, sent.values) if ranks.rank == 0 else None)
     return [None if value is None else value.tolist() for each in (first, second) for value in vars(each).values()]
 
 

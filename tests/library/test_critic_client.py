@@ -18,9 +18,6 @@ from rlhf_triton.critic_client import (
     ClientSection,
     ContractError,
     CriticClient,
-    RequestFailed,
-    RequestRefused,
-    ServerFailed,
 )
 from rlhf_triton.critic_client.rows import training_arrays
 from rlhf_triton.errors import RlhfError
@@ -246,38 +243,3 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
 
 
 # ---- failures ----
-
-
-@pytest.mark.parametrize(
-    ("what", "kind", "told"),
-    [
-        ("wrong", RequestRefused, "critic_train at .* refused: tokens: missing"),
-        ("failed", ServerFailed, "critic_train at .* refused: the gradients are not finite"),
-        ("busy", RequestFailed, "critic_train at .* refused after 7 attempts: no room"),
-    ],
-)
-def test_failures_are_of_one_kind_each(what: str, kind: type[RequestFailed], told: str) -> None:
-    def call(critic: CriticClient) -> None:
-        critic.rewind(0)
-        with pytest.raises(RequestFailed, match=told) as caught:
-            critic.train(1, *UPDATE)
-        assert type(caught.value) is kind
-
-    play(call, lambda model, number: what if model == "critic_train" else "ok")
-
-
-def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
-    away = r"critic at 127\.0\.0\.1:1 cannot be reached.*rlhf-triton serve"
-    with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic, pytest.raises(RequestFailed, match=away):
-        critic.values(ROWS)
-
-    async def run() -> None:
-        hasty = ClientSection(deadline_s=0.5)
-        async with (
-            FakeTriton(lambda *_: "hang") as server,
-            AsyncCriticClient(server.url, run_id="mine", settings=hasty) as critic,
-        ):
-            with pytest.raises(RequestFailed, match=r"critic\w* at .* did not respond within 0\.5 s"):
-                await critic.values(ROWS)
-
-    asyncio.run(run())

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -30,7 +29,7 @@ from rlhf_triton.digests import Algorithm
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.critic_save import TritonPythonModel
 from rlhf_triton.python_backend.serving.triton import TritonModel
-from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Heartbeat, HeartbeatWatch, Journal, Result
+from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry, read_training_file
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
@@ -558,19 +557,6 @@ def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_
         error = str(ask(model, "", rewind_to=0)().error)
     assert "the sidecar has made no progress for" in error
     assert "(step 7, micro-batch 0, training)" in error
-
-
-def test_silence_begins_when_nothing_new_is_seen(monkeypatch: pytest.MonkeyPatch):
-    now = [100.0]
-    monkeypatch.setattr("rlhf_triton.store.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
-    beats = [Heartbeat(1, 1, 1, "training", HOUR_S)]
-    watch = HeartbeatWatch(lambda: beats[-1])
-    assert watch.silence_s() == 0
-    now[0] += 7
-    assert watch.silence_s() == 7
-    beats.append(Heartbeat(1, 1, 2, "training", 0.0))
-    now[0] += 1
-    assert (watch.silence_s(), watch.last) == (0, beats[-1])
 
 
 @pytest.mark.parametrize(

@@ -362,22 +362,6 @@ def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: Weig
     assert store.versions() == [0, 1, 2, 3, 4]
 
 
-def test_what_a_failure_or_a_crash_left_is_no_version_and_is_swept(store: WeightsStore):
-    def broken(folder: Path) -> None:
-        writer(1)(folder)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        store.add(broken, run_id="run", step=1, parent=None, epoch=1)
-    assert [path.name for path in store.root.iterdir()] == ["WRITER"]
-    add(store, 0)
-    for name in (".staging-1", ".removed-2"):
-        shutil.copytree(store.folder(0), store.root / name)
-    assert store.versions() == [0]
-    store.prune(keep=1)
-    assert sorted(path.name for path in store.root.iterdir()) == ["0", "WRITER"]
-
-
 def test_pruning_keeps_what_is_needed_and_numbers_never_return(store: WeightsStore):
     for step in range(8):
         add(store, step)

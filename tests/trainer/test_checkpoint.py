@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_critic_update import payload, settings, silent, weights
+from test_critic_update import settings, weights
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -45,27 +45,6 @@ def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return update.trained.state()
 
 
-@pytest.mark.device
-def test_loading_undoes_whatever_was_trained_since(critic: Path, folder: CheckpointFolder):
-    update = fresh(critic)
-    folder.save(update, state(0, update))
-    update.train(payload(), silent)
-    place = folder.save(update, state(1, update))
-    files = {path.name: path.read_bytes() for path in place.iterdir()}
-    before, moments = weights(update), {k: v.clone() for k, v in optimizer_bits(update).items()}
-    update.train(payload(seed=1), silent)
-    assert not torch.equal(weights(update), before)
-    assert folder.load(1, update) == state(1, update)
-    assert torch.equal(weights(update), before)
-    assert all(torch.equal(value, moments[name]) for name, value in optimizer_bits(update).items())
-    update.train(payload(seed=2), silent)
-    assert {path.name: path.read_bytes() for path in place.iterdir()} == files  # not written through a mapped file
-    folder.load(0, update)
-    assert optimizer_bits(update) == {}  # before the first step there are no moments
-    update.train(payload(), silent)
-    assert torch.equal(weights(update), before)
-
-
 @pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
 def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Path, tmp_path: Path, integrity: str):
     folder = CheckpointFolder(tmp_path, integrity)
@@ -81,40 +60,6 @@ def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Pat
         path.write_bytes(path.read_bytes().replace(old, new))
         with pytest.raises(DamagedCheckpoint, match=f"{path.name} is damaged"):
             folder.load(1, update)
-
-
-def test_an_interrupted_write_is_ignored_and_swept(
-    critic: Path, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-):
-    update = fresh(critic)
-    folder.save(update, state(1))
-    with monkeypatch.context() as patch:
-        patch.setattr("rlhf_triton.store.durable.sync_tree", lambda path: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            folder.save(update, state(2))
-    (folder.root / ".staging-killed").mkdir()  # a kill has no time for `finally`
-    others = ("3", "99999999999999999999", "007", "²")  # no state.json, as would be left by hand; no steps
-    for name in others:
-        (folder.root / name).mkdir()
-    for name in others[1:]:
-        (folder.root / name / "state.json").write_text("{}")
-    assert (folder.steps(), folder.latest()) == ([1], 1)
-    folder.prune(keep=1)
-    assert {path.name for path in folder.root.iterdir()} == {"1", *others}
-    folder.drop_after(0)
-    assert {path.name for path in folder.root.iterdir()} == {*others}
-
-
-def test_pruning_keeps_what_actors_may_name_and_the_newest(critic: Path, folder: CheckpointFolder):
-    update = fresh(critic)
-    assert (folder.steps(), folder.latest()) == ([], None)
-    for step in range(1, 9):
-        folder.save(update, state(step, asked=step in (2, 4, 6)))
-    folder.prune(keep=2)
-    assert folder.steps() == [4, 6, 8]
-    assert (folder.latest(at_most=7), folder.latest(at_most=3)) == (6, None)
-    folder.drop_after(4)
-    assert folder.steps() == [4]
 
 
 @pytest.mark.parametrize(

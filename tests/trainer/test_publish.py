@@ -1,6 +1,5 @@
 """`trainer.publish` and `trainer.verification`: a version proves itself before CURRENT names it, in every dtype."""
 
-import functools
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ from versions import reseal
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
 from rlhf_triton.config import RunConfig
-from rlhf_triton.digests import Algorithm, digest_of
+from rlhf_triton.digests import digest_of
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import canary_row, check_canary
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
@@ -190,24 +189,6 @@ def test_the_caller_gets_the_cause_and_training_goes_on(rig: Rig, monkeypatch: p
     assert rig.store.current() == after.weights_version == 3
 
 
-def test_a_number_that_is_not_above_the_last_is_refused(store: WeightsStore, critic: CriticModel):
-    store.set_current(1)
-
-    class Stale(WeightsStore):
-        def next_version(self) -> int:
-            return 0
-
-        def _find(self, **_: object):
-            return self.manifest(0)
-
-    with torch.no_grad():
-        critic.model.classifier.bias -= 0.25  # what version 0 holds
-    publisher = publisher_of(Stale(store.root))
-    with pytest.raises(VersionRejected, match="version 0 is below version 1, which is served"):
-        publisher.publish(critic, step=0, beat=lambda _: None)
-    assert (store.current(), publisher.rejected) == (1, 1)
-
-
 # ---- the dtype of versions ----
 
 CASES: dict[str, dict[str, Any]] = {
@@ -282,23 +263,6 @@ def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
 def test_ranks_publish_in_bfloat16(llama: WeightsStore, case: str):
     assert on_ranks(2, published_by_a_rank, llama.root, case) == [[True, False]] * 2
     assert dtypes_of(llama, 1) == [{"F32"}, {"BF16"}]
-
-
-@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
-def test_a_version_is_hashed_while_it_is_written(
-    llama: WeightsStore, monkeypatch: pytest.MonkeyPatch, integrity: Algorithm
-):
-    read: list[Path] = []
-    monkeypatch.setattr(weights_module, "digest_of", lambda path, *how: read.append(path) or digest_of(path, *how))
-    for case in CASES.values():
-        critic = build_critic(llama.folder(0), trainer_section(**case), seed=0)
-        write = functools.partial(critic.write, integrity=integrity)
-        manifest = llama.add(write, step=llama.next_version(), **ABOUT)
-        assert [path.name for path in read] == ["config.json"]
-        read.clear()
-        llama.verify_files(manifest.version, weights_module.digest_of)
-        assert [path.name for path in read] == ["config.json", "model.safetensors"]
-        read.clear()
 
 
 # ---- staging of a version of several ranks, of which none holds the whole critic ----

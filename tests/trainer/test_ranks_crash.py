@@ -183,7 +183,7 @@ def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
     make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
 ):
     """And not ten times, as a rank that dies: each attempt would train the same step."""
-    where = ("rlhf_triton.trainer.critic_update", "CriticUpdate", "_accumulate")
+    where = ("rlhf_triton.trainer.critic_update", "CriticUpdate", "_loss")
     let_memory_be_short(monkeypatch, tmp_path, *where, condition=f"os.environ.get('RANK') == '{rank}'")
     job = make("run")
     ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ import pytest
 import torch
 from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
 from safetensors.torch import load_file, save_file
-from sidecar_rig import Instance, Killed, kill_at
+from sidecar_rig import Instance
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.modeling import load_reward, quiet_transformers
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools import weights
 from rlhf_triton.tools.weights import main
-from rlhf_triton.trainer.publish import Publisher, initialise_stores
+from rlhf_triton.trainer.publish import initialise_stores
 
 Output = pytest.CaptureFixture[str]
 REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 6)]
@@ -160,18 +157,6 @@ def test_a_version_that_an_instance_refuses_is_rolled_back(run: Run, capsys: Out
     assert (run.store.current(), run.instance.served) == (2, [0, 2])
 
 
-def test_the_checks_of_a_version_do_not_count_as_waiting_for_the_instances(monkeypatch: pytest.MonkeyPatch):
-    now, records = [0.0], types.SimpleNamespace(alive=lambda: ["reward_model_0"], died=list)
-    monkeypatch.setattr(weights, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    store: Any = types.SimpleNamespace(records=records)
-    beat = weights._patience(store)
-    now[0] += 10 * weights.PATIENCE_S  # a large model is loaded, and scores the pairs of its gate
-    beat("waiting")
-    now[0] += weights.PATIENCE_S + 1
-    with pytest.raises(RlhfError, match="still waiting after 60 s"):
-        beat("waiting")
-
-
 def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: Output):
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
@@ -213,35 +198,6 @@ def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Outpu
     print(told)
     assert BAD_PAIRS[line] in told
     assert run.store.versions() == [0]
-
-
-KILLS = [
-    (WeightsStore, "add", "before"),
-    (WeightsStore, "add", "after"),
-    (Publisher, "verify", "after"),
-    (WeightsStore, "set_current", "after"),
-    (WeightsStore, "prune", "after"),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "when"), KILLS, ids=lambda value: getattr(value, "__name__", value))
-def test_whatever_kills_the_publisher_a_version_serves_and_a_retry_works(
-    run: Run, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str
-):
-    new = changed(run, better)
-    with monkeypatch.context() as patch:
-        kill_at(patch, owner, name, when, call=1)
-        with pytest.raises(Killed):
-            run.tool("publish", str(new))
-    moved = (name, when) == ("set_current", "after") or name == "prune"
-    assert run.store.current() == (1 if moved else 0)
-    written = run.store.versions()
-    assert written == ([0] if (name, when) == ("add", "before") else [0, 1])
-    for version in written:
-        run.store.verify_files(version)
-    assert run.tool("publish", str(new)) == 0
-    assert run.store.current() == run.store.versions()[-1] == run.instance.served[-1] == len(written)
-    assert sorted(run.instance.served) == run.instance.served
 
 
 def test_version_0_is_made_once_and_must_be_finite(run: Run, tmp_path: Path):

@@ -1,7 +1,6 @@
 """The critic update on several ranks: the result of one process, and checkpoints and versions that any number reads."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
-from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.learning.merged_slices import MergedSlices
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.adapters import MergedWeights
@@ -49,9 +47,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = WeightsStore(root / "store")
     store.set_current(store.add(lambda folder: save_critic(load_critic(root / "llama"), folder), **about(0)).version)
     return root
-
-
-LORA = {**TRAINING, "lora_rank": 2, "precision": "bfloat16"}
 
 
 def about(step: int) -> dict[str, Any]:
@@ -117,18 +112,7 @@ def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
     update = load_update(root / "llama", settings(**TRAINING, **SAVING), seed=0, ranks=ranks)
     reports = [update.train(each if ranks.rank == 0 else None, silent) for each in payloads(3)]
     results["saving"] = [(r.loss_mean, r.grad_norm) for r in reports], update.critic.values([np.arange(9)])[0]
-    results["kept"] = [kept_for_fifty_steps(ranks, root, **changes) for changes in ({}, {"lora_rank": 2})]
     return results
-
-
-def kept_for_fifty_steps(ranks: Ranks, root: Path, **changes: Any) -> tuple[set[str], set[str]]:
-    """Names of the tensors of a version that are bit-equal after 50 steps, and of the parameters in the optimizer."""
-    update = load_update(root / "llama", settings(**TRAINING, freeze=FROZEN, **changes), seed=0, ranks=ranks)
-    before = {n: t.clone() for n, t in whole_tensors(MergedSlices(update.critic.model))}
-    for seed in range(50):
-        update.train(payload(seed=seed) if ranks.rank == 0 else None, silent)
-    after = whole_tensors(MergedSlices(update.critic.model))
-    return {name for name, tensor in after if torch.equal(tensor, before[name])}, {*update.trained.parameters}
 
 
 def in_float32(ranks: Ranks, root: Path) -> Any:
@@ -136,7 +120,6 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
     options = settings(**TRAINING)
     if ranks.rank:
         follow_rank_0(options, 0, ranks)
-        follow_rank_0(settings(**LORA), 0, ranks)
         return None
     folder = CheckpointFolder(root / "checkpoints")
     load_update(root / "llama", options, seed=0, ranks=ranks)
@@ -153,25 +136,7 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
     versions = publish(resumed, WeightsStore(root / "store"))
     damaged = damage(folder, update)
     ranks.operations.announce("end")
-    return same(after, again), versions, damaged, with_adapters(ranks, root)
-
-
-def with_adapters(ranks: Ranks, root: Path) -> np.ndarray:
-    """The same with LoRA, on rank 0: train and resume; return the values of the canary row."""
-    folder = CheckpointFolder(root / "adapters")
-    update = load_update(root / "llama", settings(**LORA), seed=0, ranks=ranks)
-    for each in payloads(3):
-        update.train(each, silent)
-    folder.save(update, state(1, update))
-    update.train(payload(seed=50), silent)
-    folder.save(update, state(2, update))
-    resumed = load_update(root / "llama", settings(**LORA), seed=0, ranks=ranks)
-    folder.load(1, resumed)
-    resumed.train(payload(seed=50), silent)
-    folder.save(resumed, state(3, resumed))
-    values = resumed.critic.values([np.arange(9)])[0]
-    ranks.operations.announce("end")
-    return values
+    return same(after, again), versions, damaged
 
 
 def load_all(folder: CheckpointFolder, update: CriticUpdate, root: Path, step: int) -> dict[str, torch.Tensor]:
@@ -184,14 +149,6 @@ def read_alone(root: Path, step: int) -> dict[str, torch.Tensor]:
     alone = CriticUpdate(load_critic(root / "llama"), settings(**TRAINING))
     CheckpointFolder(root / "checkpoints").load(step, alone)
     return everything(alone)
-
-
-def adapters_alone(root: Path, step: int | None = None) -> CriticUpdate:
-    """The critic with adapters in one process, as the ranks' checkpoint of a step has it."""
-    alone = load_update(root / "llama", settings(**LORA), seed=0)
-    if step is not None:
-        CheckpointFolder(root / "adapters").load(step, alone)
-    return alone
 
 
 def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
@@ -227,15 +184,12 @@ def damage(folder: CheckpointFolder, update: CriticUpdate) -> str:
 
 
 def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
-    """Read checkpoints on these ranks, each without and with LoRA; return whether they are what one process reads."""
+    """Read checkpoints on these ranks; return whether they are what one process reads."""
     update = load_update(root / "llama", settings(**TRAINING), seed=0, ranks=ranks)
-    with_lora = load_update(root / "llama", settings(**LORA), seed=0, ranks=ranks)
     found = []
     for step in steps:
         CheckpointFolder(root / "checkpoints").load(step, update)
         found.append(same(everything(update), read_alone(root, step)))
-        CheckpointFolder(root / "adapters").load(step, with_lora)
-        found.append(same(everything(with_lora), everything(adapters_alone(root, step))))
     return found
 
 
@@ -266,14 +220,6 @@ def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int)
         seen, canary = result["saving"]
         np.testing.assert_allclose(seen, [(r.loss_mean, r.grad_norm) for r in reports], rtol=2e-2)
         np.testing.assert_allclose(canary, update.critic.values([np.arange(9)])[0], atol=2e-2)
-        for (kept, trained_names), lora_rank in zip(result["kept"], (0, 2), strict=True):
-            frozen = {name for name in expected_names(root) if re.search("|".join(FROZEN), name)}
-            assert kept == frozen | ({name for name in expected_names(root) if "norm" in name} if lora_rank else set())
-            assert not any(re.search("|".join(FROZEN), name) for name in trained_names)
-
-
-def expected_names(root: Path) -> set[str]:
-    return {*MergedWeights(load_critic(root / "llama").model)}
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +238,7 @@ def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks:
 
 
 def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ranks: Any, root: Path):
-    _, versions, damaged, _ = two_ranks
+    _, versions, damaged = two_ranks
     assert versions[:3] == [(1, True), (2, True), False]
     assert "of version 0 differs" in versions[3]
     assert "version 2" in versions[4]
@@ -312,22 +258,9 @@ def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ran
     assert same(served, {name: tensor for name, tensor in read_alone(root, 2).items() if name in served})
 
 
-def test_adapters_of_two_ranks_resume_as_those_of_one_process(two_ranks: Any, root: Path):
-    folder = root / "adapters" / "3"
-    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
-    update = adapters_alone(root, 3)
-    assert same(everything(adapters_alone(root, 2)), everything(update))
-    np.testing.assert_allclose(two_ranks[3], update.critic.values([np.arange(9)])[0], atol=1e-7)
-    stored = {name for path in folder.glob("*.safetensors") for name in read_header(path)}
-    assert {name for name in stored if "/" not in name} == update.trained.parameters.keys()  # nothing of the base
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_checkpoint_of_any_number_of_ranks_is_read_by_others_bitwise(two_ranks: Any, root: Path, size: int):
     update, _ = trained(root / "llama", [payload()], **TRAINING)
     CheckpointFolder(root / "checkpoints").save(update, state(10, update))
     assert same(read_alone(root, 10), everything(update))
-    update = adapters_alone(root)
-    update.train(payload(), silent)
-    CheckpointFolder(root / "adapters").save(update, state(10, update))
-    assert on_ranks(size, resume, root, [10, 1]) == [[True] * 4] * size
+    assert on_ranks(size, resume, root, [10, 1]) == [[True] * 2] * size

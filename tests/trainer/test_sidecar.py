@@ -5,7 +5,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +16,12 @@ import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
 from rlhf_triton.config import MonitoringSection
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import load_critic
-from rlhf_triton.store import weights
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.critic_versions import CriticVersions
 from rlhf_triton.trainer.disk_retry import StoppedWaiting
 from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
@@ -95,24 +90,12 @@ def test_a_rewind_that_agrees_serves_what_every_second_step_has_not_published_ye
     assert torch.equal(rig.weights(2), straight.weights(3))
 
 
-@pytest.mark.parametrize(("keep_entries", "kept"), [(2, []), (3, [1, 2, 3])])
-def test_checkpoints_are_written_periodically_and_at_the_end(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, keep_entries: int, kept: list[int]
-):
-    monkeypatch.setattr(rlhf_triton.trainer.critic_checkpoints, "KEEP_ENTRIES", keep_entries)
-    rig = make(checkpoint_every=2)
-    rig.serve()
-    rig.start().train(1, 2, 3)
-    assert rig.checkpoints.latest() == 2
-    assert rig.stop() is None
-    assert rig.checkpoints.latest() == 3
-    assert [entry.step for entry in rig.journal.entries()] == kept  # a way from version 0 to each step, or none
-
-
-@pytest.mark.parametrize("format", ["merged", "adapter"])
-def test_a_rewind_of_adapters_serves_the_old_weights_under_a_new_number(make: Callable[..., Rig], format: str):
+def test_a_rewind_of_adapters_serves_the_old_weights_under_a_new_number(make: Callable[..., Rig]):
     settings: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
-    calm, rig = make("calm", publish={"keep": 100}, **settings), make(publish={"format": format, "keep": 1}, **settings)
+    calm, rig = (
+        make("calm", publish={"keep": 100}, **settings),
+        make(publish={"format": "adapter", "keep": 1}, **settings),
+    )
     for each in (calm, rig):
         each.serve()
         each.start().train(1, 2)
@@ -154,23 +137,6 @@ def test_a_stop_while_no_instance_serves_loses_nothing(
     assert torch.equal(rig.weights(), straight.weights(2))
 
 
-def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """The patience begins with the stop, not with the sidecar's last publication."""
-    rig.train(1)
-    much_later = {"monotonic": lambda: time.monotonic() + 2 * rlhf_triton.trainer.progress.STOP_PATIENCE_S}
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "time", SimpleNamespace(**{**vars(time), **much_later}))
-    waited = []
-
-    def wait_once(self: CriticVersions) -> None:
-        self._progress.wait("waiting for a reload through Triton")
-        waited.append("and did not give up")
-
-    monkeypatch.setattr(CriticVersions, "finish_reload", wait_once)
-    assert rig.stop() is None
-    assert waited
-    assert rig.checkpoints.latest() == 1
-
-
 def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     """The checkpoint of the last step does not wait for it either."""
     monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
@@ -193,14 +159,6 @@ def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], m
     assert rig.stop() is None
     assert rig.checkpoints.latest() == 3
     may_end.set()
-
-
-def test_a_second_sidecar_is_refused(rig: Rig, make: Callable[..., Rig]):
-    rig.train(1)
-    error = make().start().ended()
-    assert isinstance(error, RlhfError)
-    assert str(rig.journal.root) in str(error)
-    assert rig.train(2)[0].weights_version == 2
 
 
 # ---- what callers see while it works or waits ----
@@ -273,17 +231,6 @@ def test_the_heartbeat_says_that_no_server_takes_a_version_up(
     assert heartbeat is None or heartbeat.state == "waiting until version 1 is served"
     rig.serve()
     assert rig.answer(entry).weights_version == 1
-
-
-def test_the_heartbeat_says_that_a_stopped_rollback_is_in_the_way(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """`rlhf-triton weights rollback`, stopped by Ctrl-Z in the middle of writing."""
-    monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
-    rig.train(1)
-    with WeightsStore(rig.store.root)._writing():
-        entry = rig.send(2)
-        until(lambda: "WRITER" in str(rig.journal.heartbeat()))
-        assert rig.journal.result(entry) is None
-    assert rig.answer(entry).weights_version == 2
 
 
 # ---- what cannot be trained or served ----

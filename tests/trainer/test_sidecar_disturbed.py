@@ -36,14 +36,13 @@ from versions import reseal
 
 import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.store.durable import disk_errors, refusal, replace_file
+from rlhf_triton.store.durable import disk_errors, refusal
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
-from rlhf_triton.trainer.publish import Publisher
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES: list[tuple[type, str]] = [
@@ -58,7 +57,7 @@ WRITES: list[tuple[type, str]] = [
     (CheckpointFolder, "keep_only"),
     (CheckpointFolder, "drop_after"),
     (CheckpointFolder, "prune"),
-    (Publisher, "verify"),
+    (WeightsStore, "verify_files"),
 ]
 FULL_TOO: list[tuple[type, str]] = [(Journal, "beat")]  # killed, it would end the thread of the heartbeat alone
 
@@ -666,10 +665,3 @@ def test_safetensors_errors_of_the_disk_are_os_errors(tmp_path: Path):
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "x.safetensors"))
     with pytest.raises(SafetensorError, match="header"), disk_errors(tmp_path / "x.safetensors"):
         raise SafetensorError("Error while deserializing header: HeaderTooLarge")
-
-
-def test_a_replacement_that_fails_leaves_no_file_behind(tmp_path: Path):
-    (tmp_path / "there").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        replace_file(tmp_path / "there", b"data")
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from test_checkpoint import optimizer_bits, state
 from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
-from transformers import AutoModelForCausalLM
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
 from rlhf_triton.python_backend.models.heads import head_of
-from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.python_backend.models.modeling import quiet_transformers
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -117,25 +116,6 @@ def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
     merged = model.state_dict()
     names = {name: ".".join(p for p in name.split(".") if p != "base_layer") for name in merged if ".lora_" not in name}
     return {plain: merged[name] for name, plain in names.items()}
-
-
-@pytest.mark.parametrize("changes", [{}, {**LORA, **BFLOAT16}], ids=str)
-def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(tmp_path: Path, changes: dict[str, Any]):
-    """Counted as bytes that autograd saves in a forward pass."""
-    store, saved, found = make_store(tmp_path), [], []
-    for recompute in (False, True):
-        update, total = build(store, gradient_checkpointing=recompute, token_budget=10_000, **changes), [0]
-
-        def pack(tensor: torch.Tensor, total: list[int] = total) -> torch.Tensor:
-            total[0] += tensor.nbytes
-            return tensor
-
-        # Tensors of layers that are recomputed do not reach these hooks: torch's checkpointing sets its own.
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found.append(weights(train(update, 0, 1)))
-        saved.append(total[0])
-    assert saved[1] < 0.5 * saved[0]
-    assert torch.equal(*found)
 
 
 def test_bfloat16_computes_in_bfloat16_and_its_head_in_float32(tmp_path: Path):
@@ -265,39 +245,6 @@ def test_an_attention_implementation_is_chosen(tmp_path: Path):
 def test_what_a_family_lacks_is_refused(tmp_path: Path, family: str, changes: dict[str, Any], message: str):
     with pytest.raises(CheckpointError, match=message):
         build(make_store(tmp_path, family), **changes)
-
-
-# ---- mixtures of experts ----
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("family", CLASSIFIERS)
-def test_a_mixture_goes_on_from_versions_and_checkpoints_bit_for_bit(tmp_path: Path, family: str):
-    save_tiny(tmp_path / "start", family, "language")
-    body, critic = (
-        AutoModelForCausalLM.from_pretrained(str(tmp_path / "start")).base_model,
-        load_critic(tmp_path / "start"),
-    )
-    for (name, mine), theirs in zip(critic.model.base_model.named_parameters(), body.parameters(), strict=True):
-        assert torch.equal(mine.cpu(), theirs), name
-    store, folder = WeightsStore(tmp_path / "weights"), CheckpointFolder(tmp_path / "checkpoints")
-    initialise_store(store, CriticSection(model=tmp_path / "start"), run_id="run")
-    verify_alone(store, 0)
-    served = load_critic(store.folder(0))
-    straight, resumed = (CriticUpdate(load_critic(store.folder(0)), settings()) for _ in range(2))
-    straight.train(payload(), silent)
-    folder.save(straight, state(1, straight))
-    store.add(lambda path: save_critic(straight.critic, path), run_id="run", step=1, parent=0, epoch=1)
-    verify_version(store, 1, straight.critic)
-    folder.load(1, resumed)
-    assert torch.equal(weights(resumed), weights(straight))
-    rows = [np.arange(1, 9), np.arange(3, 6)]
-    for critic in (served.with_weights(store.folder(1)), load_critic(store.folder(1)), resumed.critic):
-        for found, expected in zip(critic.values(rows), straight.critic.values(rows), strict=True):
-            np.testing.assert_array_equal(found, expected)
-    for update in (straight, resumed):
-        update.train(payload(seed=1), silent)
-    assert torch.equal(weights(resumed), weights(straight))
 
 
 @pytest.mark.parametrize("family", sorted({*MIXTURES} - {*CLASSIFIERS}))
