@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sidecar_rig import Killed, Rig, kill_at
 from test_critic_update import payload
 from tiny_checkpoints import save_tiny
-from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
+from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_policy
 from versions import reseal
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -27,7 +27,7 @@ from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
 from rlhf_triton.trainer.pretraining import explained_variance, pretrained
 from rlhf_triton.trainer.publish import initialise_store, initialise_stores
-from rlhf_triton.trainer.training_set import packed, read_rows, split
+from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import nested
@@ -368,19 +368,52 @@ def assert_refused(config: RunConfig, message: str) -> None:
 
 # ---- files of responses and returns ----
 
+MESSAGES = [{"role": "user", "content": "good day"}]
+
 
 def write(path: Path, *lines: Any) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
-def test_a_line_of_a_file_has_a_return_for_each_token_of_the_response(root: Path, tmp_path: Path):
-    lines = [{"prompt": [5, 6, 7], "response": [8, 9], "return": 1.5, "more": None}, "", {**LINE, "return": -2}]
-    config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
-    first, second = read_rows(config, LIMITS)
-    assert [row.tokens.tolist() for row in (first, second)] == [[5, 6, 7, 8, 9], [5, 6, 7]]
-    assert [row.mask.tolist() for row in (first, second)] == [[0, 0, 1, 1], [0, 1]]
-    assert [row.returns.tolist() for row in (first, second)] == [[0, 0, 1.5, 1.5], [0, -2]]
+def test_a_line_of_a_file_is_what_the_actor_would_have_sent(root: Path, tmp_path: Path):
+    """BOS before a text, none before a chat; EOS after a text response; a return for each token of the response."""
+    tokenizer = make_text_tokenizer("llama")
+    hello, reply = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("hello", "a good film"))
+    file = write(
+        tmp_path / "data.jsonl",
+        {"prompt": "hello", "response": "a good film", "return": 2},
+        {"prompt": MESSAGES, "response": "a good film</s>", "return": -0.5, "more": None},
+        "",
+        {"prompt": [5, 6, 7], "response": [8, 9], "return": 1.5},
+    )
+    rows = read_rows(config_of(tmp_path / "run", root / "critic", [file]), LIMITS)
+    chat = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    prompts = [
+        [tokenizer.bos_token_id, *hello],
+        tokenizer(chat, add_special_tokens=False)["input_ids"],
+        [5, 6, 7],
+    ]
+    responses = [[*reply, tokenizer.eos_token_id]] * 2 + [[8, 9]]
+    for row, prompt, response, target in zip(rows, prompts, responses, (2, -0.5, 1.5), strict=True):
+        assert row.tokens.tolist() == [*prompt, *response]
+        assert row.mask.tolist() == [0] * (len(prompt) - 1) + [1] * len(response)
+        assert row.returns.tolist() == [0] * (len(prompt) - 1) + [target] * len(response)
+    bare = config_of(tmp_path / "run", root / "critic", [file])
+    actor = bare.actor.model_copy(
+        update={"prompts": bare.actor.prompts.model_copy(update={"add_special_tokens": False})}
+    )
+    assert read_rows(bare.model_copy(update={"actor": actor}), LIMITS)[0].tokens.tolist() == [*hello, *responses[0]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "end"), [("hello", "<|endoftext|>"), (MESSAGES, "<|im_end|>"), ([5, 6], "<|endoftext|>")]
+)
+def test_a_reply_to_messages_ends_as_the_chat_template_ends_it(tmp_path: Path, prompt: Any, end: str):
+    tokenizer = save_chat_policy(tmp_path / "critic", eos_token="<|endoftext|>")
+    file = write(tmp_path / "data.jsonl", {"prompt": prompt, "response": "a good film", "return": 2})
+    [(_, payload)] = rows_of_file(file, tmp_path / "critic", special=True)
+    assert tokenizer.decode(payload.tokens).endswith(f"a good film{end}")
 
 
 def test_the_first_rows_are_learned_last(root: Path, tmp_path: Path):
@@ -397,12 +430,14 @@ LINE = {"prompt": [5, 6], "response": [7], "return": 1}
 BAD_LINES: dict[str, Any] = {
     "line 2 is not JSON in UTF-8": "{",
     "line 2 is not an object with `prompt` and `response` and `return`": "[1]",
-    r"line 2 must have a prompt and .* got {\"prompt\": \[\]": {**LINE, "prompt": []},
-    "line 2 must have .* a response": {**LINE, "response": "a text"},
+    r"line 2 must have a prompt \(text, messages or token ids\), .* got {\"prompt\": \[\]": {**LINE, "prompt": []},
+    "line 2 must have .* a response": {**LINE, "response": [7, "x"]},
     "line 2 must have .*a return .a finite number.*Infinity": {**LINE, "return": float("inf")},
     "line 2 must have .*a return": {**LINE, "return": 10**400},
     r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
     "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
+    "line 2: prompt holds messages written as a text; store": {**LINE, "prompt": str([{"role": "user"}])},
+    r"line 2: prompt\[0\]: the role 'human' is none of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
 }
 
 
@@ -426,3 +461,6 @@ def test_returns_beyond_all_bounds_end_it_with_a_sentence(root: Path, tmp_path: 
     lines = [{**LINE, "prompt": [5, 6 + number], "return": 1e30} for number in range(9)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
     assert_refused(config, r"the critic's gradients are not finite: .*; lower trainer\.optimizer\.lr")
+
+
+# ---- several ranks ----
