@@ -8,8 +8,7 @@ RlhfError                    the user can fix it; the message names what is wron
   ContractError              a request's field and value
   BadMessages                a conversation that is none
   FunctionError              a user's function, class, loss or advantage, or an option of one
-  BadScore                   what a reward function returned
-    BadEnvironment           what an environment returned or raised
+  BadScore                   what a reward function or an environment returned
   RewardsFailed              too many rewards of a rollout are unavailable
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that cannot be used for conversations

@@ -89,11 +89,6 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
     """Return what reads and ends sessions. `export`: JSONL file for the rows of those that end; None: there is none."""
 
-    async def begin(request: Request) -> Response:
-        """Let calls begin another session under the name of one that has ended."""
-        sessions.reopen(_name(request))
-        return JSONResponse({})
-
     async def read(request: Request) -> Response:
         """Return the trajectories so far."""
         return JSONResponse({"trajectories": _rows(sessions.find(_name(request)))})
@@ -112,7 +107,6 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
         return JSONResponse({"trajectories": rows})
 
     return [
-        Route(SESSION, begin, methods=["POST"]),
         Route(SESSION, read),
         Route(f"{SESSION}/end", end, methods=["POST"]),
     ]

@@ -183,7 +183,7 @@ class Session:
 
 def _over(name: str) -> HttpError:
     """Return the error of a call in a session that has ended. No client repeats a 404, as it does a 409."""
-    return HttpError(404, f"session {name} has ended: call under another name, or POST to /sessions/{name} first")
+    return HttpError(404, f"session {name} has ended: call under another name")
 
 
 class Sessions:
@@ -259,10 +259,6 @@ class Sessions:
             if len(self._ended) > MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
         return session
-
-    def reopen(self, name: str) -> None:
-        """Let calls begin another session under the name of one that has ended."""
-        self._ended.pop(name, None)
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s

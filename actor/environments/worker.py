@@ -25,12 +25,8 @@ MAX_CHARACTERS = 20_000  # of an observation or a tool's result
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class BadEnvironment(BadScore):
-    """A class, what it returns, or what it raises (the `__cause__`) does not fit the contract."""
-
-
 class HostedEnvironment:
-    """One instance of the user's class, and its thread. The operations raise BadEnvironment; one runs at a time."""
+    """One instance of the user's class, and its thread. The operations raise BadScore; one runs at a time."""
 
     def __init__(self, parent: Parent, made: Callable[..., Any], score: Callable[..., Any] | None) -> None:
         self.lock = asyncio.Lock()
@@ -62,10 +58,10 @@ class HostedEnvironment:
         """Return observation, reward and whether the episode has ended."""
         result = await self._call(self._target.step, action)
         if not isinstance(result, tuple) or len(result) not in (3, 5):
-            raise BadEnvironment(f"returned {result!r:.80}; return a tuple (observation, reward, done)")
+            raise BadScore(f"returned {result!r:.80}; return a tuple (observation, reward, done)")
         observation, reward, *ends = result[:4]  # of Gymnasium's five: terminated and truncated, without info
         if not all(isinstance(end, bool) or getattr(end, "dtype", None) == "bool" for end in ends):
-            raise BadEnvironment(f"done is {ends[0]!r:.80}; return True or False")
+            raise BadScore(f"done is {ends[0]!r:.80}; return True or False")
         text = self._text(observation, "the observation")
         return {"observation": text, "reward": _reward(reward), "done": any(map(bool, ends))}
 
@@ -74,12 +70,12 @@ class HostedEnvironment:
         tools = self._tools or {}
         try:
             if name not in tools:
-                raise BadEnvironment(f"there is no tool {name}; the tools: {', '.join(tools) or 'none'}")
+                raise BadScore(f"there is no tool {name}; the tools: {', '.join(tools) or 'none'}")
             if not isinstance(arguments, dict):
-                raise BadEnvironment(f"the arguments are {arguments!r:.80}; write an object with a value for each name")
+                raise BadScore(f"the arguments are {arguments!r:.80}; write an object with a value for each name")
             result = await self._call(tools[name], **arguments)
             return {"text": self._text(await self._call(str, result), "the result")}
-        except BadEnvironment as error:
+        except BadScore as error:
             cause = error.__cause__ or error  # without the place in the code, which is not for the model
             text = f"error: {describe(cause.with_traceback(None))}"
             return {"text": text.encode(errors="backslashreplace").decode()}
@@ -106,7 +102,7 @@ class HostedEnvironment:
         return {}
 
     async def _call(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-        """Call user code in the instance's thread, and await what it returns on the loop. Raises BadEnvironment."""
+        """Call user code in the instance's thread, and await what it returns on the loop. Raises BadScore."""
 
         def in_thread() -> Any:
             with self._user_code():
@@ -123,7 +119,7 @@ class HostedEnvironment:
         try:
             yield
         except BaseException as error:  # process edge: anything that user code raises fails this call only
-            raise BadEnvironment(describe(error)) from error
+            raise BadScore(describe(error)) from error
         finally:
             self._parent.end_forks()
 
@@ -132,7 +128,7 @@ class HostedEnvironment:
         settings = self._settings
         self._target = configured(self._parent.spec, self._made, dict(settings["options"]), settings["timeout_s"])
         if not callable(getattr(self._target, "reset", None)):
-            raise BadEnvironment("it has no method reset, which begins an episode")
+            raise BadScore("it has no method reset, which begins an episode")
         step = getattr(self._target, "step", None)
         if not callable(step) or not inspect.signature(step).parameters:
             found = inspect.getmembers(self._target, inspect.ismethod)
@@ -148,11 +144,11 @@ class HostedEnvironment:
 
     def _text(self, value: Any, what: str) -> str:
         if not isinstance(value, str):
-            raise BadEnvironment(f"{what} is {value!r:.80}; return a str")
+            raise BadScore(f"{what} is {value!r:.80}; return a str")
         if len(value) > MAX_CHARACTERS:
-            raise BadEnvironment(f"{what} has {len(value)} characters, must have at most {MAX_CHARACTERS}")
+            raise BadScore(f"{what} has {len(value)} characters, must have at most {MAX_CHARACTERS}")
         if SURROGATE.search(value):
-            raise BadEnvironment(f"{what} has a lone surrogate, which UTF-8 cannot express; decode with errors=replace")
+            raise BadScore(f"{what} has a lone surrogate, which UTF-8 cannot express; decode with errors=replace")
         return value
 
 
@@ -167,7 +163,7 @@ def _reward(value: Any) -> float | None:
     try:
         return None if value is None else checked(value)
     except (BadScore, ArithmeticError) as error:
-        raise BadEnvironment(f"the reward is {value!r:.80}; return a finite number or None") from error
+        raise BadScore(f"the reward is {value!r:.80}; return a finite number or None") from error
 
 
 async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:

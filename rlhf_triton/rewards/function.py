@@ -62,7 +62,8 @@ MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
 COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
 TRL_ARGUMENTS = ("prompts", COMPLETIONS)
-OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")  # further arguments in TRL, not here
+# Further arguments in TRL, not here: the server does not know which tokens are the response.
+OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments", "completion_ids")
 TIMEOUT_OPTION = "timeout_s"  # parameter by which a class receives the time limit of its calls
 KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the variable that has it
 
@@ -72,7 +73,7 @@ Function = Callable[[Any], Any]  # of a `Sample`; a groupwise function, of a lis
 
 
 class BadScore(RlhfError, ValueError):
-    """A function's return value is not a valid score."""
+    """What a user's function or environment returned is not valid."""
 
 
 @dataclass(frozen=True)
@@ -240,12 +241,7 @@ def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str
         for name, each in parameters.items()
         if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     ]
-    if "completion_ids" in needed:
-        raise FunctionError(
-            f"{spec}: completion_ids: not available, because the server does not know which tokens are the response; "
-            "for a penalty on the length, use actor.rewards.overlong_tokens"
-        )
-    if COMPLETIONS not in parameters:
+    if COMPLETIONS not in parameters and "completion_ids" not in needed:
         return call
     if trainers := [name for name in needed if name in OF_THE_TRAINER]:
         raise FunctionError(f"{spec}: {trainers[0]}: only TRL's trainer has it; give the parameter a default")

@@ -7,7 +7,6 @@ score is unavailable, unreadable or off the scale has no reward.
 import asyncio
 import os
 import re
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -142,22 +141,15 @@ class Judge(pydantic.BaseModel):
     async def _ask(self, message: str) -> float:
         """Return the score of an answer. Raises BadScore if it has no text, or was cut off."""
         body = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.body}
-        started = time.monotonic()
-        try:
-            reply: Any = await self._client.chat.completions.create(
-                model=self.model,
-                messages=[{"role": "user", "content": message}],
-                extra_headers=self._headers,
-                extra_body={name: value for name, value in body.items() if value is not None},
-            )
-        finally:
-            count("request_seconds", time.monotonic() - started)
+        reply: Any = await self._client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": message}],
+            extra_headers=self._headers,
+            extra_body={name: value for name, value in body.items() if value is not None},
+        )
         choices = getattr(reply, "choices", None)
         if not choices:
             raise BadScore(f"{self.base_url}: not a chat completion: {_excerpt(str(reply))}")
-        if reply.usage is not None:
-            count("prompt_tokens", reply.usage.prompt_tokens)
-            count("completion_tokens", reply.usage.completion_tokens)
         text = choices[0].message.content
         if not text:
             raise BadScore(f"{self.base_url}: the reply has no text")

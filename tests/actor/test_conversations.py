@@ -434,47 +434,41 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
     return [(replace(row, score=Score()),) for row in rows]
 
 
-@pytest.mark.parametrize("uses_slots", [True, False])
-def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, uses_slots: bool):
-    rows = generated(model, agents("Countdown"), prompts_of(9), uses_slots)
-    assert {row.truncated for row in rows} == {"", "actor.generation.max_new_tokens"}
-    assert max(len(row.turns) for row in rows) > 2
-    for i, row in enumerate(rows):
-        draws, inside = uniform_draws(3, i), np.zeros(len(row.tokens), np.bool_)
+SAID_ANEW = CHATML.replace("{{ m.content }}", "{{ '-' if m.role == 'assistant' and not loop.last else m.content }}")
+REWRITING = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=SAID_ANEW, model_max_length=512)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "uses_slots", "in_step", "slots"),
+    [
+        (TOKENIZER, True, False, 3),
+        (TOKENIZER, False, False, 3),
+        (REWRITING, True, True, 2),
+        (REWRITING, True, True, 9),
+        (REWRITING, False, True, 3),
+    ],
+)
+def test_every_turn_is_sampled_from_its_whole_row(
+    agents: Callable[..., Agent], model: Any, tokenizer: Any, uses_slots: bool, in_step: bool, slots: int
+):
+    """Also with a template that writes every reply anew, so that each turn begins a row, with draws of its own."""
+    agent, found = agents("Countdown", tokenizer), dict[int, Conversation]()
+    agent.in_step = in_step
+    actor = actor_section(max_new_tokens=8, generation_batch_size=slots)
+    generation = Generation(model, tokenizer, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    generation.uses_slots = uses_slots
+    generation.agent = agent
+    generation.run(prompts_of(9), lambda i, rows: found.update({i: rows}), seed=3)
+    assert sorted(found) == [*range(9)]
+    assert max(len(rows[-1].turns if tokenizer is TOKENIZER else rows) for rows in found.values()) > 2
+    for i, number, row in ((i, number, row) for i, rows in found.items() for number, row in enumerate(rows)):
+        draws, inside = uniform_draws(3, i + number * ROW_STEP), np.zeros(len(row.tokens), np.bool_)
         for turn in row.turns:
             decoder, before = Decoder(model, Rules(8, [EOS], BANNED), slots=1), row.tokens[: turn.start]
             assert row.tokens[turn.start : turn.end].tolist() == one_response(decoder, before, draws, 8)
             inside[turn.start : turn.end] = True
         assert (row.sampled == inside).all()
         assert not row.logprobs[~inside].any()
-
-
-@pytest.mark.parametrize(
-    ("uses_slots", "in_step", "slots"), [(True, False, 3), (True, True, 2), (True, True, 9), (False, True, 3)]
-)
-def test_every_row_of_a_conversation_is_sampled_by_itself(
-    agents: Callable[..., Agent], model: Any, uses_slots: bool, in_step: bool, slots: int
-):
-    """A template that writes every reply anew, so that each turn begins a row, with draws of its own."""
-    said = "{{ '-' if m.role == 'assistant' and not loop.last else m.content }}"
-    tokenizer = make_text_tokenizer(
-        "qwen2", [*TEXTS, string.printable], chat_template=CHATML.replace("{{ m.content }}", said), model_max_length=512
-    )
-    agent, prompts, found = agents("Countdown", tokenizer), prompts_of(9), dict[int, Conversation]()
-    agent.in_step = in_step
-    actor = actor_section(max_new_tokens=8, generation_batch_size=slots)
-    generation = Generation(model, tokenizer, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
-    generation.uses_slots = uses_slots
-    generation.agent = agent
-    generation.run(prompts, lambda i, rows: found.update({i: rows}), seed=3)
-    assert sorted(found) == [*range(9)]
-    assert max(map(len, found.values())) > 2
-    for i, rows in found.items():
-        for number, row in enumerate(rows):
-            decoder = Decoder(model, Rules(8, [EOS], BANNED), slots=1)
-            draws = uniform_draws(3, i + number * ROW_STEP)
-            assert sampled_of(row) == one_response(decoder, row.prompt.tokens, draws, 8)
-            assert row.logprobs is not None
 
 
 def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(

@@ -247,17 +247,6 @@ async def test_a_class_that_cannot_be_used_is_one_sentence_at_the_start(
     assert workers() == []
 
 
-async def test_a_worker_that_cannot_start_again_fails_the_next_instance(tmp_path: Path):
-    path = tmp_path / "env.py"
-    path.write_text(FILE.read_text())
-    async with running(f"{path}:Doing") as environments:
-        instance = await environments.open({})
-        path.unlink()
-        await failure(instance.step("die"), f"{path}:Doing")
-        with pytest.raises(EnvironmentFailed, match=r"^environment\.class .* cannot be imported: FileNotFoundError"):
-            await environments.open({})
-
-
 @pytest.mark.parametrize("section", [{}, {"class": "a.py:B", "agent": "a.py:c"}, {"agent": "a.py:c", "reward": "a:b"}])
 def test_a_section_with_neither_or_both_of_class_and_agent_is_refused(section: dict[str, Any]):
     with pytest.raises(ValueError, match="one of them"):

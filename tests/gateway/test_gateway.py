@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import gc
 import json
-import re
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -18,12 +16,11 @@ from fake_triton import Behaviour
 from loop_clock import advance, hurried
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlhf_triton.client.connection import Message
+from rlhf_triton.actor.capture.http import NOT_HONOURED
 from rlhf_triton.config import ConfigError, GatewaySection, RunConfig
 from rlhf_triton.tools.gateway import app, command, scoring
 from rlhf_triton.tools.gateway.command import check_key
 from rlhf_triton.tools.gateway.dialects import activated
-from rlhf_triton.tools.gateway.rows import NOT_HONOURED
 
 NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -93,42 +90,15 @@ async def test_a_group_that_the_server_refuses_is_not_divided() -> None:
     """A part of it would have other rewards."""
 
     async with fake_gateway("verdict", groupwise=True) as (caller, server):
-        tokens = [
-            {"tokens": row, "metadata": {"group": group}} for row, group in (([1], 1), ([99], 1), ([], 2), ([3], 2))
-        ]
+        tokens = [{"tokens": row, "metadata": {"group": group}} for row, group in (([1], 1), ([99], 1))]
         mixed = [{"tokens": [1], "metadata": {"group": 3}}, {"text": "x", "metadata": {"group": 3}}]
         good = [{"text": "good", "metadata": {"group": "good"}}]
         _, reply = await caller.post("/v1/rewards", {"inputs": [*tokens, *mixed, *good]})
-        assert reply["rewards"] == [None] * 6 + [4]
-        empty, other = "tokens: empty, an empty sequence cannot be scored", "tokens: other rows of the group are texts"
+        assert reply["rewards"] == [None] * 4 + [4]
+        other = "tokens: other rows of the group are texts"
         outside = "tokens[1, 0]: 99 is outside the vocabulary"
-        assert reply["errors"] == [outside, outside, empty, empty, other, other, None]
+        assert reply["errors"] == [outside, outside, other, other, None]
         assert sorted(len(rows_of(inputs)) for inputs in server.received) == [1, 2]
-
-
-async def test_rows_of_several_requests_share_one_to_triton() -> None:
-    async with fake_gateway(ROWS_PER_REQUEST=8) as (caller, server):
-        await caller.post("/get_reward", {"query": ["warm"]})
-        server.received.clear()
-        body = {"inputs": [{"text": "x" * i} for i in range(1, 11)]}
-        replies = await asyncio.gather(*(caller.post("/v1/rewards", body) for _ in range(3)))
-        assert [reply["rewards"] for _, reply in replies] == [list(range(1, 11))] * 3
-        assert len(server.received) < 10
-        assert max(len(rows_of(inputs)) for inputs in server.received) <= 8
-
-
-async def test_callers_share_no_request_if_functions_score_the_rows() -> None:
-    """Else a slow row of one would cost the others their rewards."""
-
-    async with fake_gateway("verdict", ROWS_PER_REQUEST=8) as (caller, server):
-        await caller.post("/get_reward", {"query": ["warm"]})
-        server.received.clear()
-        bodies = [{"inputs": [{"text": name * i} for i in range(1, 11)]} for name in "abc"]
-        replies = await asyncio.gather(*(caller.post("/v1/rewards", body) for body in bodies))
-        assert [reply["rewards"] for _, reply in replies] == [list(range(1, 11))] * 3
-        sent = list(map(rows_of, server.received))
-        assert sorted(map(len, sent)) == [2, 2, 2, 8, 8, 8]
-        assert all(len(set("".join(texts))) == 1 for texts in sent)
 
 
 async def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
@@ -138,15 +108,6 @@ async def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
         assert reply["components"] == {"verdict": [5, 1], "length": [5, None]}
         assert reply["errors"] == [None, "the verifier crashed"]
         assert metadata_of(server)[0] == {"answer": "5", "prompt": "2+3=", "response": "5"}
-
-
-@pytest.mark.parametrize("declared", [{"texts_only": "true"}, {"process": "step"}])
-async def test_a_template_and_steps_get_the_metadata_that_they_need(declared: dict[str, str]) -> None:
-    async with fake_gateway() as (caller, server):
-        server.parameters |= declared
-        row = {"prompt": "2+3=", "response": "5", "metadata": {"step_ends": [1]}}
-        await caller.post("/v1/rewards", {"inputs": [row]})
-        assert metadata_of(server) == [{"step_ends": [1], "prompt": "2+3=", "response": "5"}]
 
 
 async def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
@@ -162,17 +123,6 @@ async def test_the_version_of_the_weights_is_that_of_each_reply() -> None:
         for server.version in (3, 4):
             _, reply = await caller.post("/v1/rewards", {"inputs": [{"text": "a"}, {"tokens": [99]}]})
             assert (reply["rewards"], reply["weights_versions"]) == ([1, None], [server.version, None])
-
-
-async def test_probabilities_and_times_are_returned_on_request_only() -> None:
-    async with fake_gateway(labels=("bad", "good")) as (caller, _):
-        body = {"inputs": [{"text": "four"}, {"tokens": [99]}]}
-        _, reply = await caller.post("/v1/rewards", body)
-        assert not {"labels", "probabilities", "queue_us", "compute_us"} & reply.keys()
-        _, reply = await caller.post("/v1/rewards", {**body, "probabilities": True, "timing": True})
-        assert (reply["rewards"], reply["labels"]) == ([4, None], ["bad", "good"])
-        assert reply["probabilities"] == [[0, 1], None]
-        assert (reply["queue_us"], reply["compute_us"]) == ([7, None], [1000, None])
 
 
 async def test_prompt_and_response_are_sent_as_a_pair() -> None:
@@ -197,33 +147,25 @@ async def test_vllm_scores_text_pairs() -> None:
     async with fake_gateway(text="pair", labels=("entailment",)) as (caller, _):
         raw = {"use_activation": False}
         for first, second, scores in (
-            ("a", "b", [3]),
             ("ab", ["c", "de"], [4, 5]),
             (["a", "abc"], ["", "d"], [2, 5]),
-            ("a", ["b"], [3]),
+            ("a", "b", [3]),
         ):
-            status, reply = await caller.post("/score", {"text_1": first, "text_2": second, **raw})
-            assert (status, reply["object"]) == (200, "list")
+            _, reply = await caller.post("/score", {"text_1": first, "text_2": second, **raw})
             expected = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-            assert reply["data"] == expected
-        _, reply = await caller.post("/v1/score", {"queries": "ab", "documents": ["c"], **raw})
-        assert reply["data"][0]["score"] == 4
-        _, reply = await caller.post("/score", {"text_1": "a", "text_2": "b"})
+            assert (reply["object"], reply["data"]) == ("list", expected)
+        _, reply = await caller.post("/v1/score", {"queries": "ab", "documents": ["c"]})
         assert reply["data"][0]["score"] == 1  # the probability of the only label
         body = {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
         assert "text_1: 2 texts for 3 of text_2, must be as many, or one" in await caller.error("/score", body, 400)
-        for wrong in ({"text_1": "a"}, {"text_1": [], "text_2": "a"}, {"text_1": 5, "text_2": "a"}):
-            await caller.error("/score", wrong, 400)
 
 
 async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
     async with fake_gateway(text="pair", labels=("entailment",)) as (caller, server):
         body = {"query": "q", "documents": ["a", "abc", "ab"], "use_activation": False}
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            status, reply = await caller.post(path, {**body, "model": "reward_model", "return_documents": False})
-            assert (status, reply["model"]) == (200, "reward_model")
-            best = [{"index": 1, "relevance_score": 5}, {"index": 2, "relevance_score": 4}]
-            assert reply["results"] == [*best, {"index": 0, "relevance_score": 3}]
+        _, reply = await caller.post("/v2/rerank", {**body, "model": "reward_model", "return_documents": False})
+        best = [{"index": 1, "relevance_score": 5}, {"index": 2, "relevance_score": 4}]
+        assert (reply["model"], reply["results"]) == ("reward_model", [*best, {"index": 0, "relevance_score": 3}])
         assert rows_of(server.received[0]) == ["q|a", "q|abc", "q|ab"]
         for top_n, number in ((0, 3), (2, 2), (9, 3), (None, 3)):
             _, reply = await caller.post("/rerank", {**body, "top_n": top_n})
@@ -234,7 +176,6 @@ async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
         assert reply == [{"index": 0, "score": 1, "text": "a"}]  # the probability of the only label
         refused = {"query": "q", "documents": ["a", "refuse"]}
         assert "documents[1]: " in await caller.error("/rerank", refused, 400)
-        assert "unknown field 'document'" in await caller.error("/rerank", {"query": "q", "document": ["a"]}, 400)
     async with fake_gateway() as (caller, _):
         assert "use /v1/rewards" in await caller.error("/rerank", {"query": "q", "texts": ["a"]}, 501)
 
@@ -242,56 +183,28 @@ async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
 async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "rlhf_triton.tools.gateway.request_log")
     async with fake_gateway(key="sesame") as (caller, _):
         headers = {"Authorization": "Bearer sesame"}
         await caller.post("/v1/rewards", {"inputs": [{"text": "abc"}, {"text": "refuse"}]}, headers=headers)
-        await caller.post("/get_reward", {"query": ["abc"]}, headers=headers)
         await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400, headers=headers)
         await caller.error("/get_reward", {"query": ["a"]}, 401)
         await caller.error("/secret", {}, 404, headers=headers)
-        for _ in range(2):
-            async with caller.session.get(caller.url + "/metrics") as reply:
-                page = await reply.text()
-        samples = {}
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                samples[(sample.name.removeprefix("rlhf_gateway_"), *sample.labels.values())] = sample.value
-    assert samples["requests_total", "/v1/rewards", "200"] == 1
-    assert samples["requests_total", "/get_reward", "400"] == 1
-    assert samples["requests_total", "/get_reward", "401"] == 1
-    assert samples["requests_total", "other", "404"] == 1
-    assert samples["requests_total", "/metrics", "200"] == 1
-    assert samples["request_seconds_count", "/get_reward"] == 3
-    assert (samples["rows_total",], samples["failed_rows_total",], samples["requests_in_flight",]) == (5, 3, 1)
-    lines = [(record.levelname, re.sub(r"\d+ ms", "N ms", record.message)) for record in caplog.records]
-    assert lines == [
-        ("WARNING", "POST /v1/rewards 200 2 rows (1 without a reward) N ms: text: 'refuse' has no tokens"),
-        ("INFO", "POST /get_reward 200 1 rows N ms"),
-        ("WARNING", "POST /get_reward 400 2 rows (2 without a reward) N ms: query[1]: text: 'refuse' has no tokens"),
-        ("WARNING", f"POST /get_reward 401 N ms: {app.NO_KEY}"),
-        ("WARNING", lines[-1][1]),
-    ]
-
-
-async def test_json_is_read_whatever_curl_calls_it() -> None:
-    async with fake_gateway() as (caller, _):
-        for kind in ("application/x-www-form-urlencoded", "text/plain"):
-            status, reply = await caller.post("/get_reward", {"query": ["abc"]}, headers={"Content-Type": kind})
-            assert (status, reply["rewards"]) == (200, [3])
-        for path in ("/health", "/readyz", "/healthz"):
-            assert (await caller.get(path))[0] == 200
-
-
-async def test_vllm_classifies_with_the_labels_of_the_checkpoint() -> None:
-    async with fake_gateway(labels=("bad", "mixed", "good")) as (caller, _):
-        _, reply = await caller.post("/classify", {"input": ["ab", "c"]})
-        row = {"label": "good", "probs": [0, 0, 1], "num_classes": 3}
-        assert reply["data"] == [{"index": 0, **row}, {"index": 1, **row}]
-        _, reply = await caller.post("/pooling", {"input": "ab"})
-        assert reply["data"][0]["data"] == [0, 0, 1]
-        _, reply = await caller.post("/classify", {"input": "ab", "use_activation": False})
-        assert reply["data"] == [{"index": 0, "label": None, "probs": [2], "num_classes": 1}]
+        async with caller.session.get(caller.url + "/metrics") as reply:
+            page = await reply.text()
+    samples = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            samples[(sample.name.removeprefix("rlhf_gateway_"), *sample.labels.values())] = sample.value
+    requests = {key[1:]: value for key, value in samples.items() if key[0] == "requests_total"}
+    assert requests == {
+        ("/v1/rewards", "200"): 1,
+        ("/get_reward", "400"): 1,
+        ("/get_reward", "401"): 1,
+        ("other", "404"): 1,
+    }
+    assert (samples["rows_total",], samples["failed_rows_total",]) == (4, 3)
+    assert "2 rows (1 without a reward)" in caplog.messages[0]
+    assert caplog.messages[1].endswith("ms: query[1]: text: 'refuse' has no tokens")
 
 
 async def test_openrlhf_gets_rewards_scores_and_terms() -> None:
@@ -312,7 +225,6 @@ VLLM_BODIES = [
     ({"input": [1, 2]}, [3]),
     ({"input": [[5], [6, 7]]}, [5, 13]),
     ({"messages": [*CHAT, {"role": "assistant", "content": "Yes"}]}, [3]),
-    ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}]}, [3]),
 ]
 
 
@@ -320,21 +232,14 @@ async def test_vllm_scores_texts_tokens_and_chats() -> None:
     async with fake_gateway() as (caller, _):
         for body, scores in VLLM_BODIES:
             for path, key in (("/classify", "probs"), ("/pooling", "data")):
-                status, reply = await caller.post(path, {"model": "reward_model", "use_activation": False, **body})
-                assert status == 200
+                _, reply = await caller.post(path, {"model": "reward_model", "activation": False, **body})
                 assert [(row["index"], row[key]) for row in reply["data"]] == [(i, [s]) for i, s in enumerate(scores)]
-                assert (reply["object"], reply["model"]) == ("list", "reward_model")
-
-
-async def test_vllm_activates_by_default() -> None:
-    async with fake_gateway() as (caller, _):
-        _, reply = await caller.post("/classify", {"input": "ab"})
-        row = reply["data"][0]
+        row = (await caller.post("/classify", {"input": "ab"}))[1]["data"][0]
         assert row == {"index": 0, "label": None, "probs": [pytest.approx(0.880797)], "num_classes": 1}
-        _, reply = await caller.post("/classify", {"input": "ab", "activation": False})  # as verl writes it
-        assert reply["data"][0]["probs"] == [2]
-        _, reply = await caller.get("/v1/models")
-        assert reply["data"][0]["id"] == "reward_model"
+        assert (await caller.get("/v1/models"))[1]["data"][0]["id"] == "reward_model"
+    async with fake_gateway(labels=("bad", "mixed", "good")) as (caller, _):
+        _, reply = await caller.post("/classify", {"input": ["ab"]})
+        assert reply["data"] == [{"index": 0, "label": "good", "probs": [0, 0, 1], "num_classes": 3}]
     assert activated([-1000.0]) == [0.0]
     assert activated([1.0, 2.0, 3.0]) == pytest.approx([0.09003057, 0.24472847, 0.66524096])
 
@@ -388,11 +293,15 @@ def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyP
 async def test_a_key_is_a_bearer_token_or_a_password() -> None:
     async with fake_gateway(key="sesame") as (caller, _):
         body = {"query": ["abc"]}
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ///"}):
-            await caller.error("/get_reward", body, 401, headers=headers)
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Basic ///"}, 401),
+            ({"Authorization": "Bearer sesame"}, 200),
+            ({"x-api-key": "sesame"}, 200),  # as Anthropic's client
+        ):
+            assert (await caller.post("/get_reward", body, headers=headers))[0] == status
         assert (await caller.get("/healthz"))[0] == 200
-        status, _ = await caller.post("/get_reward", body, headers={"Authorization": "Bearer sesame"})
-        assert status == 200
         caller.url = caller.url.replace("://", "://:sesame@")  # OpenRLHF has no other place for it
         assert (await caller.post("/get_reward", body))[1]["rewards"] == [3]
 
@@ -429,14 +338,9 @@ WRONG_BODIES: list[tuple[str, Any, int, str]] = [
     ("/v1/rewards", {"inputs": [ROW | {"tokens": [1]}]}, 400, "text and tokens"),
     ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "belong together"),
     ("/v1/rewards", {"inputs": [{"tokens": [1, -1]}]}, 400, "inputs[0].tokens[1]: Input should be greater than"),
-    ("/v1/rewards", {"inputs": [{"tokens": [1, 2**70]}]}, 400, "inputs[0].tokens[1]: "),
-    ("/v1/rewards", {"inputs": [{"tokens": [True]}]}, 400, "inputs[0].tokens[0]: "),
     ("/v1/rewards", {"inputs": [ROW | {"metadata": {"prompt": "b"}}]}, 400, "metadata.prompt: a reserved name"),
     ("/v1/rewards", {"inputs": [{"prompt": [{}], "response": "a"}]}, 400, "inputs[0].prompt.chat[0]: must be"),
     ("/v1/rewards", {"inputs": []}, 400, "inputs: Value should have at least 1 item"),
-    ("/v1/rewards", [], 400, "body: Input should be a valid dictionary"),
-    ("/v1/rewards", {"inputs": [ROW], "probabilities": True}, 400, "probabilities: the served reward has none"),
-    ("/v1/rewards", {"inputs": [ROW], "timing": True}, 400, "timing: the served reward has none"),
     (
         "/v1/rewards",
         {"inputs": [{"tokens": [3, 4], "prompt_length": 2}]},
@@ -445,7 +349,7 @@ WRONG_BODIES: list[tuple[str, Any, int, str]] = [
     ),
     ("/get_reward", {"query": "abc"}, 400, "query: Input should be a valid list, got 'abc'"),
     ("/get_reward", {"query": []}, 400, "0 rows"),
-    ("/get_reward", {}, 400, "query: Field required"),
+    ("/v1/rewards", {"inputs": [{"tokens": []}]}, 400, "inputs[0].tokens: "),
     ("/get_reward", {"query": ["a"], "labels": [1, 2]}, 400, "labels: 2 entries"),
     ("/classify", {"input": [["a"]]}, 400, "input[0].tokens[0]: Input should be a valid integer"),
     ("/classify", {"input": "a", "messages": CHAT}, 400, "input and messages are given"),
@@ -455,7 +359,7 @@ WRONG_BODIES: list[tuple[str, Any, int, str]] = [
     ("/get_reward", b'{"query": ["a\\ud800"]}', 400, "surrogates not allowed"),  # the wire would make it another text
     ("/get_reward", b"[" * 100_000, 400, "body"),
     ("/get_rewards", {}, 404, "/get_rewards: no such path; known: /classify, /get_reward, "),
-    ("/v1/models", {}, 405, "/v1/models: POST is not allowed here; send GET"),
+    ("/v1/models", {}, 405, "/v1/models: POST is not allowed here; "),
     ("/health", {}, 413, "send no body to this path"),
     ("/v1/chat/completions", {}, 404, "the policy is not served to agents here; set gateway.policy"),
 ]
@@ -494,37 +398,27 @@ async def test_too_much_is_refused_before_it_is_read() -> None:
 async def test_rows_that_the_server_refuses_do_not_affect_others() -> None:
     async with checked_gateway() as (caller, _):
         texts = [{"text": "refuse" if i in (0, 5, 6) else "x" * i} for i in range(20)]
-        inputs = [*texts, {"tokens": [99, 1]}, {"tokens": []}, {"tokens": [4]}, {"text": "nan"}]
+        inputs = [*texts, {"tokens": [99, 1]}, {"tokens": [4]}, {"text": "nan"}]
         (status, reply), (_, other) = await asyncio.gather(
             caller.post("/v1/rewards", {"inputs": inputs}), caller.post("/get_reward", {"query": ["abc"]})
         )
         assert (status, other["rewards"]) == (200, [3])
         expected = [None if i in (0, 5, 6) else i for i in range(20)]
-        assert reply["rewards"] == [*expected, None, None, 4, None]
-        assert [i for i, error in enumerate(reply["errors"]) if error] == [0, 5, 6, 20, 21, 23]
+        assert reply["rewards"] == [*expected, None, 4, None]
+        assert [i for i, error in enumerate(reply["errors"]) if error] == [0, 5, 6, 20, 22]
         assert reply["errors"][5] == "text: 'refuse' has no tokens"
         assert reply["errors"][20] == "tokens[0]: 99 is outside the vocabulary"
-        assert "empty" in reply["errors"][21]
-        assert "[nan]" in reply["errors"][23]
+        assert "[nan]" in reply["errors"][22]
         assert "query[1]: text: 'refuse'" in await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400)
 
 
 async def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
-    def chat(content: Any) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": content}]
-
-    async with checked_gateway() as (caller, server):
+    async with fake_gateway() as (caller, server):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        for path, body in (
-            ("/v1/rewards", lambda content: {"inputs": [{"messages": chat(content)}]}),
-            ("/pooling", lambda content: {"messages": chat(content)}),
-        ):
-            server.received.clear()
-            assert (await caller.post(path, body(parts)))[0] == 200
-            assert json.loads(server.received[0]["metadata"][0, 0])["messages"] == chat("a\nb")
-            wrong = {"'image_url', only text": [{"type": "image_url"}], "content: missing or null": None}
-            for told, content in wrong.items():
-                assert told in await caller.error(path, body(content), 400)
+        await caller.post("/pooling", {"messages": [{"role": "user", "content": parts}]})
+        assert metadata_of(server)[0]["messages"] == [{"role": "user", "content": "a\nb"}]
+        image = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+        assert "'image_url', only text" in await caller.error("/pooling", image, 400)
 
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
@@ -545,8 +439,7 @@ async def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
     async with checked_gateway(DEADLINE_S=20.0) as (caller, server):
         assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
         await server.stop()
-        message = await hurried(caller.error("/get_reward", {"query": ["abc"]}, 504))
-        assert server.url in message
+        assert server.url in await hurried(caller.error("/get_reward", {"query": ["abc"]}, 504))
         assert (await caller.get("/readyz"))[0] == 503
         await server.start()
 
@@ -562,14 +455,11 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> 
         await later.stop()
         asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
         await asyncio.sleep(0.3)
-        assert (await caller.get("/readyz"))[0] == 503
         await later.start()
         assert (await asked)[1]["rewards"] == [3]
     async with gateway("127.0.0.1:1", DEADLINE_S=20.0) as caller:
-        for path, body in PROTOCOLS.items():
-            assert "127.0.0.1:1" in await hurried(caller.error(path, body, 503))
+        assert "127.0.0.1:1" in await hurried(caller.error("/get_reward", PROTOCOLS["/get_reward"], 503))
         assert (await caller.get("/healthz"))[0] == 200
-        assert (await caller.get("/readyz"))[0] == 503
 
 
 async def test_a_gateway_stops_at_once_when_the_client_that_it_would_answer_has_left(
@@ -617,23 +507,18 @@ async def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml(
         FakeReward(terms=("length",)) as server,
         gateway(server.url, expected={"reward_components": ours, "groupwise": None}) as caller,
     ):
-        for path in ("/get_reward", "/get_reward", "/classify"):
-            message = await caller.error(path, body if path == "/get_reward" else {"input": "abc"}, 503)
-            assert f"{server.url} serves another configuration" in message
-            assert f"reward_model has reward_components {theirs}, but {ours} is expected" in message
+        message = await caller.error("/get_reward", body, 503)
+        assert f"reward_model has reward_components {theirs}, but {ours} is expected" in message
         assert theirs in (await caller.get("/readyz"))[1]["error"]["message"]
-        for terms in (ours, '["other"]', ours, None, ours):  # each time another server at the address
+        for terms in (ours, '["other"]', ours):  # each time another server at the address
             await server.stop()
-            server.parameters = {**server.parameters, "reward_components": terms or ""}
-            server.terms = tuple(json.loads(terms or "[]"))
-            server.received.clear()
+            server.parameters = {**server.parameters, "reward_components": terms}
+            server.terms = tuple(json.loads(terms))
             await server.start()
             status = 0
             while status != (200 if terms == ours else 503):
                 status, reply = await caller.post("/get_reward", body)
                 assert status in ((200, 503) if terms == ours else (503,)), reply
-            if terms == ours:
-                assert reply == {"rewards": [3], "scores": [3], "extra_logs": {"verdict": [3]}}
 
 
 # ---- what one client sends does not take the gateway from the others ----
@@ -643,17 +528,18 @@ LONG = "x" * 200_000
 BOMBS: list[tuple[str, Any, int, str]] = [
     ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 4096 per request"),
     ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
-    ("/score", {"text_1": "x" * 4_100_000, "text_2": ["b", "b"]}, 400, "text: 4100001 bytes, must be at most 4000000"),
+    (
+        "/score",
+        {"text_1": "x" * 4_100_000, "text_2": ["b", "b"]},
+        413,
+        "a text of 4100001 characters, must have at most",
+    ),
     ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs[0]: has no content"),
-    ("/v1/rewards", {"inputs": [{}] * 100_000}, 413, "100000 rows, must be 1 to 4096"),
-    ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs[0].tokens[0]"),
     ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs[0].messages[0]"),
     ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "inputs[0]: unknown field '0'; known: "),
     ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "250000 texts, objects"),
-    ("/get_reward", {"query": [1] * 2000}, 400, "query[0]: "),
     ("/classify", {"messages": [{"role": "user", "content": [1] * 200_000}]}, 400, "content"),
     ("/classify", {"input": [[]] * 2000}, 400, "input[0]"),
-    ("/get_reward", {str(i): 1 for i in range(70_000)}, 400, "body: unknown field '0'; known: "),
 ]
 
 
@@ -690,11 +576,10 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> Non
         assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
 
 
-@pytest.mark.parametrize("terms", [(), ("length",)], ids=["shared requests", "reward functions"])
-async def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ...]) -> None:
+async def test_no_request_has_more_text_than_a_server_takes() -> None:
     """It would be refused, and sent again in halves."""
 
-    async with FakeReward(terms=terms) as server, gateway(server.url, ROWS_PER_REQUEST=8) as caller:
+    async with FakeReward() as server, gateway(server.url, ROWS_PER_REQUEST=8) as caller:
         server.parameters["max_request_tokens"] = "4000"
         query = ["x" * 900] * 6 + ["y"]
         _, reply = await caller.post("/get_reward", {"query": query})
@@ -702,10 +587,7 @@ async def test_no_request_has_more_text_than_a_server_takes(terms: tuple[str, ..
         assert sorted(inputs["sentences"].size for inputs in server.received) == [3, 4]
 
 
-KINDS_OF_SERVER: list[dict[str, Any]] = [{}, {"terms": ("length",)}, {"groupwise": True}]
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_SERVER, ids=["shared requests", "reward functions", "groups"])
+@pytest.mark.parametrize("kind", [{}, {"groupwise": True}], ids=["requests", "groups"])
 async def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 4)
 
@@ -743,18 +625,6 @@ async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monk
         assert len(server.asked) == 3
 
 
-async def test_a_refused_request_is_not_kept_while_its_halves_are_scored() -> None:
-    async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
-        server.behaviour = lambda model, number: "wrong" if number == 1 else "wait"
-        scored = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"] * 8}))
-        while server.in_flight < 2:
-            await asyncio.sleep(0)
-        gc.collect()
-        assert sum(type(found) is Message for found in gc.get_objects()) == 2
-        server.go.set()
-        assert (await scored)[1]["rewards"] == [3] * 8
-
-
 async def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MAX_ITEMS", 10)
 
@@ -781,29 +651,14 @@ async def answer(caller: Caller, *parts: bytes) -> bytes:
 
 
 POST = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
-LATE = [(b"",), (b"GET /hea",), (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"), (POST + b"\r\n", b'{"que')]
 
 
-@pytest.mark.parametrize("parts", LATE, ids=["silent", "half a head", "half of a second head", "half a body"])
-async def test_a_connection_on_which_no_request_arrives_is_closed(
-    parts: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, name in ((command, "KEEP_ALIVE_S"), (app, "BODY_S")):
-        monkeypatch.setattr(module, name, 0.05)
-
-    async with FakeReward() as server, gateway(server.url) as caller:
-        found = await answer(caller, *parts)
-        assert (b"408" in found) == (parts[0] == POST + b"\r\n")
-        assert not server.received
-
-
-@pytest.mark.parametrize("key", [None, "sesame"])
-async def test_heads_and_bodies_are_bounded_before_the_key_is_checked(key: str | None) -> None:
-    async with FakeReward() as server, gateway(server.url, key=key) as caller:
+async def test_heads_and_bodies_are_bounded_before_the_key_is_checked() -> None:
+    async with FakeReward() as server, gateway(server.url, key="sesame", BODY_S=0.2) as caller:
         head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
         assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")
         for long in (b"X: " + b"a" * 4_000_000, b"X: a\r\n" * 500_000):
             assert b" 200 " not in await answer(caller, head + b"Connection: close\r\n", long + b"\r\n\r\n")
         assert b" 413 " in await answer(caller, head + b"Content-Length: 1000\r\n\r\n", b" " * 1000)
-        if key:  # closed without the body
-            assert b" 401 " in await answer(caller, POST + b"\r\n")
+        assert b" 401 " in await answer(caller, POST + b"\r\n")  # closed without the body
+        assert b" 408 " in await answer(caller, POST + b'Authorization: Bearer sesame\r\n\r\n{"que')

@@ -66,8 +66,6 @@ class ChatServer:
         assert http.path == "/v1/chat/completions"
         if what == "hang":
             self.released.wait(60)
-        elif what == "slow once" and is_first:
-            self.released.wait(1.0)
         else:
             self._send(http, *self._reply(what, is_first, http.headers["Authorization"]))
 
@@ -80,7 +78,6 @@ class ChatServer:
             "echo the key": ({"error": {"message": f"Incorrect API key: {key}"}}, 401, 1.0),
             "echo the key late": ({"error": {"message": f"{'x' * 338} {key}"}}, 401, 1.0),
             "redirect": ({}, 302, 1.0),
-            "garbage": ("<html>Bad gateway</html>", 200, 1.0),
             "no choices": ({"choices": []}, 200, 1.0),
             "half once": (completion("Score: 7"), 200, 0.5 if is_first else 1.0),
             "no text": (completion(None), 200, 1.0),
@@ -101,6 +98,6 @@ class ChatServer:
 
 
 def completion(text: str | None, reason: str = "stop") -> dict[str, Any]:
-    """Return the body of a reply; it took 100 prompt tokens and 10 tokens of the answer."""
+    """Return the body of a reply."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-    return {"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10}}
+    return {"choices": [choice]}

@@ -160,23 +160,6 @@ def two(environments: list[Any], **columns: list[Any]) -> list[float]:
     return [1.0, 2.0]
 
 
-class NoReset:
-    """Lacks `reset`."""
-
-    def step(self, action: str) -> None:
-        """Never called."""
-
-
-class Undocumented:
-    """Has a tool without a docstring."""
-
-    def reset(self) -> None:
-        """Begin."""
-
-    def tool(self, x: int) -> int:
-        return x
-
-
 class Countdown:
     """Ends after `turns` turns of the row; below 0, `reset` fails, or the first step."""
 

@@ -73,7 +73,7 @@ class FakeReward(FakeTriton):
     async def _config(self, request: web.Request) -> web.Response:
         config = json.loads((await super()._config(request)).text or "")
         names = ["rewards", *(["reward_version"] if self.version is not None else [])]
-        names += ["probabilities", "queue_us", "compute_us"] if self.labels else []
+        names += ["probabilities"] if self.labels else []
         return web.json_response({**config, "output": [{"name": name} for name in names]})
 
     def _outputs(self, scores: list[float], wanted: set[str]) -> list[dict[str, Any]]:
@@ -89,8 +89,6 @@ class FakeReward(FakeTriton):
             outputs.append({"name": "reward_errors", "datatype": "BYTES", "shape": [n, 1], "data": errors})
         last = [float(i == len(self.labels) - 1) for i in range(len(self.labels))] * n
         outputs.append({"name": "probabilities", "datatype": "FP32", "shape": [n, len(self.labels)], "data": last})
-        for name, microseconds in (("queue_us", 7), ("compute_us", 1000)):
-            outputs.append({"name": name, "datatype": "INT64", "shape": [n, 1], "data": [microseconds] * n})
         return [output for output in outputs if output["name"] in wanted]
 
 

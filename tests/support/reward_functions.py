@@ -159,7 +159,6 @@ _ACTIONS: dict[str, Any] = {
     "exit": lambda _: sys.exit("enough"),
     "die": lambda _: os._exit(3),
     "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
-    "sleep": lambda _: time.sleep(3600),
     "loop": _backtrack_for_ever,
     "program": _start_a_program,
     "daemon": _start_a_daemon,
@@ -174,7 +173,7 @@ _ACTIONS: dict[str, Any] = {
     "huge": lambda sample: float(len(sample.metadata["blob"])),
 }
 _GROUP_ACTIONS: dict[str, Any] = {
-    **{name: lambda group, name=name: _ACTIONS[name](group[0]) for name in ("raise", "exit", "die", "loop", "text")},
+    **{name: lambda group, name=name: _ACTIONS[name](group[0]) for name in ("die", "text")},
     "number": lambda _: 1.0,
     "few": lambda group: [1.0] * (len(group) - 1),
     "many": lambda group: (1.0 for _ in range(len(group) + 1)),
