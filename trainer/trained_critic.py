@@ -48,7 +48,7 @@ from rlhf_triton.python_backend.models.adapters import (
     trained_tensors,
     with_adapters,
 )
-from rlhf_triton.python_backend.models.heads import head_of
+from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.loading import empty_token_model
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, write_config
 from rlhf_triton.python_backend.models.precision import in_float32, use_bfloat16
@@ -95,7 +95,7 @@ class TrainedCritic(CriticModel):
             lambda _, ids, attention: outputs(ids, attention).clone(),  # FSDP needs an output that is not a view
             self.model,
         )
-        head, in_bfloat16 = head_of(self.model), precision == "bfloat16"
+        head, in_bfloat16 = ModelHead(self.model).module, precision == "bfloat16"
         shard(
             self.model,
             ranks,
@@ -125,7 +125,7 @@ class TrainedCritic(CriticModel):
 
     def weights(self) -> MergedWeights:
         kind = MergedSlices if self.in_slices else MergedWeights
-        return kind(self.model, self.stored_as, head_of(self.model))
+        return kind(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
         """Write a version: a Hugging Face checkpoint, with one file per rank, or the adapters, which rank 0 writes.
@@ -229,7 +229,7 @@ def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
     if settings.lora_targets != "all-linear":
         model = empty_token_model(folder)
-        named_layers(model, _lora(settings), head_of(model))
+        named_layers(model, _lora(settings), ModelHead(model).module)
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
@@ -237,7 +237,7 @@ def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
 
     Raises CheckpointError.
     """
-    head = head_of(model)
+    head = ModelHead(model).module
     if settings.lora_rank:
         model = with_adapters(model, _lora(settings), head).get_base_model()
         head.requires_grad_(True)

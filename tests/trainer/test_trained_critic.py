@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
-from rlhf_triton.python_backend.models.heads import head_of
+from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
@@ -94,7 +94,7 @@ def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: d
 def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, torch.Tensor], changes: Any) -> None:
     """Trained weights and the head are float32; only frozen matrices are bfloat16."""
     parameters = dict(update.critic.model.named_parameters())
-    head = {id(p) for p in head_of(update.critic.model).parameters()}
+    head = {id(p) for p in ModelHead(update.critic.model).module.parameters()}
     assert head <= {id(p) for p in update.parameters.values()}
     assert {name for name, p in parameters.items() if not torch.equal(p, start[name])} <= set(update.parameters)
     assert all("lora_" in name or id(p) in head for name, p in update.parameters.items()) == ("lora_rank" in changes)
@@ -138,7 +138,7 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(tmp_
 
 def test_bfloat16_computes_in_bfloat16_and_its_head_in_float32(tmp_path: Path):
     update = build(make_store(tmp_path), **BFLOAT16)
-    head, seen = head_of(update.critic.model), {}
+    head, seen = ModelHead(update.critic.model).module, {}
     body = update.critic.model.model.layers[0].mlp.down_proj
     head.register_forward_hook(lambda _, inputs, output: seen.update(head=output.dtype))
     body.register_forward_hook(lambda _, inputs, output: seen.update(body=output.dtype))
