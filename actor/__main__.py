@@ -88,7 +88,7 @@ def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
     with long_lived_imports():
         from rlhf_triton.actor.loop import PPORun
         from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
-        from rlhf_triton.actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
+        from rlhf_triton.actor.run.stopping import INTERRUPTED, STOP_GRACE_S, Stopped, stop_on_signals
         from rlhf_triton.client.client import TritonClient
         from rlhf_triton.store.run_lock import only_actor
         from rlhf_triton.wire.contract import CRITIC, REFERENCE, REWARD_MODEL
@@ -101,7 +101,7 @@ def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
                 await client.describe(model)  # fail before loading models if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
-            stop_on_signals(run.stop, config.actor.stop_grace_s, stop_signals())
+            stop_on_signals(run.stop, STOP_GRACE_S, stop_signals())
             await run.run()
 
     try:

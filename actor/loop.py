@@ -23,7 +23,7 @@ from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.policies import make_policy
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
-from rlhf_triton.actor.run.stopping import Stop, Stopped, TimeLimit, end_forwards
+from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
 from rlhf_triton.actor.run.validation import validate
 from rlhf_triton.actor.scoring.reference import make_reference
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -53,13 +53,7 @@ class PPORun:
         stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
-        self.inputs = StepInputs(
-            stream,
-            seed,
-            actor.prompts_per_step,
-            actor.algorithm.responses_per_prompt,
-            actor.algorithm.prompt_candidates,
-        )
+        self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device
@@ -205,5 +199,5 @@ class PPORun:
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
         lost = await self.last.keep(error)
-        await self.critic.settle(self.done, error, patience_s=self.settings.stop_grace_s)
+        await self.critic.settle(self.done, error, patience_s=STOP_GRACE_S)
         self.last.describe(error, lost)

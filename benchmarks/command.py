@@ -2,14 +2,13 @@
 
 import argparse
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_triton.config.command_line import reporting
-from rlhf_triton.tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
+from rlhf_triton.tools.arguments import parse
 
 BENCHMARKS = {
     "scoring": ("benchmarks.scoring", "speed of scoring, compared with PyTriton and vLLM"),
@@ -22,8 +21,6 @@ BENCHMARKS = {
 def main() -> int:
     """Run the benchmark that the first argument names; return its exit code, or 2 if the name is missing or unknown."""
     arguments = sys.argv[1:]
-    if SHELL_ASKS in os.environ:
-        arguments = [command_to_complete(BENCHMARKS)]
     name = arguments[0] if arguments else "--help"
     if name in BENCHMARKS:
         return run(name, arguments[1:])
@@ -45,7 +42,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{sys.argv[0]} {name}", description=what)
     parser.add_argument("--out", type=Path, required=True, help="folder of result.json, report.md and pictures")
     benchmark.add_options(parser)
-    settings = parse_or_complete(parser, argv)
+    settings = parse(parser, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = Record(settings)
     print(record.report(benchmark.measure(settings, record)))

@@ -1,16 +1,13 @@
 """Check of a machine's GPU: whether everything works there, and how fast.
 
-Each part runs in a process of its own with a time limit, so that no failure hides what the other parts find. A part
-yields its numbers as soon as it has them. Without a GPU the same parts run on the CPU, with tiny models.
+Each part runs in a process of its own with a time limit, so that no failure hides what the other parts find. Without a
+GPU the same parts run on the CPU, with tiny models.
 """
 
 import argparse
-import asyncio
 import contextlib
-import importlib.util
+import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,11 +27,8 @@ from benchmarks.measuring import (
     FREE_PORTS,
     SIZES,
     Record,
-    closed_loop,
     make_checkpoint,
     make_trace,
-    running_triton,
-    some_of,
     timed,
 )
 from rlhf_triton.actor.algorithms.method import Method
@@ -49,7 +43,6 @@ from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.server.child import Child
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import copy_checkpoint, initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
@@ -57,14 +50,13 @@ from rlhf_triton.wire import contract
 from rlhf_triton.wire.training_payload import TrainPayload
 
 ROOT = Path(__file__).resolve().parents[1]
-HUGE = "8b"
-HUGE_GIB = 40  # of the GPU's memory, and of disk space, with which the largest model is measured
 LLAMA_3 = {
     "vocab_size": 128_256,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
     "initializer_range": 0.02,
+    "tie_word_embeddings": True,
 }
 IN_FLIGHT = 64
 REPLY_S = 60.0
@@ -73,105 +65,71 @@ MOST_BF16_ERROR = 2.0  # times transformers' own
 MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
 PROMPT = 96  # tokens
 LORA = {"lora_rank": 16, "gradient_checkpointing": True}
-SMALL_RUN = "tiny models: its speeds say nothing about a real GPU"
 PARTS = {  # functions of this module, and the most seconds of each
     "environment": 60,
-    "device_tests": 120,
     "served_score": 60,
     "scoring": 120,
-    "tritonserver": 60,
     "swap": 60,
     "ppo_step": 90,
 }
+Row = dict[str, Any]
+Found = Iterator[Row]
 
 
-@dataclass(frozen=True)
-class Number:
-    """A measured number and the limits within which it should lie; without limits, it is only reported."""
-
-    name: str
-    value: float | None
-    """None: not measured, for the reason in `detail`."""
-    low: float | None = None
-    high: float | None = None
-    detail: str = ""
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether it is below `low` or above `high`."""
-        if self.value is None:
-            return False
-        return (self.low is not None and self.value < self.low) or (self.high is not None and self.value > self.high)
-
-
-Found = Iterator[Number]
+def number(
+    name: str, value: float | None, *, least: float | None = None, most: float | None = None, of: str = ""
+) -> Row:
+    """Return the row of a measured number and the limits that it must keep; None: not measured, and `of` says why."""
+    is_outside = value is not None and ((least is not None and value < least) or (most is not None and value > most))
+    state = "OUTSIDE" if is_outside else ""
+    return {"": state, "number": name, "value": value, "at least": least, "at most": most, "of": of}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU")
-    add("--parts", type=some_of(PARTS), default=list(PARTS), help=f"any of {', '.join(PARTS)}")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--minutes", type=float, default=8.0, help="time for all parts together; what is left then fails")
     add("--quick", action="store_true", help="tiny models: only shows that everything works")
 
 
-def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]]:
+def measure(settings: argparse.Namespace, record: Record) -> list[Row]:
     """Run the parts one after the other; return their numbers."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     small = settings.quick or device == "cpu"
     rows = []
     end = time.monotonic() + 60 * settings.minutes
     with tempfile.TemporaryDirectory() as scratch:
         job = {"device": device, "small": small, "scratch": scratch}
-        for name in settings.parts:
-            limit_s = min((3 if small else 1) * PARTS[name], end - time.monotonic())
-            sample = run_part(name, job, limit_s, record.out / f"{name}.log")
+        for part in settings.parts:
+            limit_s = min((3 if small else 1) * PARTS[part], end - time.monotonic())
+            sample = run_part(part, job, limit_s, record.out / f"{part}.log")
             record.add(sample)
-            record.say(f"{name}: {sample['state']} {sample['why']}")
+            record.say(f"{part}: {sample['state']}")
             record.has_failed |= sample["state"] != "passed"
-            rows += rows_of(sample, SMALL_RUN if small else "")
+            of = "tiny models: its speeds say nothing about a real GPU" if small else ""
+            rows.append({"part": part, "": sample["state"], "number": "seconds", "value": sample["seconds"], "of": of})
+            rows += sample["numbers"]
     return rows
 
 
-def run_part(name: str, job: Mapping[str, Any], limit_s: float, log: Path) -> dict[str, Any]:
-    """Run one part in a process of its own, which ends with its descendants at the limit; return its sample."""
+def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> Row:
+    """Run one part in a process of its own, which ends at the limit; return its sample."""
     found = log.with_suffix(".jsonl")
     found.unlink(missing_ok=True)
     start = time.monotonic()
-    child = Child(name, ["benchmarks.gpu", name, json.dumps(job), str(found)], log, {})
-    state = "passed"
-    why = ""
-    try:
-        if child.process.wait(max(0.0, limit_s)):
-            state = "FAILED"
-            why = child.obituary()
-    except subprocess.TimeoutExpired:
-        state = "TIMED OUT"
-        why = f"it did not end within {limit_s:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        child.process.wait()
+    command = [sys.executable, "-m", "benchmarks.gpu", part, json.dumps(job), str(found)]
+    with log.open("wb") as output:
+        try:
+            done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, timeout=max(0.0, limit_s))
+            state = "passed" if done.returncode == 0 else f"FAILED: see {log}"
+        except subprocess.TimeoutExpired:
+            state = "TIMED OUT"
     numbers = read_jsonl(found)
-    if state == "passed" and any(Number(**number).is_outside for number in numbers):
+    if state == "passed" and any(row[""] for row in numbers):
         state = "OUTSIDE ITS LIMITS"
-    return {"part": name, "state": state, "why": why, "seconds": time.monotonic() - start, "numbers": numbers}
-
-
-def rows_of(sample: Mapping[str, Any], note: str) -> list[dict[str, Any]]:
-    """Return a row for the part as a whole, and one for each of its numbers."""
-    why = sample["why"].splitlines()[-1:] or [note]
-    rows = [
-        {"part": sample["part"], "": sample["state"], "number": "seconds", "value": sample["seconds"], "of": why[0]}
-    ]
-    for number in sample["numbers"]:
-        limits = {"at least": number["low"], "at most": number["high"], "of": number["detail"]}
-        state = "OUTSIDE" if Number(**number).is_outside else ""
-        rows.append({"part": "", "": state, "number": number["name"], "value": number["value"], **limits})
-    return rows
+    return {"part": part, "state": state, "seconds": time.monotonic() - start, "numbers": numbers}
 
 
 @dataclass(frozen=True)
@@ -185,9 +143,13 @@ class Job:
     scratch: str
     """Folder for checkpoints, which all parts share."""
 
+    @property
+    def model(self) -> str:
+        """The size of the models."""
+        return "tiny" if self.small else "1b"
+
     def config(
         self,
-        model: str = "",
         *,
         dtype: str = "bfloat16",
         trained: Mapping[str, Any] = {},
@@ -195,23 +157,23 @@ class Job:
         max_new_tokens: int = 160,
         algorithm: str = "ppo",
     ) -> RunConfig:
-        """Return a run with models of this size on the device, after making their checkpoints if they are missing.
+        """Return a run on the device, after making its checkpoints if they are missing.
 
         Args:
             dtype: in which reward, critic, policy and trainer compute.
             trained: further settings of policy and critic trainer.
             rows: responses of a rollout, all generated at once, and all in one minibatch.
         """
-        folder = Path(self.scratch) / (model or ("tiny" if self.small else "1b"))
+        folder = Path(self.scratch) / self.model
         if not folder.is_dir():
-            make_checkpoints(folder.name, folder.with_suffix(".new"), self.device)
+            make_checkpoints(self.model, folder.with_suffix(".new"), self.device)
             folder.with_suffix(".new").rename(folder)
         budget = 1024 if self.small else 16_384
         scoring = {"device": self.device, "dtype": dtype, "threads": 1, "token_budget": budget}
         training = {"device": self.device, "precision": dtype, "token_budget": budget, **trained}
         return RunConfig.model_validate(
             {
-                "run": {"dir": folder / "run", "share_cards": True},
+                "run": {"dir": folder / "run"},
                 "server": FREE_PORTS,
                 "reward": {"model": folder / "reward", **scoring},
                 "critic": {"model": folder / "critic", **scoring},
@@ -229,10 +191,9 @@ class Job:
             }
         )
 
-    @property
-    def num_scored(self) -> int:
-        """Number of requests with which scoring is measured."""
-        return IN_FLIGHT * (2 if self.small else 16)
+    def trace(self) -> list[np.ndarray]:
+        """Return the rows with which scoring is measured."""
+        return make_trace(IN_FLIGHT * (2 if self.small else 16))
 
     def dense_rate(self) -> float:
         """Return the operations per second of a large bfloat16 matrix product of random numbers."""
@@ -242,12 +203,10 @@ class Job:
 
 
 def make_checkpoints(model: str, folder: Path, device: str) -> None:
-    """Write a reward model with random weights, and unless it is huge a policy and a critic of the reward's weights."""
-    shape: dict[str, Any] = {} if model == "tiny" else {**LLAMA_3, "tie_word_embeddings": model != HUGE}
-    make_checkpoint("reward", model, folder / "reward", device=device, **shape)
-    if model == HUGE:
-        return
-    make_checkpoint("policy", model, folder / "policy", device=device, **shape)
+    """Write a reward model and a policy with random weights, and a critic of the reward's."""
+    shape: dict[str, Any] = {} if model == "tiny" else LLAMA_3
+    for kind in ("reward", "policy"):
+        make_checkpoint(kind, model, folder / kind, device=device, **shape)
     (folder / "critic").mkdir()
     save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
     AutoTokenizer.from_pretrained(folder / "reward").save_pretrained(folder / "critic")
@@ -270,32 +229,13 @@ def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
     return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def reset_peak(job: Job) -> int:
-    """Set the GPU's peak of allocated memory to what is allocated now; return that."""
-    if job.device == "cpu":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
 def environment(job: Job) -> Found:
     """The device's rates at best."""
-    yield Number("GPUs", torch.cuda.device_count())
+    yield number("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
         card = torch.cuda.get_device_properties(0)
-        yield Number("memory, GiB", card.total_memory / 2**30, detail=f"{card.name}, CUDA {torch.version.cuda}")
-    yield Number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
-
-
-def device_tests(job: Job) -> Found:
-    """The tests of the device code."""
-    if job.device == "cpu":
-        yield Number("skipped", None, detail="there is no GPU")
-        return
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/device"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    print(done.stdout)
-    yield Number("exit status of pytest", done.returncode, None, 0, done.stdout.splitlines()[-1])
+        yield number("memory, GiB", card.total_memory / 2**30, of=f"{card.name}, CUDA {torch.version.cuda}")
+    yield number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
 
 
 def served_score(job: Job) -> Found:
@@ -314,57 +254,25 @@ def served_score(job: Job) -> Found:
         with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
     own, bf16, fp32 = (float(np.abs(found - exact).max() / exact.std()) for found in scores)
-    yield Number("float32: error of served scores", fp32, None, FP32_ERROR)
-    yield Number("bfloat16: error of transformers' own scores", own)
-    yield Number("bfloat16: error of served scores, times that", bf16 / own, None, MOST_BF16_ERROR)
+    yield number("float32: error of served scores", fp32, most=FP32_ERROR)
+    yield number("bfloat16: error of transformers' own scores", own)
+    yield number("bfloat16: error of served scores, times that", bf16 / own, most=MOST_BF16_ERROR)
 
 
 def scoring(job: Job) -> Found:
-    """Scoring by the serving code in this process, for each model."""
-    rows = make_trace(job.num_scored)
-    for model in ["tiny"] if job.small else ["1b", HUGE]:
-        if model == HUGE and torch.cuda.mem_get_info()[0] < HUGE_GIB << 30:
-            yield Number(model, None, detail=f"skipped: needs {HUGE_GIB} GiB of the card's memory")
-            continue
-        config = job.config(model, algorithm="reinforce++")
-        with served(config, contract.REWARD_MODEL, contract.REWARDS) as send, ThreadPoolExecutor(IN_FLIGHT) as threads:
-            one_each = partial(threads.map, lambda row, send=send: send([row]))
-            list(one_each(rows[:IN_FLIGHT]))
-            seconds, _ = timed(partial(lambda replies: list(replies(rows)), one_each))
-        yield from _speed(job, model, seconds)
-
-
-def tritonserver(job: Job) -> Found:
-    """Scoring by a real tritonserver."""
-    if importlib.util.find_spec("pytriton") is None or np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-        yield Number("skipped", None, detail="needs nvidia-pytriton, whose wheel has a tritonserver, and numpy<2")
-        return
+    """Tokens/s of the serving code in this process; on a GPU, also the share of its dense rate that is useful."""
+    rows = job.trace()
     config = job.config(algorithm="reinforce++")
-    with running_triton(config) as server:
-        seconds = asyncio.run(_closed_loop(server.section.http_url, make_trace(job.num_scored)))
-    yield from _speed(job, config.reward.model.parent.name, seconds)
-
-
-async def _closed_loop(url: str, rows: list[np.ndarray]) -> float:
-    """Return the seconds that requests of one row take, after a warm-up."""
-    from benchmarks.scoring import to_triton
-
-    requests = [[row] for row in rows]
-    async with to_triton(url, 0) as send:
-        await closed_loop(send, requests[:IN_FLIGHT], IN_FLIGHT)
-        seconds, _, _ = await closed_loop(send, requests, IN_FLIGHT)
-    return seconds
-
-
-def _speed(job: Job, model: str, seconds: float) -> Found:
-    """Yield tokens/s and, on a GPU, the share of its dense rate that is useful; half of causal attention is."""
-    lengths = np.asarray([row.size for row in make_trace(job.num_scored)])
-    yield Number(f"{model}: tokens/s", lengths.sum() / seconds)
+    with served(config, contract.REWARD_MODEL, contract.REWARDS) as send, ThreadPoolExecutor(IN_FLIGHT) as threads:
+        list(threads.map(lambda row: send([row]), rows[:IN_FLIGHT]))
+        seconds, _ = timed(lambda: list(threads.map(lambda row: send([row]), rows)))
+    lengths = np.asarray([row.size for row in job.trace()])
+    yield number(f"{job.model}: tokens/s", lengths.sum() / seconds)
     if job.device == "cuda":
-        layers, width, feed_forward = SIZES[model]
+        layers, width, feed_forward = SIZES[job.model]
         weights = layers * width * (2.5 * width + 3 * feed_forward)  # a quarter as many heads for keys and values
         operations = 2.0 * weights * lengths.sum() + 2.0 * layers * width * (lengths**2).sum()
-        yield Number(f"{model}: share of the dense rate", operations / seconds / job.dense_rate())
+        yield number(f"{job.model}: share of the dense rate", operations / seconds / job.dense_rate())
 
 
 def swap(job: Job) -> Found:
@@ -374,30 +282,26 @@ def swap(job: Job) -> Found:
     initialise_store(store, config.critic, run_id="check")
     write = partial(copy_checkpoint, store.folder(0))
     version = store.add(write, run_id="check", step=1, parent=0, epoch=0, reuse=False).version
-    with (
-        served(config, contract.CRITIC, contract.VALUES, contract.WEIGHTS_VERSION) as send,
-        ThreadPoolExecutor(8) as threads,
-    ):
+    outputs = (contract.VALUES, contract.WEIGHTS_VERSION)
+    with served(config, contract.CRITIC, *outputs) as send, ThreadPoolExecutor(8) as threads:
 
-        def replies() -> list[tuple[float, Any]]:
-            return list(threads.map(lambda row: timed(lambda: send([row])), make_trace(32)))
+        def replies() -> list[Any]:
+            return list(threads.map(lambda row: send([row]), make_trace(32)))
 
         replies()
-        quiet = replies()
-        before = reset_peak(job)
+        if job.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         start = time.perf_counter()
         store.set_current(version)
-        during = replies()
-        while during[-1][1][contract.WEIGHTS_VERSION][0, 0] != version:
-            during += replies()
-        yield Number("published to served, s", time.perf_counter() - start)
-    yield Number("slowest request before it, ms", 1e3 * max(seconds for seconds, _ in quiet))
-    yield Number("slowest request during the swap, ms", 1e3 * max(seconds for seconds, _ in during))
+        while replies()[-1][contract.WEIGHTS_VERSION][0, 0] != version:
+            continue
+        yield number("published to served, s", time.perf_counter() - start)
     if job.device == "cuda":
         weights = (config.critic.model / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
         more = (torch.cuda.max_memory_allocated() - before) / weights
         limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
-        yield Number("most memory beside the served version, times its weights", more, None, limit)
+        yield number("most memory beside the served version, times its weights", more, most=limit)
 
 
 def ppo_step(job: Job) -> Found:
@@ -405,19 +309,16 @@ def ppo_step(job: Job) -> Found:
     num_rows, longest = (8, 24) if job.small else (64, 256)
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)
-    policy = Policy.of(config.actor)
-    policy_update = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    policy = Policy(config.actor)
+    policy_update = PolicyUpdate(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
-    found: dict[str, Number] = {}
+    taken: dict[str, float] = {}
 
     def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        reset_peak(job)
         # `item` waits for the kernels that are still queued.
-        seconds, (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
-        peak = f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if job.device == "cuda" else ""
-        found[name] = Number(f"{name}, s", seconds, detail=peak)
+        taken[name], (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
         return result
 
     for _ in range(2):
@@ -430,14 +331,15 @@ def ppo_step(job: Job) -> Found:
         report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
         batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
-    yield from found.values()
-    tokens = sum(map(len, rows))
+    yield from (number(f"{name}, s", seconds) for name, seconds in taken.items())
     new = sum(int(sample.sampled.sum()) for sample in samples)
-    whole = sum(number.value or 0.0 for number in found.values())
-    yield Number("all of them, s", whole, detail=f"{num_rows} rows, {tokens} tokens, {new} of them generated")
-    yield Number("decoding, tokens/s", new / (found["generation"].value or 1.0), detail=f"{num_rows} responses at once")
-    yield Number("critic's loss", report.loss_mean, 1e-6)
-    yield Number("norm of the policy's gradient", metrics["train_optim/grad_norm"], 1e-6)
+    rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"
+    yield number("all of them, s", sum(taken.values()), of=rows_text)
+    yield number("decoding, tokens/s", new / taken["generation"], of=f"{num_rows} responses at once")
+    if job.device == "cuda":
+        yield number("peak memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
+    yield number("critic's loss", report.loss_mean, least=1e-6)
+    yield number("norm of the policy's gradient", metrics["train_optim/grad_norm"], least=1e-6)
 
 
 @contextlib.contextmanager
@@ -465,5 +367,5 @@ def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[An
 
 if __name__ == "__main__":  # the part, its job, and the file to which each number is appended as a line of JSON
     quiet_transformers()
-    for number in globals()[sys.argv[1]](Job(**json.loads(sys.argv[2]))):
-        append_jsonl(Path(sys.argv[3]), [vars(number)])
+    for row in globals()[sys.argv[1]](Job(**json.loads(sys.argv[2]))):
+        append_jsonl(Path(sys.argv[3]), [row])

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -143,7 +143,7 @@ def running_triton(config: RunConfig) -> Iterator[TritonServer]:
     """Run a tritonserver on the run's repository; yield it once it is ready.
 
     Raises:
-        ServerStartError: the block failed because the server had died; ServerAborted if by a fault of its own.
+        ServerStartError: the block failed because the server had died.
     """
     render_repository(config, config.run.repository_dir)
     server = serve_rendered(config, log=lambda line: None)
@@ -233,25 +233,7 @@ def matched_ratio(samples: Iterable[Sample], one: str, other: str, key: str) -> 
     return median(ratios) if ratios else None
 
 
-# ---- options and the report ----
-
-
-def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return the parser of a comma-separated list of known names."""
-
-    def parsed(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"unknown {name!r}; known: {', '.join(known)}")
-        return names
-
-    return parsed
-
-
-def numbers(text: str) -> list[int]:
-    """Parse a comma-separated list of numbers."""
-    return [int(word) for word in text.split(",")]
+# ---- the report ----
 
 
 class Record:

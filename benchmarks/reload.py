@@ -33,7 +33,6 @@ from benchmarks.measuring import (
     make_checkpoint,
     make_trace,
     running_triton,
-    some_of,
     timed,
 )
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
@@ -43,32 +42,26 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ClientSection, RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.report.curves import figure_of
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import with_free_ports
-from rlhf_triton.tools.server.triton_home import ServerAborted
 from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 RUN_ID = "bench"
 SERVED = {"threads": 1, "token_budget": 256}
-UNDER_LOAD = ("tiny", "1m", "7m")  # models whose latencies under load are short enough for part a
 SWAP, TRITON, QUIET = "swap", "triton", "quiet"  # kinds of blocks; the first two are kinds of reloads, too
-WORDS = {SWAP: "swaps", TRITON: "Triton reloads"}
-COLOURS = {SWAP: "#009E73", TRITON: "#E69F00"}
 RELOAD_EVERY_S = 0.5
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
-Window = tuple[float, float]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
-    add("--models", type=some_of(SIZES), default=["1m", "7m"], help=f"any of {', '.join(SIZES)}")
-    add("--parts", type=some_of("ab"), default=["a", "b"], help="a: clients during reloads, b: time until served")
-    add("--swaps", type=int, default=200, help="part a: number of swaps")
-    add("--triton-reloads", type=int, default=50, help="part a: number of Triton reloads")
+    add("--models", nargs="+", choices=SIZES, default=["1m", "7m"])
+    add("--parts", nargs="+", choices="ab", default=["a", "b"], help="a: clients during reloads, b: time until served")
+    add("--swaps", type=int, default=8, help="part a: swaps of a cycle")
+    add("--triton-reloads", type=int, default=2, help="part a: Triton reloads of a cycle")
     add("--clients", type=int, default=32, help="part a: requests in flight while the model is reloaded")
     add("--cycles", type=int, default=25, help="part a: cycles of quiet, swaps, quiet, Triton reloads")
     add("--quiet-s", type=float, default=3.0, help="part a: seconds of each quiet block")
@@ -79,18 +72,12 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
     """Measure the parts with every model; return a row for each."""
     rows = []
     for part, model in itertools.product(settings.parts, settings.models):
-        if part == "a" and model not in UNDER_LOAD:
-            continue
-        measure_part = {"a": measure_load, "b": measure_publish}[part]
-        try:
-            sample = measure_part(settings, model, record)
-        except ServerAborted as fault:  # server 2.51 may if a model's process gets no CPU time for a second
-            record.say(f"{fault}\nmeasuring once more")
-            sample = measure_part(settings, model, record)
+        with contextlib.ExitStack() as stack:
+            service = ReloadService(record.out / "servers", model, stack)
+            sample = {"a": measure_load, "b": measure_publish}[part](settings, service)
         record.add({"part": part, "model": model, **sample})
         rows += {"a": summary_of_load, "b": summary_of_publish}[part](record.samples[-1])
-        if part == "a" and not (record.out / "reload.png").exists():
-            draw(record.samples[-1], rows, record.out / "reload.png")
+        record.say(f"{part}, {model}: {len(sample['reloads'])} reloads")
         shutil.rmtree(record.out / "servers")
     return rows
 
@@ -113,8 +100,8 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
     """Have one row at a time scored by each client, without retries, until `_ended`."""
     seen: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
-    settings = ClientSection(deadline_s=300, retries=0, max_outage_s=0, max_in_flight=num_clients)
-    async with TritonClient(url, settings) as client:
+    settings = ClientSection(deadline_s=300, max_outage_s=0, max_in_flight=num_clients)
+    async with TritonClient(url, settings, retries=0) as client:
 
         async def ask() -> None:
             while not _ended.is_set():
@@ -127,7 +114,6 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
                     continue
                 if not np.isfinite(answer[VALUES]).all():
                     seen["failures"].append("values that are not finite")
-                    continue
                 seen["start_s"].append(round(start, 5))
                 seen["end_s"].append(round(time.monotonic(), 5))
                 seen["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
@@ -183,7 +169,6 @@ class ReloadService:
                 "server": FREE_PORTS,
                 "reward": served,
                 "critic": served,
-                "trainer": {"serve_timeout_s": 300},
             }
         )
         self.config = config.model_copy(update={"server": with_free_ports(config.server)})
@@ -191,13 +176,15 @@ class ReloadService:
         self.store = WeightsStore(self.config.run.weights_dir)
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
-        self._publisher = lambda: Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1)
+        self._publisher = lambda: Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
         self._step = 0
-        server_core, self.client_core, *others = cores()
+        found = sorted(os.sched_getaffinity(0))  # of server, clients and trainer; with two, the last two share one
+        self.client_core = found[:2][-1]
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.
-        self._publishing = stack.enter_context(ThreadPoolExecutor(1, "publisher", initializer=_step_back(others)))
-        with on_cores(server_core):
+        step_back = partial(_step_back, found[2:] or found[-1:])
+        self._publishing = stack.enter_context(ThreadPoolExecutor(1, "publisher", initializer=step_back))
+        with on_cores(found[0]):
             stack.enter_context(running_triton(self.config))
 
     def failed_requests(self) -> int:
@@ -216,10 +203,9 @@ class ReloadService:
 
     def reload(self, kind: str) -> Sample:
         """Publish weights that differ a little, or let Triton replace the model's process; return the timings."""
-        begin = time.monotonic()
         done = self.as_publisher(self._publish if kind == SWAP else lambda: self._publisher().triton_reload())
         timings = {key: getattr(done, key) for key in ("version", "publish_ms", "verify_ms", "reload_ms")}
-        return {"reload": kind, **timings, "begin_s": begin, "end_s": time.monotonic()}
+        return {"reload": kind, **timings}
 
     def _publish(self) -> Any:
         import torch
@@ -230,159 +216,84 @@ class ReloadService:
         return self._publisher().publish(self.critic, step=self._step, beat=lambda state: None)
 
 
-def cores() -> list[int]:
-    """Return the cores of server, clients and trainer; with two, the trainer shares the clients', with one, all do."""
-    found = sorted(os.sched_getaffinity(0))
-    return [found[0], found[:2][-1], *(found[2:] or found[-1:])]
+def _step_back(cores: Sequence[int]) -> None:
+    import torch
 
-
-def _step_back(cores: Sequence[int]) -> Callable[[], None]:
-    def step_back() -> None:
-        import torch
-
-        torch.set_num_threads(1)  # torch keeps a part of this setting per thread
-        os.sched_setaffinity(0, cores)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-
-    return step_back
+    torch.set_num_threads(1)  # torch keeps a part of this setting per thread
+    os.sched_setaffinity(0, cores)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 # ---- part a ----
 
 
-def measure_load(settings: argparse.Namespace, model: str, record: Record) -> Sample:
-    """Return the clients' observations, the reloads and the quiet windows."""
+def measure_load(settings: argparse.Namespace, service: ReloadService) -> Sample:
+    """Return the clients' observations, the reloads and the blocks: quiet, swaps, quiet, Triton reloads."""
     reloads: list[Sample] = []
     blocks: list[Sample] = []
-    totals = {SWAP: settings.swaps, TRITON: settings.triton_reloads}
-    with contextlib.ExitStack() as stack:
-        service = ReloadService(record.out / "servers" / f"load-{model}", model, stack)
-        before = service.failed_requests()
-        with sending(service.config.server.http_url, settings.clients, service.client_core) as observed:
-            time.sleep(1.0)  # until all clients have begun
-            for cycle in range(settings.cycles):
-                for kind in (QUIET, SWAP, QUIET, TRITON):
-                    begin = time.monotonic()
-                    if kind == QUIET:
-                        time.sleep(settings.quiet_s)
-                    else:
-                        of_all = totals[kind] * cycle // settings.cycles, totals[kind] * (cycle + 1) // settings.cycles
-                        for _ in range(*of_all):
-                            next_at = time.monotonic() + RELOAD_EVERY_S
-                            reloads.append(service.reload(kind))
-                            time.sleep(max(0.0, next_at - time.monotonic()))
-                    blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
-                record.say(f"a, {model}: {len(reloads)} of {sum(totals.values())} reloads")
-        failed = service.failed_requests() - before
+    counts = {QUIET: 0, SWAP: settings.swaps, TRITON: settings.triton_reloads}
+    before = service.failed_requests()
+    with sending(service.config.server.http_url, settings.clients, service.client_core) as observed:
+        time.sleep(1.0)  # until all clients have begun
+        for kind in settings.cycles * (QUIET, SWAP, QUIET, TRITON):
+            begin = time.monotonic()
+            for _ in range(counts[kind]):
+                next_at = time.monotonic() + RELOAD_EVERY_S
+                reloads.append(service.reload(kind))
+                time.sleep(max(0.0, next_at - time.monotonic()))
+            if kind == QUIET:
+                time.sleep(settings.quiet_s)
+            blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
+    failed = service.failed_requests() - before
     return {**observed.result(), "reloads": reloads, "blocks": blocks, "failed_by_server": failed}
 
 
 def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
-    """Return a row for each kind of reload: failures, and the p99 of requests in flight during reloads and without.
+    """Return a row for each kind of reload: failures, and the p99 of requests that ended in its blocks or quiet ones.
 
-    The windows without reloads are as long as those with: long requests are more likely to be in flight in a window,
-    and how much more depends on its length. Blocks after Triton reloads are left out, since they begin with a backlog.
+    Blocks after Triton reloads are left out, since they begin with a backlog.
     """
-    start = np.asarray(sample["start_s"])
     end = np.asarray(sample["end_s"])
+    latency_ms = (end - sample["start_s"]) * 1e3
     kinds = [QUIET, *(block["kind"] for block in sample["blocks"])]
-    quiet = [
-        (block["begin_s"], block["end_s"])
-        for block, before in zip(sample["blocks"], kinds, strict=False)
-        if block["kind"] == QUIET and before != TRITON
-    ]
-    alone = np.zeros(start.size, bool)  # one at the end of a quiet block may wait for the following reload
-    for left, right in quiet:
-        alone |= (start >= left) & (end <= right)
+    chosen = {kind: np.zeros(end.size, bool) for kind in (QUIET, SWAP, TRITON)}
+    for block, before in zip(sample["blocks"], kinds, strict=False):
+        if before != TRITON:
+            chosen[block["kind"]] |= (end >= block["begin_s"]) & (end <= block["end_s"])
+    p99_ms = {kind: float(np.percentile(latency_ms[found], 99)) for kind, found in chosen.items()}
     rows = []
     for kind in (SWAP, TRITON):
-        windows = [(reload["begin_s"], reload["end_s"]) for reload in sample["reloads"] if reload["reload"] == kind]
-        during = p99_ms(start, end, windows)
-        without = p99_ms(start[alone], end[alone], quiet_windows(windows, quiet) or quiet)
+        took = [reload["reload_ms"] for reload in sample["reloads"] if reload["reload"] == kind]
         rows.append(
             {
-                "part": f"a, {WORDS[kind]}",
+                "part": f"a, {kind}",
                 "model": sample["model"],
-                "requests": start.size,
-                "reloads": len(windows),
+                "requests": end.size,
+                "reloads": len(took),
                 "failed_by_clients": len(sample["failures"]),
                 "failed_by_server": sample["failed_by_server"],
                 "versions_seen": np.unique(sample["version"]).size,
-                "p99_ms": during,
-                "p99_ms_without": without,
-                "ratio": during / without if during and without else None,
-                "reload_ms": median((right - left) * 1e3 for left, right in windows) if windows else None,
+                "p99_ms": p99_ms[kind],
+                "p99_ms_without": p99_ms[QUIET],
+                "ratio": p99_ms[kind] / p99_ms[QUIET],
+                "reload_ms": median(took),
             }
         )
     return rows
 
 
-def p99_ms(start: np.ndarray, end: np.ndarray, windows: Sequence[Window]) -> float | None:
-    """Return the 99th percentile of the latencies of requests that were in flight in any of the windows."""
-    chosen = np.zeros(start.size, bool)
-    for left, right in windows:
-        chosen |= (end >= left) & (start <= right)
-    return float(np.percentile((end - start)[chosen], 99)) * 1e3 if chosen.any() else None
-
-
-def quiet_windows(like: Sequence[Window], quiet: Sequence[Window]) -> list[Window]:
-    """Return, for each window in `like` that fits, one of its length at a random place within the `quiet` windows."""
-    generator = np.random.default_rng(0)
-    found = []
-    for left, right in like:
-        length = right - left
-        rooms = [(begin, end - length) for begin, end in quiet if end - begin > length]
-        if rooms:
-            sizes = np.asarray([end - begin for begin, end in rooms])
-            begin = generator.uniform(*rooms[generator.choice(len(rooms), p=sizes / sizes.sum())])
-            found.append((begin, begin + length))
-    return found
-
-
-def draw(sample: Sample, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw every request of the first blocks as a dot, and each reload as a band that ends in a line."""
-    begin = sample["blocks"][0]["begin_s"]
-    last = sample["blocks"][:8][-1]["end_s"]
-    end = np.asarray(sample["end_s"])
-    inside = np.flatnonzero((end >= begin) & (end <= last))
-    latency_ms = (end - sample["start_s"]) * 1e3
-    with figure_of(path, (11, 4.1)) as figure:
-        axes = figure.subplots()
-        axes.scatter(end[inside] - begin, latency_ms[inside], s=3, lw=0, color="#0072B2", alpha=0.5, rasterized=True)
-        for kind, row in zip((SWAP, TRITON), rows, strict=True):
-            label = f"{WORDS[kind]}; p99 {row['p99_ms']:,.1f} ms, {row['p99_ms_without']:,.1f} ms without"
-            for reload in sample["reloads"]:
-                if reload["reload"] == kind and begin <= reload["begin_s"] <= last:
-                    left = reload["begin_s"] - begin
-                    right = reload["end_s"] - begin
-                    axes.axvspan(left, right, color=COLOURS[kind], alpha=0.14, lw=0, zorder=0)
-                    axes.axvline(right, color=COLOURS[kind], lw=1.0, label=label)
-                    label = ""
-        failed = rows[0]["failed_by_clients"] + rows[0]["failed_by_server"]
-        title = (
-            f"{sample['model']} model: the first of {rows[0]['reloads']} swaps and {rows[1]['reloads']} Triton reloads"
-            f"; {failed} of {rows[0]['requests']:,} requests failed"
-        )
-        axes.set(title=title, yscale="log", xlim=(0, last - begin), xlabel="seconds", ylabel="latency (ms)")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-
-
 # ---- part b ----
 
 
-def measure_publish(settings: argparse.Namespace, model: str, record: Record) -> Sample:
+def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Sample:
     """Return the timings of swaps on an otherwise idle server, each beside those of its unavoidable steps alone."""
-    swaps = []
-    with contextlib.ExitStack() as stack:
-        service = ReloadService(record.out / "servers" / f"publish-{model}", model, stack)
-        service.reload(SWAP)  # warm-up: the first one includes deferred imports
-        for _ in range(settings.publishes):
-            done = service.reload(SWAP)
-            folder = service.store.folder(done["version"])
-            swaps.append({**done, **service.as_publisher(partial(_alone, service, folder))})
-    record.say(f"b, {model}: {settings.publishes} publishes, each against hash, load and canary alone")
-    return {"parameters": service.num_parameters, "swaps": swaps}
+    reloads = []
+    service.reload(SWAP)  # warm-up: the first one includes deferred imports
+    for _ in range(settings.publishes):
+        done = service.reload(SWAP)
+        folder = service.store.folder(done["version"])
+        reloads.append({**done, **service.as_publisher(partial(_alone, service, folder))})
+    return {"parameters": service.num_parameters, "reloads": reloads}
 
 
 def _alone(service: ReloadService, folder: Path) -> dict[str, float]:
@@ -397,7 +308,7 @@ def _alone(service: ReloadService, folder: Path) -> dict[str, float]:
 
 def summary_of_publish(sample: Sample) -> list[dict[str, Any]]:
     """Return a row of medians; `ratio`: of the time until a written version is served to that of the steps alone."""
-    swaps = sample["swaps"]
+    swaps = sample["reloads"]
     alone = {key: median(swap[key] for swap in swaps) for key in ("hash_ms", "load_ms", "canary_ms")}
     served = median(swap["verify_ms"] + swap["reload_ms"] for swap in swaps)
     row = {"part": "b", "model": sample["model"], "reloads": len(swaps), "reload_ms": served, **alone}

@@ -38,10 +38,8 @@ from benchmarks.measuring import (
     make_checkpoint,
     make_trace,
     matched_ratio,
-    numbers,
     running,
     running_triton,
-    some_of,
 )
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import ClientSection, RunConfig
@@ -64,7 +62,7 @@ Send = Callable[[list[np.ndarray]], Awaitable[Any]]
 
 
 class Setup(NamedTuple):
-    """What a contender is started with."""
+    """Start settings of a contender."""
 
     checkpoint: Path
     folder: Path
@@ -82,14 +80,14 @@ class Running(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
-    add("--models", type=some_of(SIZES), default=["7m"], help=f"any of {', '.join(SIZES)}")
-    add("--contenders", type=some_of(CONTENDERS), default=list(CONTENDERS), help=f"any of {', '.join(CONTENDERS)}")
-    add("--rows", type=numbers, default=[1], help="rows per request")
-    add("--concurrency", type=numbers, default=[64], help="requests in flight")
+    add("--models", nargs="+", choices=SIZES, default=["7m"])
+    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    add("--rows", type=int, nargs="+", default=[1], help="rows per request")
+    add("--concurrency", type=int, nargs="+", default=[64], help="requests in flight")
     add("--repeats", type=int, default=3, help="rounds; each measures every contender")
     add("--seconds", type=float, default=3.0, help="seconds of the fastest contender's turn")
     splits = [f"1x{CORES}", f"{CORES}x1"]
-    add("--splits", type=lambda text: text.split(","), default=splits, help="instances x threads to choose from")
+    add("--splits", nargs="+", default=splits, help="instances x threads to choose from")
 
 
 def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]]:
@@ -267,8 +265,8 @@ CONTENDERS: dict[str, Callable[[Setup], contextlib.AbstractContextManager[Runnin
 @contextlib.asynccontextmanager
 async def to_triton(url: str, width: int) -> AsyncIterator[Send]:
     """Yield a sender that pads rows to `width` tokens; 0: to the longest row of the request."""
-    settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=1024)
-    async with TritonClient(url, settings) as client:
+    settings = ClientSection(deadline_s=DEADLINE_S, max_outage_s=0, max_in_flight=1024)
+    async with TritonClient(url, settings, retries=0) as client:
 
         async def sender(rows: list[np.ndarray]) -> np.ndarray:
             return (await client.rewards(rows, width=width))[REWARDS]

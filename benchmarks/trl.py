@@ -30,7 +30,6 @@ from benchmarks.measuring import (
     make_checkpoint,
     make_trace,
     matched_ratio,
-    some_of,
 )
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import write_jsonl
@@ -60,11 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
     models = (SMOLLM2, *SIZES)
-    add("--models", type=some_of(models), default=["7m"], help=f"any of {', '.join(models)}; {SMOLLM2} is SmolLM2")
+    add("--models", nargs="+", choices=models, default=["7m"], help=f"{SMOLLM2} is SmolLM2")
     add("--smollm2", type=Path, help="folder of SmolLM2-135M; python -m examples.demo.pretrained writes it")
-    add("--algorithms", type=some_of(ALGORITHMS), default=ALGORITHMS, help=f"any of {', '.join(ALGORITHMS)}")
-    add("--cells", type=lambda text: text.split(","), default=["16x32"], help=f"rows (times {GROUP}) x new tokens")
-    add("--contenders", type=some_of((TRL, OURS)), default=[TRL, OURS], help="sides to measure")
+    add("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    add("--cells", nargs="+", default=["16x32"], help=f"rows (times {GROUP}) x new tokens")
+    add("--contenders", nargs="+", choices=(TRL, OURS), default=[TRL, OURS], help="sides to measure")
     add("--rounds", type=int, default=5, help="turns of each side in each cell")
     add("--steps", type=int, default=4, help="measured steps of a turn")
     add("--warmup", type=int, default=2, help="steps of a turn before the measured ones")
@@ -180,7 +179,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "reward": model,
         "critic": model,
-        "trainer": {"optimizer": optimizer, "checkpoint_every": MANY, "reload_on_save": "none", "nice": 0},
+        "trainer": {"optimizer": optimizer, "checkpoint_every": MANY},
     }
     if settings["algorithm"] != "ppo":
         parts = {"rewards": {"variety": {"function": f"{ROOT}/benchmarks/trl_side.py:variety"}}}

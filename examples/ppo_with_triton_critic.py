@@ -19,7 +19,7 @@ PROMPTS = ("The weather", "Open the file", "My best friend", "Once upon a time")
 
 
 def reward(response: str) -> float:
-    """What the policy learns here: the letter e. A verifier, or a request to a reward model, goes here."""
+    """The reward of this example: the share of the letter e. A verifier, or a request to a reward model, goes here."""
     return response.count("e") / max(1, len(response))
 
 

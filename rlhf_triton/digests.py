@@ -30,7 +30,7 @@ class Hasher:
         self.update, self.bytes = self._state.update, self._state.digest
 
     def digest(self) -> str:
-        """Return the digest of what was hashed so far."""
+        """Return the digest of the bytes hashed so far."""
         return f"{self._algorithm}:{self._state.hexdigest()}"
 
 

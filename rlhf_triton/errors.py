@@ -7,34 +7,22 @@ RlhfError                    the user can fix it; the message names what is wron
     DamagedCheckpoint        a checkpoint that does not match its checksums
   ContractError              a request's field and value
   BadMessages                a conversation that is none
-  FunctionError              a reward function, loss or advantage
-  BadOption                  an option of one
+  FunctionError              a user's function, class, loss or advantage, or an option of one
   BadScore                   what a reward function returned
     BadEnvironment           what an environment returned or raised
-  BadGroup                   the group of a row
-  WorkerDied                 the process of a reward function or of environments
   RewardsFailed              too many rewards of a rollout are unavailable
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that cannot be used for conversations
-    HistoryChanged           ... as it writes earlier messages anew
+    HistoryChanged           ... as it changes earlier messages
   Unavailable                a request that cannot be served now (503)
   StepFailed                 a step that the sidecar reported as failed (500)
   RequestFailed              a request that is not retried any more
     RequestRefused           the server would reject any repetition
     ServerFailed             it was executed, and failed
     ServersDiffer            no server has what this process expects
-    OverBudget               too many requests fail
-    DeadlineMissed           the gateway's
-  GatewayError               a request of the gateway, with its HTTP status
-  CaptureError               a request of an agent, with its HTTP status
-  CriticClientError          the wrong use of `critic_client`
+  HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
-    ServerAborted            ended by a fault of its own
   ControlPlaneError          a call of Triton's control plane
-    LoadRefused              the model's own error
-    ModelFailed              an answer that is an error (INTERNAL)
-    ModelProcessDied         crashed or killed
-      ModelUnusable          without its device, or one of its ranks
   WeightsError               a version in the store
   VersionRejected            a version that failed verification, or that an instance rejected
   DamagedEntry               an entry of the journal
@@ -44,8 +32,7 @@ RlhfError                    the user can fix it; the message names what is wron
   OutOfMemory                a card too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
   RankFailed, OtherRankLost  what another rank met
-  TracingUnavailable         the extra `tracing` is missing
-Stopped, StopRequested, RankLost, PoolClosed    ends that are no errors
+Stopped, StopRequested, RankLost    ends that are no errors
 Trouble                      one attempt, before the next
 RewardUnavailable            what TRL or verl get from the gateway's functions
 """
@@ -58,12 +45,16 @@ class RlhfError(Exception):
 MAX_REASON = 400
 
 
+class FunctionError(RlhfError, ValueError):
+    """A user's function or class cannot be imported, or refuses its options; the message names it and the cause."""
+
+
 class NotFinite(RlhfError, FloatingPointError):
     """Logits or a gradient hold NaN or infinity."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an exception of a library says, in one line: of the system's own, what to do as well.
+    """Return a library's exception as one line, with a remedy for errors of the operating system.
 
     A library's class names, error numbers, blank lines and lists are of no use to a reader.
     """

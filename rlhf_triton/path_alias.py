@@ -13,7 +13,7 @@ _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 
 def odd_part(path: Path) -> Path | None:
-    """Return `path` up to its last name with other characters than ASCII letters, digits and `_.-`; None: no such."""
+    """Return `path` up to its last name with characters beyond ASCII letters, digits and `_.-`; None without one."""
     return next((part for part in (path, *path.parents) if not _PLAIN.fullmatch(part.name)), None)
 
 

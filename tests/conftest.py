@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from rlhf_triton.client import retry
 from rlhf_triton.tools.gateway.trainer_rewards import _say_once
 from rlhf_triton.tools.server.ports import release_ports
 from rlhf_triton.wire.chats import warn_once
@@ -28,6 +29,8 @@ sys.path.append(str(Path(__file__).parent / "support" / "stub"))
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+retry.BACKOFF_S = 0.001  # of the clients in this process: tests do not wait
 
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")  # in `sys`: pytest keeps it for debuggers
 

@@ -5,12 +5,9 @@ Exit codes of all commands: 0, done; 1, a check found something; 2, wrong argume
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rlhf_triton.tools.arguments import SHELL_ASKS, command_to_complete
 
 COMMANDS = {
     "run": (
@@ -32,11 +29,11 @@ COMMANDS = {
     ),
     "gateway": (
         "rlhf_triton.tools.gateway.command",
-        "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP",
+        "serve rewards to OpenRLHF, TRL, verl and clients of vLLM over HTTP",
     ),
     "status": (
         "rlhf_triton.tools.status",
-        "show served versions, journal, last step and last problem of a run; --watch",
+        "show served versions, journal, last step and last problem of a run",
     ),
     "report": (
         "rlhf_triton.tools.report.page",
@@ -56,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names and return its exit code; 2 if there is no such command."""
     program = "rlhf-triton" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
-    if SHELL_ASKS in os.environ:
-        name = command_to_complete(COMMANDS)
     if name in ("", "-h", "--help"):
         print(f"usage: {program} <command> [--help]\n\ncommands:")
         print("\n".join(f"  {command:<9}{what}" for command, (_, what) in COMMANDS.items()))

@@ -22,7 +22,7 @@ class Finding:
 
     name: str
     text: str
-    """What was found; of a problem, also what to do."""
+    """The result of a check; a problem also has its remedy."""
     level: Level = Level.OK
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Check:
 
 
 def found_by(name: str, find: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:
-    """Yield what a check finds; if it raises, it has failed."""
+    """Yield a check's findings; an exception counts as a failure."""
     try:
         yield from find(*arguments)
     except RlhfError as error:

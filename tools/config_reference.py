@@ -30,17 +30,15 @@ INTRODUCTION = """\
 
 # Configuration
 
-One YAML file configures a run, and every process reads it. Each section covers one concern. A key that is left out
-takes its default; an unknown key is an error that names the nearest valid one, and so is a key given twice in the file.
-`section.key=value` on the command line overrides the file, and of two with the same key the last counts; the value is
+One YAML file configures a run, and every process reads it. A key that is left out takes its default; an unknown key
+is an error that names the nearest valid one. `section.key=value` on the command line overrides the file; the value is
 parsed as YAML:
 
     .venv/bin/rlhf-triton run --config my.yaml actor.steps=200 'actor.generation.stop_strings=["\\n"]'
 
 Relative paths start at the working directory, not at the file. A run writes the values that it used to
-`settings.json` in its folder. A model folder must exist only if the run uses it ([your models](your-models.md)). Keys
-that have no effect in this run, such as `trainer.optimizer.lr` under GRPO, which has no critic, are named once when it
-starts, and by `rlhf-triton doctor`.
+`settings.json` in its folder. Keys that have no effect in this run are named once when it starts, and by
+`rlhf-triton doctor`.
 """
 
 Schema = dict[str, Any]

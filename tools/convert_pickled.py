@@ -20,8 +20,8 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import how_ended
-from rlhf_triton.python_backend.workers.process import interpreter
 from rlhf_triton.store.durable import make_folder, read_json, write_folder
+from rlhf_triton.workers.pool import interpreter
 
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
@@ -95,7 +95,7 @@ def _weights_in(folder: Path) -> list[Path]:
 
 
 def _heads_beside(source: Path, folder: Path, weights: list[Path]) -> list[Path]:
-    """Return the pickles beside the weights that are none: a head of the model is in a file of its own."""
+    """Return the pickles beside the weights: a head of the model may be in a separate file."""
     found = [file for file in pickles_beside(folder) if file not in weights]
     if source.is_file() and found:
         say(f"left out, since {source.name} alone was given: {', '.join(file.name for file in found)}")
@@ -116,7 +116,7 @@ def _check_index(folder: Path, converted: Path) -> None:
 
 
 def _kept(folder: Path, weights: list[Path]) -> list[Path]:
-    """Return the files to copy: those of the configuration, and heads that are safetensors already."""
+    """Return the files to copy: configuration files, and heads that are safetensors already."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file()]
     return [
         *(file for file in files if file.suffix in KEPT and not file.name.endswith(".index.json")),

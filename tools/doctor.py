@@ -1,6 +1,6 @@
 """`rlhf-triton doctor`: checks the machine, a configuration and its server, one line each, with the remedy.
 
-Only the standard library is imported here: the packages may be what is broken.
+Only the standard library is imported here, because the packages may be broken.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.checks import Finding, Level, failed, found_by, warning
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.tools.server.triton_home import find_tritonserver, libpython_dir, usage
@@ -38,7 +38,7 @@ PACKAGES = {  # what every run needs: distribution -> module
     "matplotlib": "matplotlib",
     "tensorboard": "tensorboard",
 }
-OPTIONAL = ("nvidia-pytriton", "peft", "fastapi", "pyarrow", "prometheus-client")
+OPTIONAL = ("nvidia-pytriton", "peft", "starlette", "pyarrow", "prometheus-client")
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB
 MIN_DISK = GIB
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="YAML file of the run; without it, only the machine is checked")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     counts = dict.fromkeys(Level, 0)
     for finding in findings(arguments.config, arguments.overrides):
         counts[finding.level] += 1
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Check the machine and, if `path` is given, the configuration and its server; yield what is found."""
+    """Check the machine and, if `path` is given, the configuration and its server; yield the findings."""
     installed = [*found_by("python", python), *found_by("packages", packages)]
     yield from installed
     yield from found_by("devices", devices)
@@ -136,7 +136,7 @@ def _import_error(module: str | None) -> str | None:
 
 
 def _tested() -> dict[str, list[str]]:
-    """Return the versions of each package, by its name in lower case, that the tests install; one for each Python."""
+    """Return the tested versions of each package, by lower-case name, one for each Python."""
     found: dict[str, list[str]] = {}
     lines = CONSTRAINTS.read_text() if CONSTRAINTS.exists() else ""
     for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", lines, re.M):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.store.durable import numbers_in, write_folder
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 
 if TYPE_CHECKING:
     from rlhf_triton.actor.policy.policy import Policy
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds.add_argument("--merged", action="store_true", help="a Hugging Face model, adapters merged in (default)")
     kinds.add_argument("--peft", action="store_true", help="the adapter alone, in peft's format")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder; default: RUN/export/step-N[-peft]")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     interrupt_on_signals()
     print(export_policy(arguments.run, arguments.step, arguments.out, as_adapter=arguments.peft))
     return 0
@@ -72,14 +72,16 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
 
 def _policy_of(folder: Path) -> Policy:
     """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
-    from rlhf_triton.actor.policy.checkpoint import REBUILDS
-    from rlhf_triton.actor.policy.loading import read_weights
     from rlhf_triton.actor.policy.policy import Policy  # torch: slow to import
-    from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection
+    from rlhf_triton.config import ActorSection, PolicySection
+    from rlhf_triton.config.actor import KLSection
     from rlhf_triton.store.sealed_folder import verify_folder
 
     state: dict[str, Any] = verify_folder(folder)
-    settings = PolicySection(model=Path(state["start"]), **{name: state[name] for name in REBUILDS})
-    policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), longest_row=(1, ""))
-    read_weights(policy, folder)
+    names = ("precision", "lora_rank", "lora_alpha", "lora_targets", "freeze")
+    saved = {name: state["settings"][f"actor.policy.{name}"] for name in names}
+    settings = PolicySection(model=Path(state["start"]), **saved)
+    kl = KLSection(coef=0.0)  # without a copy of the start as the reference
+    policy = Policy(ActorSection(policy=settings, kl=kl), longest_row=(1, ""))
+    policy.trained.load_weights(folder)
     return policy

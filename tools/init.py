@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_triton.config.command_line import reporting
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 
 NUM_PROMPTS = 16
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.add_argument(
         "--policy", default="path/to/policy", metavar="FOLDER", help="for actor.policy.model: a chat model"
     )
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     if arguments.what == "models":
         from rlhf_triton.tools.init_models import init_models  # pydantic: slow to import
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write_environment(name: str, policy: str) -> None:
     config = f"{name}.yaml"
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        raise RlhfError(f"the name is {name!r}; use letters, digits and _ that are no keyword or module of Python")
+        raise RlhfError(f"the name is {name!r}; use letters, digits and _, but no keyword or module of Python")
     files = _files(name, policy)
     if existing := [file for file in files if Path(file).exists()]:
         raise RlhfError(f"{Path(existing[0]).absolute()} exists; choose another name than {name}, or move it away")

@@ -64,7 +64,7 @@ RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
 def token_problems(config: RunConfig) -> Iterator[str]:
-    """Yield which models receive the policy's tokens and lack some that it may sample: a run would end at these."""
+    """Yield models that receive the policy's tokens but have no embedding for some of them: a run would end there."""
     folder = config.actor.policy.model.absolute()
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     entries = sorted(tokenizer.get_vocab().values())
@@ -97,7 +97,7 @@ def _rendered(tokenizer: Any) -> str:
 
 
 def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
-    """Return what is odd about the form of these prompts, as policy and reward model read them."""
+    """Describe oddities in the form of these prompts, as policy and reward model read them."""
     return [
         *([*_rendered_texts(config, prompts)] or _ended_texts(config, prompts)),
         *_headers(config, prompts),
@@ -107,7 +107,7 @@ def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning about text prompts behind which a response has ended, as those that were rendered for SFT."""
+    """Yield a warning about text prompts that already end with a response's end, such as texts rendered for SFT."""
     folder = config.actor.policy.model.absolute()
     tokenizer = load_tokenizer(folder)
     ends = [i for i in special_tokens_in(folder).eos_ids if is_special(tokenizer, i)]
@@ -218,7 +218,7 @@ def _variables(template: str) -> set[str]:
 
 
 def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning if the policy has to write the header of its own turn, which then is a part of each reply."""
+    """Yield a warning if the policy has to write the header of its own turn, which then becomes part of each reply."""
     if not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
         return
     tokenizer = load_tokenizer(config.actor.policy.model.absolute())
@@ -234,7 +234,7 @@ def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 def _marks(tokenizer: Any) -> list[str]:
-    """Return the texts that show that a text is a chat in the format of the tokenizer's template."""
+    """Return marks whose presence shows that a text is a chat in the tokenizer's template."""
     chat = _rendered(tokenizer)
     ids = {*tokenizer(chat, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
     ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
@@ -276,7 +276,7 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
 
 
 def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Yield what the reward model reads of the prompts that may not be what it was trained on."""
+    """Yield warnings where the reward model's rendering of prompts may differ from its training."""
     yield from (warning("prompts", told) for told in prompt_warnings(config, prompts))
     reward = config.reward
     is_rendered = config.uses_reward_model and reward.template is None and reward.add_special_tokens

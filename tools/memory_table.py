@@ -1,6 +1,7 @@
 """What the models of a run hold on each device, for `--dry-run`: counted on models without values, from config.json.
 
-Weights, gradients, optimizer moments and the keys and values of generation are exact. Activations come on top: the
+Weights, gradients, optimizer moments, and the keys and values of generation. Of optimizers in 8 bits, the scales are
+left out. Activations come on top: the
 token budgets bound them.
 """
 
@@ -24,14 +25,12 @@ from rlhf_triton.checkpoints.tensor_parallel import plan_key
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.live_models import live_models
 from rlhf_triton.learning.model import freeze
-from rlhf_triton.learning.sharding import MOST_UNREDUCED
 from rlhf_triton.python_backend.models.adapters import Lora, with_adapters
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.precision import use_bfloat16
 from rlhf_triton.trainer.trained_critic import prepare_for_training
 
 COLUMNS = ("weights", "copies", "gradients", "moments", "KV cache")
-SMALLEST_8BIT, BLOCK_8BIT = 4096, 256  # defaults of bitsandbytes, in elements
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -85,8 +84,6 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
     widths = [max(map(len, column)) for column in zip(*(row[: len(rows[0])] for row in rows), strict=True)]
     lines = ["  ".join(map(str.ljust, row, [*widths, 0])).rstrip() for row in rows]
     lines.append("Activations are not counted; token_budget bounds them, and gradient_checkpointing lowers them.")
-    if (vllm := places.get("actor.generation.vllm.cuda_devices")) is not None and not served_only:
-        lines.append(f"vLLM takes its share of {', '.join(vllm.cards) or 'its GPUs'} besides.")
     return lines, problems
 
 
@@ -124,37 +121,27 @@ def _policy(config: RunConfig, role: str) -> Held:
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not settings.lora_rank
     has_sampler = actor.one_step_off_policy or actor.ranks > 1  # each rank generates with a whole copy
     cache = 0 if actor.generation.engine == "vllm" else _cache_bytes(config)
-    on_card = settings.device != "cpu"
     copies = (has_reference + has_sampler) * frozen
-    return _training(model, actor.ranks, actor.optimizer.kind, on_card, copies=copies, cache=cache)
+    return _training(model, actor.ranks, actor.optimizer.kind, copies=copies, cache=cache)
 
 
 def _trained_critic(config: RunConfig, role: str) -> Held:
     settings = config.trainer
     model = token_model(config.critic.model)
     prepare_for_training(model, settings.model_copy(update={"attention": "sdpa"}))  # which needs no further package
-    return _training(model, settings.ranks, settings.optimizer.kind, settings.device != "cpu")
+    return _training(model, settings.ranks, settings.optimizer.kind)
 
 
-def _training(model: Any, ranks: int, optimizer: str, on_card: bool, **more: int) -> Held:
+def _training(model: Any, ranks: int, optimizer: str, **more: int) -> Held:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
-    if optimizer == "adamw_8bit":
-        moments = sum(_moments_8bit(parameter.numel()) for parameter in trained)
-    else:
-        moments = sum(8 * parameter.numel() + 4 for parameter in trained)  # two in float32, and a step count
-    waits = on_card and gradients <= MOST_UNREDUCED  # ranks add up whole gradients once in a minibatch
+    moments = sum((2 if optimizer == "adamw_8bit" else 8) * parameter.numel() for parameter in trained)
     return Held(
         weights=-(-model_bytes(model) // ranks),
-        gradients=gradients if waits else -(-gradients // ranks),
+        gradients=-(-gradients // ranks),
         moments=-(-moments // ranks),
         **more,
     )
-
-
-def _moments_8bit(count: int) -> int:
-    """Return the bytes of bitsandbytes' moments of one tensor: a byte and a share of a block's scale for each."""
-    return 8 * count if count < SMALLEST_8BIT else 2 * (count + 4 * -(-count // BLOCK_8BIT))
 
 
 def _served(config: RunConfig, role: str) -> Held:
@@ -164,13 +151,8 @@ def _served(config: RunConfig, role: str) -> Held:
     else:
         size = model_bytes(token_model(section.model, getattr(torch, section.dtype)), section.tensor_parallel)
     size *= section.instances
-    live = {model.name: model for model in live_models(config)}.get(role)
-    if live is None:
-        return Held(size)
-    swaps = live.reload == "swap"
-    reloads = role == "critic" and config.trainer.reload_on_save == "triton"
-    reloads = section.device != "cpu" and (reloads or not swaps)
-    return Held(size, copies=size * max(1, swaps + reloads))
+    is_live = role in {model.name for model in live_models(config)}
+    return Held(size, copies=size * is_live)
 
 
 def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -178,17 +160,13 @@ def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     Not as serving builds it (`empty_token_model`): that needs the weights files, and a table needs config.json alone.
     """
-    config = _config(folder, num_labels=1)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, num_labels=1)
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     with torch.device("meta"):
         model = kind._from_config(config, dtype=dtype).eval()
     ModelHead(model).keep_exact().float()
     return model
-
-
-def _config(folder: Path, **settings: Any) -> Any:
-    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
 
 
 def _frozen_bytes(folder: Path, precision: str, tensor_parallel: int = 1) -> int:
@@ -232,9 +210,8 @@ def _cache_bytes(config: RunConfig) -> int:
 def _free(device: str) -> int | None:
     """Return the free bytes of a device; None if this machine does not have it."""
     if device == "cpu":
-        available = psutil.virtual_memory().available
         limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
-        return available if limit == "max" else min(available, int(limit))
+        return min([psutil.virtual_memory().available, *([] if limit == "max" else [int(limit)])])
     machine, _, index = device.rpartition("cuda:")
     if machine or int(index) >= torch.cuda.device_count():
         return None
@@ -245,6 +222,6 @@ def shown(number: float) -> str:
     """Return bytes as text, in binary units."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
-            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
+            return f"{number:.4g} {unit}"
         number /= 1024
-    return f"{number:,.3g} GiB" if number < 100 else f"{number:,.0f} GiB"
+    return f"{number:,.4g} GiB"

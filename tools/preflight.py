@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
-import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
-from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.rewards.pool import FunctionCall, WorkerPool
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.tools.checks import Check, Finding, Level, failed, warning
@@ -204,16 +203,22 @@ def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 def trial(
     term: RewardTerm, group: list[Sample], columns: Sequence[str] | None = None, *, hidden_variables: Sequence[str]
 ) -> str:
-    """Call a reward function once, in a worker of its own; return what went wrong, "" for nothing.
+    """Call a reward function once, in its own worker; return the problem, "" if there is none.
 
-    `columns`: those that the rows of the run have; None: they are not known.
+    `columns`: the columns of the run's rows; None: unknown.
     """
-    call = FunctionCall(str(term.function), term.timeout_s, term.groupwise, term.options, hidden_variables, columns)
-    outcomes: queue.SimpleQueue[list[ScoreOutcome]] = queue.SimpleQueue()
+    call = FunctionCall(
+        spec=str(term.function),
+        timeout_s=term.timeout_s,
+        groupwise=term.groupwise,
+        options=term.options,
+        hidden_variables=hidden_variables,
+        columns=columns,
+    )
     try:
-        with contextlib.closing(WorkerPool(call, num_workers=1, memory_mib=term.memory_mib)) as pool:
-            pool.submit([(group, outcomes.put)])
-            return next((outcome.error for outcome in outcomes.get() if outcome.error), "")
+        with contextlib.closing(WorkerPool(call, num_workers=1)) as pool:
+            (outcomes,) = pool.submit([group]).result()
+            return next((outcome.error for outcome in outcomes if outcome.error), "")
     except FunctionError as error:
         return str(error)
 

@@ -28,7 +28,7 @@ from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, text_parameters
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import with_absolute_path
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import (
     SCORED,
     critic_infer_steps,
@@ -256,7 +256,6 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: Place) -> d
         "hidden_variables": json.dumps(config.hidden_variables(term.options)),
         "timeout_s": f"{term.timeout_s:g}",
         "workers": str(term.workers),
-        "memory_mib": str(term.memory_mib),
         "max_waiting_rows": str(MAX_WAITING_ROWS),
         "max_request_tokens": str(config.server.max_request_tokens),
         **({} if tokenizer is None else {"tokenizer": str(place(tokenizer))}),
@@ -292,7 +291,6 @@ def _critic(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
         "store": weights,
         "run_id": config.run.identity,
         "integrity": config.run.integrity,
-        "heartbeat_timeout_s": f"{config.trainer.heartbeat_timeout_s:g}",
         "training_key_sha256": _training_key_hash(config.server.training_key_env),
         **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }
@@ -446,7 +444,7 @@ def _scoring_parameters(section: ModelSection, config: RunConfig, place: Place) 
 
 
 def _threads(section: ModelSection, config: RunConfig) -> str:
-    """Return the number of threads, or as `1/2` the part of the cores, which only the serving machine knows."""
+    """Return the number of threads, or a share of the serving machine's cores, such as `1/2`."""
     if section.threads is not None:
         return str(section.threads)
     if section.device != "cpu":
@@ -497,7 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder; default: model_repository, or with --config that of the run")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")
-    args = parse_or_complete(parser, argv)
+    args = parse(parser, argv)
     committed = args.config.resolve() == DEFAULT_CONFIG
     try:
         config = load_config(args.config, args.overrides)

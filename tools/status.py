@@ -1,69 +1,48 @@
 """`rlhf-triton status`: who serves which version, the journal, the last step, and the last problem of a run."""
 
 import argparse
-import contextlib
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.run.settings import SETTINGS_FILE, started_with
+from rlhf_triton.actor.run.settings import started_with
 from rlhf_triton.config import RunConfig, load_config
-from rlhf_triton.config.command_line import add_run_arguments, interrupt_on_signals, reporting
+from rlhf_triton.config.command_line import add_run_arguments, reporting
 from rlhf_triton.config.live_models import live_models
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
 from rlhf_triton.store.durable import numbers_in, read_json
-from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Journal
 from rlhf_triton.store.run_lock import RUN_LOCK_FILE, in_progress
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.arguments import parse_or_complete, seconds
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.server.child import is_noise, last_lines
-from rlhf_triton.tools.server.health import get_page, is_triton
+from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import server_urls
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
-CARD_METRIC = re.compile(r'^rlhf_(card_\w*bytes)\{[^}]*instance="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
-WAITING = re.compile(r'^nv_inference_pending_request_count\{model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
-UTILISATION = re.compile(r"^nv_gpu_utilization\{[^}]*\} (\S+)", re.MULTILINE)  # Triton's own
 TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
-CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the state, once or until Ctrl-C; return 0, or 2 after an error."""
+    """Print the state; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(description="Show the state of a run.")
-    add_run_arguments(parser).add_argument(
-        "--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
-    )
-    arguments = parse_or_complete(parser, argv)
+    add_run_arguments(parser)
+    arguments = parse(parser, argv)
     config = load_config(arguments.config, arguments.overrides)
     config = started_with(config.run.dir) or config
-    if arguments.watch is None:
-        print("\n".join(status(config)))
-        return 0
-    interrupt_on_signals()
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            text = "\n".join(status(config))
-            print(CLEAR_SCREEN * sys.stdout.isatty() + text, flush=True)
-            time.sleep(arguments.watch)
+    print("\n".join(status(config)))
     return 0
 
 
 def status(config: RunConfig) -> Iterator[str]:
-    """Yield the lines of the state, read from the run's folder; only the server is asked, whether it is up and for the
-    memory of its models on GPUs."""
+    """Yield the lines of the state, read from the run's folder; the server only says whether it is up."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
-    yield from _server(config)
-    for role, section in config.served_sections.items():
-        if (config.run.dir / SETTINGS_FILE).is_file():
-            threads = "" if section.threads is None else f" x {section.threads} threads"
-            yield f"          {role}: {section.instances} instances{threads}, token budget {section.token_budget}"
+    yield f"server    {_server(config)}"
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:
@@ -81,7 +60,7 @@ def status(config: RunConfig) -> Iterator[str]:
 
 
 def _state(config: RunConfig) -> str:
-    """Return whether the actor is at work, has finished, or with which step the next start begins."""
+    """Return whether the actor runs or has finished, or the step at which the next start begins."""
     folder = config.run.dir
     if in_progress(folder):
         phase = (folder / RUN_LOCK_FILE).read_text() if (folder / RUN_LOCK_FILE).is_file() else ""
@@ -96,25 +75,12 @@ def _state(config: RunConfig) -> str:
     return f"not running; the next start begins with step {resumed + 1}"
 
 
-def _server(config: RunConfig) -> Iterator[str]:
-    """Yield where the server is, and if it is up, its models' memory on GPUs and how busy these are."""
-    urls = server_urls(config)
-    url = urls["http"]
-    is_up = not url.endswith(":0") and is_triton(url)
-    state = f"http://{url} {'is up' if is_up else 'does not answer'}"
-    yield f"server    {'has not begun' if url.endswith(':0') else state}"
-    if not is_up:
-        return
-    page = get_page(urls["metrics"], "/metrics")
-    instances: dict[str, dict[str, float]] = {}
-    for name, instance, value in CARD_METRIC.findall(page):
-        instances.setdefault(instance, {})[name] = float(value)
-    yield from (f"          {instance}{_memory(found)}" for instance, found in sorted(instances.items()))
-    waiting = {model: int(float(count)) for model, count in WAITING.findall(page)}
-    if waiting:
-        yield f"          requests waiting: {', '.join(f'{model} {count}' for model, count in sorted(waiting.items()))}"
-    if busy := [f"{float(value):.0%}" for value in UTILISATION.findall(page)]:
-        yield f"          GPUs busy: {', '.join(busy)}"
+def _server(config: RunConfig) -> str:
+    """Return where the server is, and whether it is up."""
+    url = server_urls(config)["http"]
+    if url.endswith(":0"):
+        return "has not begun"
+    return f"http://{url} {'is up' if is_triton(url) else 'does not answer'}"
 
 
 def _memory(found: Mapping[str, Any]) -> str:
@@ -141,7 +107,7 @@ def _sidecar(config: RunConfig) -> str:
         return f"has not begun; {queue}"
     age_s = time.time() - heartbeat.time
     before = ""
-    if age_s > config.trainer.heartbeat_timeout_s:  # its lock may not be seen on another host
+    if age_s > HEARTBEAT_TIMEOUT_S:  # its lock may not be seen on another host
         before = "stuck, was " if journal.is_followed() else "not running, was "
     state = f"{before}{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(age_s)}"
     state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl", having="card_bytes") or {})

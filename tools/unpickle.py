@@ -112,7 +112,7 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name. Raises CheckpointError for whatever else it has, or does to the loader."""
+    """Return the tensors of a file by name. Raises CheckpointError for any other content, or if loading fails."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -196,12 +196,12 @@ def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_o
 
 
 def _is_loss_scaler(entry: Any) -> bool:
-    """Return whether this is the state of torch's GradScaler, and so of no effect on the scores."""
+    """Return whether this is the state of torch's GradScaler, which does not affect scores."""
     return isinstance(entry, Mapping) and "growth_factor" in entry
 
 
 def _checked(file: Path, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor that can be written. Raises CheckpointError if it is not plain numbers, or not all of them."""
+    """Return a tensor that can be written. Raises CheckpointError unless it is dense, complete and without NaN."""
     what = None
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
         what = "is not a dense tensor with data"

@@ -16,7 +16,7 @@ from rlhf_triton.digests import brief
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.server.ports import server_urls
 
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
@@ -25,7 +25,7 @@ PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back 
 @reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the action; return 0, 1 if a version is bad or not served, 2 after an error."""
-    args = parse_or_complete(_parser(), argv)
+    args = parse(_parser(), argv)
     config = load_config(args.config, args.overrides)
     if args.model == "reward" and not config.reward.store:
         raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
@@ -160,7 +160,7 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
     try:
         manifest = verify_alone(store, target, load)
         epoch = 0 if newest is None else newest.epoch
-        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
+        publisher = Publisher(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
         reload = publisher.publish(
             load(store.folder(target)),
             step=manifest.step,

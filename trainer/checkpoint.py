@@ -1,96 +1,41 @@
 """The sidecar's checkpoints, from which training resumes bit for bit. Written atomically; safetensors and JSON only.
 
-    <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
-    <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA; with the value head
-    <root>/<step>/{shard-...safetensors, config.json, state.json}    of several ranks, each its slices
-    <root>/<step>/{shard-...safetensors, state.json}                 of several ranks under LoRA
+    <root>/<step>/{shard-...safetensors, state.json}    trained weights and optimizer, a file of each rank
     <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
-optimizer.safetensors holds AdamW's moments and torch's random state. state.json holds the position in the schedule
-(`optimizer_step`), the settings' fingerprint, and the digest of each file and of its own content.
+state.json holds the position in the schedule (`optimizer_step`), the settings that decide the weights, and the digest
+of each file and of its own content.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError
-from rlhf_triton.config import CriticOptimizerSection, TrainerSection
+from rlhf_triton.config import CriticOptimizerSection
 from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate
 
-# Fingerprint of the settings that determine the weights which result from a journal, and changes of these settings.
-#
-# The settings that a checkpoint was trained with are compared with those that it is resumed with. All settings of the
-# update are included; `token_budget`, `threads` and `device`, too, although they only change rounding, because replayed
-# steps would differ in the last bits from the versions that were served. The times at which versions and checkpoints
-# are written, and how many are kept, are not included.
-
-
 KEEP_SET_ASIDE = 3  # the newest damaged checkpoints, and the newest folders of entries that a rewind removed
-DECIDING = (
-    "optimizer.lr",
-    "optimizer.min_lr",
-    "optimizer.warmup_steps",
-    "optimizer.constant_steps",
-    "optimizer.max_steps",
-    "optimizer.betas",
-    "optimizer.weight_decay",
-    "optimizer.grad_clip",
-    "clip_value",
-    "global_batch_size",
-    "epochs",
-    "optimizer.kind",
-    "precision",
-    "lora_rank",
-    "lora_alpha",
-    "lora_targets",
-    "freeze",
-)
-ROUNDING = ("token_budget", "threads", "device", "gradient_checkpointing", "attention", "ranks")
-
-
-def deciding_settings(section: TrainerSection) -> dict[str, Any]:
-    """Return the settings that determine the weights, by name, as JSON values."""
-    values = section.model_dump(mode="json")
-    flat = {**values, **{f"optimizer.{name}": value for name, value in values["optimizer"].items()}}
-    return {name: flat[name] for name in (*DECIDING, *ROUNDING)}
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return the sha256 of the settings."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs."""
-    pairs = {name: (old[name], new[name]) for name in (*DECIDING, *ROUNDING)}
-    return [
-        f"trainer.{name}: was {before}, now {after}{' (rounding only)' if name in ROUNDING else ''}"
-        for name, (before, after) in pairs.items()
-        if before != after
-    ]
 
 
 def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
     """Return a text with both learning rates of optimizer step `step`, counted from 0, as a list.
 
-    [] if they are equal, or are those of `optimizer.lr`, which `changes` names.
+    [] if they are equal, or are those of `optimizer.lr`, whose own change is named.
     """
-    names = [name for name in DECIDING if name.startswith("optimizer.")]
+    prefix = "trainer.optimizer."
     was, now = (
         CriticOptimizerSection.model_validate(
-            {name.removeprefix("optimizer."): settings[name] for name in names}
+            {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
         ).learning_rate(step)
         for settings in (old, new)
     )
-    is_named = (was, now) == (old["optimizer.lr"], new["optimizer.lr"])
+    is_named = (was, now) == (old[f"{prefix}lr"], new[f"{prefix}lr"])
     return [] if was == now or is_named else [f"learning rate of the next optimizer step: was {was:.6g}, now {now:.6g}"]
 
 
@@ -108,8 +53,7 @@ class CheckpointState:
     version: int  # weights version served when the checkpoint was written
     epoch: int  # of the sidecar process that wrote the checkpoint
     asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
-    settings: dict[str, Any]  # settings that determine the result, see trainer.checkpoint
-    fingerprint: str  # sha256 of the settings
+    settings: dict[str, Any]  # those that decide the weights, see `Trained.settings`
     base_digest: str  # of version 0's weights, from which training started
     results: list[dict[str, Any]]  # results of the last steps, with digests and losses
 
@@ -147,7 +91,8 @@ class CheckpointFolder:
                 self.set_aside(state.step)
 
         def fill(folder: Path) -> None:
-            (folder / STATE_FILE).write_text(json.dumps(self._sealed(state, update.write(folder, self._integrity))))
+            files = update.trained.save(folder, self._integrity)
+            (folder / STATE_FILE).write_text(json.dumps(self._sealed(state, files)))
 
         durable.write_folder(final, fill)
         return final
@@ -158,16 +103,16 @@ class CheckpointFolder:
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", DIGEST)})
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
-        """Load weights and optimizer of `step` into `update`, set torch's random state, and return the saved state.
+        """Load weights and optimizer of `step` into `update`, and return the saved state.
 
         Raises:
             DamagedCheckpoint: a file is missing or does not match its digest; `update` is unchanged.
-            CheckpointError: it was saved with different `trainer.lora_...` or `trainer.freeze`; `update` is unchanged.
+            CheckpointError: it was saved with another value of a setting that is fixed; `update` is unchanged.
         """
         state, folder = self.state(step), self.root / str(step)
-        has_adapters = CONFIG_FILE not in self._read_state(step)["files"]
-        _check_trained(state, folder, update.settings, has_adapters=has_adapters)
-        update.read(folder, state.optimizer_step)
+        update.trained.changed(state.settings, folder)
+        update.trained.verify(folder)
+        update.trained.load(folder, state.optimizer_step)
         return state
 
     def mark_asked(self, step: int) -> None:
@@ -231,21 +176,3 @@ class CheckpointFolder:
 
     def _read_state(self, step: int) -> dict[str, Any]:
         return read_state(self.root / str(step))
-
-
-def _check_trained(state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool) -> None:
-    """Raise CheckpointError if the checkpoint's adapters, or frozen parameters, do not fit the settings."""
-    way_out = "restore it, or start a run in another folder (run.dir)"
-    if has_adapters != bool(settings.lora_rank):
-        was = "adapters" if has_adapters else "all weights, without adapters"
-        raise CheckpointError(
-            f"{folder} was saved while {was} were trained, but trainer.lora_rank is {settings.lora_rank}; {way_out}"
-        )
-    alpha = state.settings["lora_alpha"]
-    if has_adapters and alpha != settings.lora_alpha:
-        raise CheckpointError(
-            f"{folder} was saved with trainer.lora_alpha {alpha}, not {settings.lora_alpha}; {way_out}"
-        )
-    frozen, freeze = state.settings["freeze"], list(settings.freeze)
-    if frozen != freeze:
-        raise CheckpointError(f"{folder} was saved with trainer.freeze {frozen}, not {freeze}; {way_out}")

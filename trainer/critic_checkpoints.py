@@ -9,10 +9,12 @@ from rlhf_triton.config import TrainerSection
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, fingerprint
+from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
 
+KEEP_ENTRIES = 200  # trained steps in the journal after the last critic_save, for rewinds
+ARCHIVE_ENTRIES = 100  # trained steps for `critic.pretrain` of later runs, at 20 bytes a token
 KEEP_REQUESTED = 3  # the newest checkpoints, if critic_save does not list those still needed
 
 
@@ -100,17 +102,16 @@ class CriticCheckpoints:
 
     def _write(self, *, asked: bool) -> None:
         self._progress.beat("writing a checkpoint")
-        critic, settings = self._critic, self._critic.deciding_settings
+        critic, trained = self._critic, self._critic.update.trained
         results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
         state = CheckpointState(
             self._journal.run_id,
             critic.step,
-            critic.update.optimizer_step,
+            trained.optimizer_step,
             self._store.current() or 0,
             self._progress.epoch,
             asked,
-            settings,
-            fingerprint(settings),
+            trained.settings,
             critic.base_digest,
             results,
         )
@@ -125,12 +126,12 @@ class CriticCheckpoints:
         """Remove checkpoints that are no longer needed, and entries that no rewind to an actor's checkpoint needs.
 
         Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after
-        it. If there are more than `keep_entries` of them, the newest checkpoint replaces them.
+        it. If there are more than KEEP_ENTRIES of them, the newest checkpoint replaces them.
         """
         self._folder.prune(keep=KEEP_REQUESTED, keep_damaged=KEEP_SET_ASIDE)
         covered = self._folder.latest() or 0
         base = max(self._folder.asked_steps(), default=0)
-        if covered - base > self._settings.keep_entries:
+        if covered - base > KEEP_ENTRIES:
             base = covered
-        self._journal.forget_covered(covered, base=base, archive=self._settings.archive_entries)
+        self._journal.forget_covered(covered, base=base, archive=ARCHIVE_ENTRIES)
         self._journal.sweep()

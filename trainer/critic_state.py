@@ -6,10 +6,9 @@ If a damaged checkpoint can be recomputed from the journal, the damage is logged
 import logging
 
 import numpy as np
-import torch
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import TrainerSection
+from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import brief
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.learning.ranks import ALONE, AnyRanks
@@ -25,9 +24,6 @@ from rlhf_triton.trainer.checkpoint import (
     CheckpointFolder,
     CheckpointState,
     DamagedCheckpoint,
-    changes,
-    deciding_settings,
-    fingerprint,
     schedule_changes,
 )
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, WeightsBroken, load_update
@@ -45,27 +41,22 @@ class CriticState:
 
     def __init__(
         self,
-        settings: TrainerSection,
+        config: RunConfig,
         store: WeightsStore,
         journal: Journal,
         checkpoints: CheckpointFolder,
         progress: SidecarProgress,
-        *,
-        seed: int,
         ranks: AnyRanks = ALONE,
     ) -> None:
         """Create the state; call `restore_at_start` before any other method.
 
         Args:
-            seed: seed of torch's random state before the first step.
             ranks: the processes that train the critic, of which this is rank 0.
         """
-        self._settings, self._seed, self._ranks = settings, seed, ranks
+        self._config, self._ranks = config, ranks
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
         self.traceparent: str | None = None  # trace context of the request that was trained last
-        # A checkpoint must have the same run and the same version 0; different settings only cause a warning.
         self.base_digest = store.manifest(0).digest  # of version 0's weights
-        self.deciding_settings = deciding_settings(settings)
 
     def train(self, entry: Entry) -> tuple[UpdateReport | None, Result]:
         """Train on the next step, unless it is known to have failed; return the report, if any, and the result.
@@ -109,17 +100,15 @@ class CriticState:
         state = self.restore_newest()
         if state is None:
             return
-        if state.fingerprint != fingerprint(self.deciding_settings):  # changing them between runs is allowed
+        trained, folder = self.update.trained, self._checkpoints.root / str(state.step)
+        if changed := trained.changed(state.settings, folder):  # changing them between runs is allowed
+            changed += schedule_changes(state.settings, trained.settings, state.optimizer_step)
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step,
-                "; ".join(self._changes(state)) or "removed settings",
+                "; ".join(changed),
             )
         self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
-
-    def _changes(self, state: CheckpointState) -> list[str]:
-        old, new = state.settings, self.deciding_settings
-        return [*changes(old, new), *schedule_changes(old, new, state.optimizer_step)]
 
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.
@@ -128,7 +117,9 @@ class CriticState:
         CheckpointError as `_load_newest` does.
         """
         with self._progress.working("loading a checkpoint"):
-            self.update = load_update(self._store.folder(0), self._settings, seed=self._seed, ranks=self._ranks)
+            config, folder = self._config, self._store.folder(0)
+            dtype, seed = config.critic.dtype, config.run.seed
+            self.update = load_update(folder, config.trainer, seed=seed, dtype=dtype, ranks=self._ranks)
             state = self._load_newest(at_most)
         self.step = state.step if state else 0
         set_log_position(step=self.step)
@@ -163,7 +154,6 @@ class CriticState:
             CheckpointError: the checkpoint belongs to another run; or a newer one is damaged and the journal lacks a
                 step that is needed to recompute it.
         """
-        torch.manual_seed(self._seed)  # for a start from version 0; a checkpoint restores its own random state
         damaged: list[tuple[int, DamagedCheckpoint]] = []
         found = None
         for step in reversed([step for step in self._checkpoints.steps() if at_most is None or step <= at_most]):
@@ -202,7 +192,7 @@ class CriticState:
             )
 
     def _fit(self, payload: TrainPayload, state: str, known: Result | None) -> tuple[UpdateReport | None, str | None]:
-        """Train on the payload; return the report, or why the weights are those before. Raises as `train`."""
+        """Train on the payload; return the report, or why the weights are unchanged. Raises as `train`."""
         try:
             report = self.update.train(
                 payload, lambda n: self._progress.beat(state, n), known.skipped_batches if known else None
@@ -233,7 +223,7 @@ class CriticState:
 
 
 def _has_failed(known: Result | None) -> bool:
-    """Return whether a step has failed. Its weights are not served: its replay must not change them, either."""
+    """Return whether a step has failed. Its replay must not change the weights."""
     return known is not None and known.loss_mean is None
 
 
@@ -253,7 +243,7 @@ def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry, known: Result
 
 
 def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """Return the payload of an entry to replay; None if its step failed. Raises DamagedEntry if it did not."""
+    """Return the payload of an entry to replay, None if its step failed. Raises DamagedEntry."""
     return None if _has_failed(journal.result(entry)) else journal.load(entry)[0]
 
 

@@ -4,13 +4,14 @@ import logging
 import threading
 
 from rlhf_triton.client.control_plane import ControlPlaneError
-from rlhf_triton.config import TrainerSection
+from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
-from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
+from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights
 
 logger = logging.getLogger(__name__)
 JOIN_S = 0.005
@@ -21,13 +22,14 @@ class CriticVersions:
 
     def __init__(
         self,
-        settings: TrainerSection,
+        config: RunConfig,
         critic: CriticState,
         publisher: Publisher,
         store: WeightsStore,
         progress: SidecarProgress,
     ) -> None:
-        self._settings, self._critic, self.publisher = settings, critic, publisher
+        self._every, self._critic, self.publisher = config.trainer.publish.every, critic, publisher
+        self._reloads = config.critic.device == "cpu"  # a reload holds a third copy of the weights
         self._store, self._progress = store, progress
         self._reload: threading.Thread | None = None
         set_log_position(version=self.current())
@@ -41,11 +43,11 @@ class CriticVersions:
 
         Returns (reload, None), (None, error), or (None, None) if nothing is published at this step.
         """
-        return self._publish() if self._critic.step % self._settings.publish.every == 0 else (None, None)
+        return self._publish() if self._critic.step % self._every == 0 else (None, None)
 
     def publish_remainder(self) -> str | None:
         """Publish updates that are not served yet because `publish.every` is above 1; return the error, if any."""
-        if self._settings.publish.every > 1 and self._store.manifest(self.current()).step < self._critic.step:
+        if self._every > 1 and self._store.manifest(self.current()).step < self._critic.step:
             return self._publish()[1]
         return None
 
@@ -55,7 +57,7 @@ class CriticVersions:
         They may not be served because the step's version was rejected or skipped, or an operator rolled back.
         """
         with self._progress.working("comparing the served weights"):
-            served = self.publisher.holds_weights(self._critic.update.critic, self.current())
+            served = holds_weights(self._store, self.current(), self._critic.update.critic)
         return None if served else self.publish_again()
 
     def publish_again(self) -> str | None:
@@ -65,13 +67,13 @@ class CriticVersions:
         return self._publish(parent)[1]
 
     def reload_after_save(self) -> None:
-        """Start a reload through Triton (`reload_on_save`) in a thread, in parallel to training.
+        """Start a reload through Triton in a thread, in parallel to training; not on a GPU.
 
         That is safe: the old process keeps serving until the new one is ready, and both follow CURRENT.
         """
         # While a reload is in progress, no second one is needed: the new process follows CURRENT, too.
         under_way = self._reload is not None and self._reload.is_alive()
-        if self._settings.reload_on_save == "triton" and not under_way:
+        if self._reloads and not under_way:
             self._reload = threading.Thread(
                 target=self._reload_through_triton, args=(self._critic.step,), name="reload", daemon=True
             )

@@ -13,8 +13,9 @@ from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_checkpoints import CriticCheckpoints
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.critic_versions import CriticVersions
+from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
 from rlhf_triton.trainer.pending_entries import PendingEntries
-from rlhf_triton.trainer.progress import SidecarProgress, StoppedWaiting, until_done
+from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.trainer.publish import Publisher, initialise_stores
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,10 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
-        publisher = Publisher.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
-        critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed, ranks=ranks)
+        publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
+        critic = CriticState(config, store, journal, folder, progress, ranks)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)
-        versions = CriticVersions(settings, critic, publisher, store, progress)
+        versions = CriticVersions(config, critic, publisher, store, progress)
         critic.restore_at_start()
         logger.info("following run %s from step %d, epoch %d", journal.run_id, critic.step, epoch)
         Sidecar(journal, PendingEntries(journal, progress), critic, checkpoints, versions, progress).run(stop)
@@ -91,7 +92,7 @@ class Sidecar:
         self.checkpoints.write_periodically()
 
     def save(self, entry: Entry) -> Result:
-        """Write a checkpoint of the entry's step, remove those that the caller no longer needs; return the result."""
+        """Write a checkpoint of the entry's step, remove those that the caller released; return the result."""
         try:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error

@@ -29,25 +29,12 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.digests import DEFAULT, Algorithm
-from rlhf_triton.learning.model import checkpoint_gradients, freeze, use_attention
+from rlhf_triton.learning import model as training
+from rlhf_triton.learning.merged_slices import MergedSlices
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
-from rlhf_triton.learning.sharding import (
-    MergedSlices,
-    all_finite,
-    differing,
-    gathered_as_stored,
-    shard,
-    write_checkpoint,
-)
-from rlhf_triton.learning.step import trained_slices
-from rlhf_triton.python_backend.models.adapters import (
-    Lora,
-    MergedWeights,
-    describe_adapters,
-    named_layers,
-    trained_tensors,
-    with_adapters,
-)
+from rlhf_triton.learning.sharding import all_finite, gathered_as_stored, shard
+from rlhf_triton.learning.slices import differing, write_checkpoint
+from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.loading import empty_token_model
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, write_config
@@ -67,19 +54,21 @@ class TrainedCritic(CriticModel):
         plain: CriticModel,
         *,
         as_adapters: bool = False,
+        stored_as: torch.dtype | None = None,
         ranks: AnyRanks = ALONE,
         precision: str = "float32",
     ) -> None:
-        """Create the critic; on several ranks, shard the weights, which all have loaded.
+        """Create the critic; on several ranks, shard the weights, which every rank has loaded.
 
         Args:
             model: the model in training.
             plain: the critic that training started from, as it is served: the template of its versions.
             as_adapters: versions hold adapters only; otherwise all weights.
+            stored_as: dtype of the weights in versions, but not of the head; default: that of the model.
             precision: of several ranks, which round frozen matrices layer by layer, so that none has a copy of all.
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
-        self._plain, self.ranks = plain, ranks
+        self._plain, self.ranks, self.stored_as = plain, ranks, stored_as
         if isinstance(ranks, Ranks):
             self._shard(ranks, precision)
         self.adapters = describe_adapters(self.model, base=BASE_VERSION) if as_adapters else None
@@ -87,7 +76,7 @@ class TrainedCritic(CriticModel):
     def _shard(self, ranks: Ranks, precision: str) -> None:
         if self._token_head.one_by_one:  # FSDP gathers weights in each, and ranks would not run equally many
             raise CheckpointError(
-                f"each row needs a forward pass of its own in {type(self.model).__name__}, which several ranks do not "
+                f"each row needs its own forward pass in {type(self.model).__name__}, which several ranks do not "
                 "support; set trainer.ranks: 1"
             )
         outputs = self._token_head
@@ -187,14 +176,18 @@ class TrainedCritic(CriticModel):
         info = inspect_checkpoint(folder)
         if info.adapters is None:
             return differing(weights, info)
-        return [ADAPTERS_KEY] if info.adapters != self.adapters else differing(trained_slices(self.model), info)
+        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return [ADAPTERS_KEY] if info.adapters != self.adapters else differing(trained, info)
 
 
-def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: AnyRanks = ALONE) -> TrainedCritic:
+def build_critic(
+    folder: Path, settings: TrainerSection, *, seed: int, dtype: str = "float32", ranks: AnyRanks = ALONE
+) -> TrainedCritic:
     """Load the critic to train from version 0 in `folder`, of which each rank keeps its slices; collective.
 
     Args:
         seed: seed of torch's random state, and thus of the adapters' initial weights.
+        dtype: that of the critic as it is served, which its versions have, too.
 
     Raises:
         CheckpointError: the model does not support one of the settings.
@@ -205,14 +198,18 @@ def build_critic(folder: Path, settings: TrainerSection, *, seed: int, ranks: An
         # The weights are mapped from the file and sharded layer by layer, so that no rank has a copy of all of them.
         own = settings.model_copy(update={"device": "cpu", "precision": "float32"})
     model, plain = ranks.together(lambda: _load(folder, own))
-    as_adapters = settings.publish.format == "adapter"
-    critic = TrainedCritic(model, plain, as_adapters=as_adapters, ranks=ranks, precision=settings.precision)
-    critic.stored_as = torch.bfloat16 if settings.publish.dtype == "bfloat16" else None
-    return critic
+    return TrainedCritic(
+        model,
+        plain,
+        as_adapters=settings.publish.format == "adapter",
+        stored_as=torch.bfloat16 if dtype == "bfloat16" and settings.publish.format == "merged" else None,
+        ranks=ranks,
+        precision=settings.precision,
+    )
 
 
 def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
-    """Return the model to train, and the critic as it is served, which has the same model if nothing changes it."""
+    """Return the model to train and the served critic; both share the model unless training changes it."""
     check_lora_targets(folder, settings)
     if not settings.changes_the_model:
         plain = load_critic(folder, device=settings.device)
@@ -221,32 +218,16 @@ def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
     return prepare_for_training(plain.with_weights(folder).model, settings).to(settings.device), plain
 
 
-def _lora(settings: TrainerSection) -> Lora:
-    return Lora("trainer", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
-
-
 def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
-    if settings.lora_targets != "all-linear":
-        model = empty_token_model(folder)
-        named_layers(model, _lora(settings), ModelHead(model).module)
+    training.check_lora_targets(
+        settings, "trainer", lambda: empty_token_model(folder), lambda model: ModelHead(model).module
+    )
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
-    """Return the critic's model as `settings` say: adapters, frozen parameters, precision, attention.
-
-    Raises CheckpointError.
-    """
-    head = ModelHead(model).module
-    if settings.lora_rank:
-        model = with_adapters(model, _lora(settings), head).get_base_model()
-        head.requires_grad_(True)
-    freeze(model, settings.freeze, "trainer.freeze")
-    if settings.precision == "bfloat16":
-        use_bfloat16(model, head)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
-    use_attention(model, settings.attention, "trainer.attention")
-    if settings.gradient_checkpointing:
-        checkpoint_gradients(model, "trainer.gradient_checkpointing")
+    """Return the critic's model as `settings` say. Raises CheckpointError."""
+    training.prepare(model, settings, "trainer", ModelHead(model).module)
     return model
 
 

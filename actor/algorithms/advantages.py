@@ -214,7 +214,7 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
 
 
 def subtract_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Subtract from each score the mean of its group, of which it is a part.
+    """Subtract from each score the mean of its group, itself included.
 
     Scores that are equal up to float32 rounding give advantages of 0. Args, Returns, Raises: as `leave_one_out`.
     Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2 (Dr. GRPO).
@@ -247,7 +247,7 @@ def divide_by_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 
 
 def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Standardise the rewards of all steps within each group, and sum for each token those from its step on.
+    """Standardise the rewards of all steps within each group, and give each token the sum from its step on.
 
         A_{i,t} = sum over steps j of response i that end at t or later of (r_{i,j} - mean) / (std + 1e-6)
 

@@ -37,7 +37,7 @@ class AdvantageInputs:
 
     @property
     def remainder(self) -> Tensor:
-        """What the total reward of each response, `[B]`, has beyond its process rewards."""
+        """Each response's total reward minus its process rewards, `[B]`."""
         return self.rewards - (self.penalty * self.mask).sum(-1)
 
     @property
@@ -59,14 +59,10 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Clip range of the probability ratio: [1 - low, 1 + high], and at most `dual` for negative advantages.
-
-    For `dppo`, of the difference of probabilities: [-low, high].
-    """
+    """Clip range of the probability ratio: [1 - low, 1 + high]; for `dppo`, of the difference: [-low, high]."""
 
     low: float = 0.2
     high: float = 0.2
-    dual: float | None = None
 
 
 @dataclass(frozen=True)

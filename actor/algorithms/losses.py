@@ -16,15 +16,10 @@ def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
         rho_t = exp(clamp(logprobs_t - old_logprobs_t, -20, 20))
         l_t = max(-A_t * rho_t, -A_t * clamp(rho_t, 1 - low, 1 + high))
-        l_t = min(l_t, -A_t * dual) where A_t < 0, if the clip has a dual
         loss = sum_t w_t * l_t / total
 
-    The dual clip bounds the loss of tokens with a negative advantage that have become much more likely since they
-    were sampled.
-
     Returns: (loss, metrics): `clip_fraction` counts the tokens whose gradient was removed by a clip.
-    Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; clip-higher: Yu et al. 2025 (arXiv 2503.14476);
-        dual clip: Ye et al. 2020 (arXiv 1912.09729), equation 5.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; clip-higher: Yu et al. 2025 (arXiv 2503.14476).
     """
     return _surrogate(inputs, inputs.log_ratio.exp())
 
@@ -44,16 +39,11 @@ def gspo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _surrogate(inputs: LossInputs, ratio: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    advantages, clip = inputs.advantages, inputs.clip
-    clamped = ratio.clamp(1 - clip.low, 1 + clip.high)
-    free, bounded = -advantages * ratio, -advantages * clamped
-    token_loss, is_clipped = torch.maximum(free, bounded), bounded > free
-    if clip.dual is not None:
-        most = -advantages * clip.dual
-        is_clipped = is_clipped | ((advantages < 0) & (token_loss > most))
-        token_loss = torch.where(advantages < 0, torch.minimum(token_loss, most), token_loss)
-    return inputs.mean(token_loss), {
-        "clip_fraction": inputs.sum(is_clipped),
+    clamped = ratio.clamp(1 - inputs.clip.low, 1 + inputs.clip.high)
+    free = -inputs.advantages * ratio
+    bounded = -inputs.advantages * clamped
+    return inputs.mean(torch.maximum(free, bounded)), {
+        "clip_fraction": inputs.sum(bounded > free),
         "ppo_ratio_clamped": inputs.sum(clamped),
     }
 
@@ -118,7 +108,7 @@ def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def of_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Return log-ratios `[B, S-1]` of each token, or at every token that of its response.
+    """Return log-ratios `[B, S-1]`: of each token, or of the whole response at each of its tokens.
 
     Args:
         log_ratio: `[B, S-1]`, of tokens; ignored outside the mask.

@@ -23,7 +23,7 @@ from rlhf_triton.rewards.function import FunctionError, describe, import_functio
 
 
 def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
-    """Return the user's advantage function, whose result is checked.
+    """Wrap the user's advantage function to check its result.
 
     It raises FunctionError unless the result is (advantages, returns), each `[B, S-1]` and finite inside the mask.
     """
@@ -44,7 +44,7 @@ def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
 
 
 def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
-    """Return the user's loss, whose result is checked, except whether it is finite: that would wait for the device.
+    """Wrap the user's loss to check its result, except for finiteness, which would wait for the device.
 
     It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars;
     and if in the first micro-batch the loss depends on tokens of weight 0.
@@ -136,8 +136,8 @@ class Method:
             s,
             advantage if s.advantage == "auto" else checked_advantage(s.advantage, advantage),
             loss if s.loss_name in LOSSES else checked_loss(s.loss_name, loss),
-            ClipRange(*s.clip, s.dual_clip),
-            whitens=defaults.whitens if s.whiten_advantages is None else s.whiten_advantages,
+            ClipRange(*s.clip),
+            whitens=defaults.whitens,
             kl_estimator=by_place if kl.estimator == "auto" else kl.estimator,
             kl_in_loss=kl_in == "loss",
             loss_mean=defaults.loss_mean if s.loss_mean == "auto" else s.loss_mean,

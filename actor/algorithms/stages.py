@@ -84,8 +84,6 @@ def normalise(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
     s = shaper.settings
 
     def normalised(scores: Tensor) -> Tensor:
-        if s.normalization == "static":
-            return (scores - s.mean) / (s.std + EPSILON)
         moments = shaper.moments if s.normalization == "running" else RunningMoments()
         moments.update(scores)
         mean, std = (torch.tensor(value, dtype=torch.float64) for value in (moments.mean, moments.std))

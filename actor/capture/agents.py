@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from rlhf_triton.actor.capture.app import capture_router, refused
-from rlhf_triton.actor.capture.dialects import refuse
-from rlhf_triton.actor.capture.sessions import CapturedRow, CaptureError, Sampled, Sampling, Sessions
+from rlhf_triton.actor.capture.app import capture_routes
+from rlhf_triton.actor.capture.http import HttpError, refused
+from rlhf_triton.actor.capture.sessions import CapturedRow, Sampled, Sampling, Sessions
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import EnvironmentFailed
-from rlhf_triton.actor.generation.conversations import Agent, TalkRows
+from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, Agent, TalkRows
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY
@@ -33,26 +33,25 @@ class CapturedAgents(Agent):
     _serving: Future[None] | None = None
 
     def __init__(self, settings: EnvironmentSection, tokenizer: Any, **options: Any) -> None:
-        """Start the workers and the server. Arguments and errors as of `Agent`; rows never wait for each other."""
+        """Start the workers and the server. Arguments and errors as in `Agent`; rows never wait for each other."""
         super().__init__(settings, tokenizer, **{**options, "in_step": False})
         self._rows: dict[str, TalkRows] = {}
         self._sessions = Sessions(
             tokenizer,
-            most=settings.concurrent,
+            most=MAX_INSTANCES,
             most_tokens=settings.max_tokens,
             idle_s=math.inf,
             most_calls=settings.max_turns,
         )
-        app = FastAPI(openapi_url=None)
-        app.add_exception_handler(RlhfError, refused)
-        app.include_router(capture_router(self._sessions, self, model="policy", max_tokens=settings.max_tokens))
+        routes = capture_routes(self._sessions, self, model="policy", max_tokens=settings.max_tokens)
+        app = Starlette(routes=routes, exception_handlers={RlhfError: refused})
         config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, log_level="warning", lifespan="off")
         bound, self._server = config.bind_socket(), uvicorn.Server(config)
         self._url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([bound]), self.loop)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Do nothing: `Sessions` has checked the chat template, without which there is no agent."""
+        """No-op: `Sessions` checked the chat template when it was created."""
 
     async def _end(self) -> None:
         await super()._end()  # first, as the server waits for the agents' connections
@@ -61,15 +60,16 @@ class CapturedAgents(Agent):
             await asyncio.wrap_future(self._serving)
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Return the policy's reply, as the run samples. Raises CaptureError at its end, or for other stop strings."""
+        """Return the policy's reply, as the run samples. Raises HttpError at its end, or for other stop strings."""
         if session not in self._rows:
-            raise CaptureError(404, f"session {session} is over: its agent has ended")
+            raise HttpError(404, f"session {session} is over: its agent has ended")
         if more := [stop for stop in sampling.stop if stop not in self._stop_strings]:
-            refuse("stop", more, "must be in actor.generation.stop_strings: a run decides what ends a reply")
+            told = "must be in actor.generation.stop_strings: a run decides what ends a reply"
+            raise HttpError(400, f"stop: {more} {told}", "stop")
         try:
             turn = await self._rows[session].alone(tokens)
         except asyncio.CancelledError as error:
-            raise CaptureError(409, f"session {session} is over: the rollout was interrupted") from error
+            raise HttpError(409, f"session {session} is over: the rollout was interrupted") from error
         count = len(turn.tokens)
         return Sampled(turn.tokens, turn.logprobs or [math.nan] * count, turn.ended, [None] * count)
 
@@ -108,7 +108,7 @@ class CapturedAgents(Agent):
         return conversation_of(begun, truncated=truncated, error=error)
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
-        """Return what the policy saw before its first reply in a row, whose messages then follow it."""
+        """Return a row's prompt, what the policy saw before its first reply; leave the later messages in the row."""
         first = row.calls[-1].path[0]
         row.messages = row.messages[len(first.messages) :]
         return Prompt(

@@ -13,21 +13,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
 from rlhf_triton.actor.data.recorded import RecordedRow, Version
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.wire.chats import TOOLS, texts_in, warn_once
+from rlhf_triton.wire.chats import TOOLS, warn_once
 
 logger = logging.getLogger(__name__)
 MOST_ENDED = 100_000  # names that are remembered
-
-
-class CaptureError(RlhfError):
-    """A request of an agent that gets an HTTP error; `status` is its code, `field` what is wrong in the body."""
-
-    def __init__(self, status: int, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.field = status, field
 
 
 @dataclass(frozen=True)
@@ -54,11 +46,11 @@ class Sampler(Protocol):
     """Samples from the policy."""
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Return what follows `tokens`. If it is cancelled, nothing of it goes on.
+        """Sample a continuation of `tokens`; cancelling the call stops generation.
 
-        `session`: calls with the same one have the begin of their tokens in common.
+        `session`: calls with the same one share a prefix of their tokens.
 
-        Raises CaptureError with the status that the agent gets.
+        Raises HttpError with the status that the agent gets.
         """
 
 
@@ -111,7 +103,7 @@ class CapturedRow(RecordedRow):
                 row.sample(sampled.tokens, sampled.logprobs, sampled.versions, reward=call.reward, number=call.number)
         return row
 
-    def exported(self, session: Session, group: str | None) -> dict[str, Any]:
+    def exported(self, session: Session, group: str) -> dict[str, Any]:
         """Return the row of a session as a line of JSON; `group`: by default the session's name."""
         columns = ("tokens", "observed", "logprobs", "versions", "messages")
         return {
@@ -127,8 +119,7 @@ class CapturedRow(RecordedRow):
 class Session:
     """The calls of one agent, which may lead several conversations, also at the same time."""
 
-    def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float, longest: int) -> None:
-        """`longest`: characters of the longest token."""
+    def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
         self.name, self.num_tokens, self.limit = name, 0, ""
         """`limit`: why a call was refused, `max_tokens` or `max_turns`; empty: none was."""
         self.calls: list[PolicyCall] = []
@@ -136,23 +127,20 @@ class Session:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._max_calls = max_calls
-        self._longest = longest
         self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
-        """Return a call that continues the longest conversation with which `messages` begin, and its most tokens.
+        """Return a call that continues the longest conversation that `messages` start with, and its token limit.
 
-        Raises CaptureError if there is no room for it, TemplateError if the messages cannot be rendered.
+        Raises HttpError if there is no room for it, TemplateError if the messages cannot be rendered.
         """
         if len(self.calls) + self.in_flight > self._max_calls:
             self.limit = "max_turns"
-            raise CaptureError(400, f"the session has had {self._max_calls} calls, the most: end it")
+            raise HttpError(400, f"the session has reached its limit of {self._max_calls} calls: end it")
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
         known = max((length for length, digest in enumerate(digests) if digest in self._ends), default=0)
-        # As many at least, which is known before seconds are spent on rendering them.
-        self._check_room(sum(len(str(text)) for _, text in texts_in(messages[known:])) // self._longest)
         parent, chat, before = self._ends.get(digests[known]), Chat(self._tokenizer, tools), None
         if parent is not None:
             try:
@@ -163,25 +151,19 @@ class Session:
         if before is None:
             parent, known = None, 0
             before = [*self._tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"]]
-        left = self._check_room(len(before))
+        left = self._max_tokens - self.num_tokens - len(before)
+        if left < 1:
+            self.limit = "max_tokens"
+            raise HttpError(
+                400,
+                f"messages: {len(before)} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
+                f"room for a reply, with at most {self._max_tokens} (environment.max_tokens in a run): end the session",
+                "messages",
+            )
         return PolicyCall(parent, messages[known:], before, digests[-1], chat.options), left
 
-    def _check_room(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have behind `num_tokens` more. Raises CaptureError if there are none."""
-        left = self._max_tokens - self.num_tokens - num_tokens
-        if left >= 1:
-            return left
-        self.limit = "max_tokens"
-        raise CaptureError(
-            400,
-            f"messages: {num_tokens} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
-            f"room for a reply: end the session, or raise max_session_tokens, environment.max_tokens in a run "
-            f"({self._max_tokens})",
-            "messages",
-        )
-
     def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
-        """Add a call with its reply. Raises CaptureError if the session has ended meanwhile."""
+        """Add a call with its reply. Raises HttpError if the session has ended meanwhile."""
         if self.is_over:
             raise _over(self.name)
         call.sampled = sampled
@@ -192,16 +174,16 @@ class Session:
         self._ends[_digest(call.digest, _identity(reply))] = call
 
     def rows(self) -> list[CapturedRow]:
-        """Return a row for each call that no other continues. A reply that several share is trained in the first."""
+        """Return a row per call that no later call extends. A reply in several rows is trained in the first of them."""
         continued, rows = {call.parent for call in self.calls}, list[CapturedRow]()
         for leaf in (call for call in self.calls if call not in continued):
             rows.append(CapturedRow.of(leaf, {call for row in rows for call in row.calls}))
         return rows
 
 
-def _over(name: str) -> CaptureError:
+def _over(name: str) -> HttpError:
     """Return the error of a call in a session that has ended. No client repeats a 404, as it does a 409."""
-    return CaptureError(404, f"session {name} has ended: call under another name, or POST to /sessions/{name} first")
+    return HttpError(404, f"session {name} has ended: call under another name, or POST to /sessions/{name} first")
 
 
 class Sessions:
@@ -226,7 +208,6 @@ class Sessions:
         self.tokenizer, self._most, self._idle_s = tokenizer, most, idle_s
         self._most_tokens, self._most_calls = most_tokens, most_calls
         self._open: dict[str, Session] = {}
-        self._longest = max(map(len, tokenizer.get_vocab()))
         self._ended: dict[str, float] = {}  # when, by name; the first one first
         chat = Chat(tokenizer)
         if not chat.has_template:
@@ -243,14 +224,14 @@ class Sessions:
     def calling(self, name: str) -> Iterator[Session]:
         """Yield the session for a call, a new one if there is none; one that is left without calls is forgotten.
 
-        Raises CaptureError if it has ended, or there are too many.
+        Raises HttpError if it has ended, or there are too many.
         """
         self._drop_idle()
         if name in self._ended:
             raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
-            raise CaptureError(429, f"session {name}: {len(self._open)} others are open, the most: end some of them")
-        new = Session(name, self.tokenizer, self._most_tokens, self._most_calls, self._longest)
+            raise HttpError(429, f"session {name}: {len(self._open)} open sessions are the limit: end some")
+        new = Session(name, self.tokenizer, self._most_tokens, self._most_calls)
         session = self._open.setdefault(name, new)
         session.in_flight += 1
         try:
@@ -262,15 +243,15 @@ class Sessions:
                 del self._open[name]
 
     def find(self, name: str) -> Session:
-        """Return an open session. Raises CaptureError if there is none."""
+        """Return an open session. Raises HttpError if there is none."""
         self._drop_idle()
         if name not in self._open or not self._open[name].calls:
-            raise CaptureError(404, f"session {name} is unknown: it has had no call, has ended, or was idle too long")
+            raise HttpError(404, f"session {name} is unknown: it has had no call, has ended, or was idle too long")
         self._open[name].used = time.monotonic()
         return self._open[name]
 
     def end(self, name: str) -> Session | None:
-        """Forget a session and return it, None if it is unknown; what is called in it from now on is refused."""
+        """Remove a session and return it, None if it is unknown; later calls in it are refused."""
         session = self._open.pop(name, None)
         if session is not None:
             session.is_over = True
@@ -293,7 +274,7 @@ class Sessions:
 
 
 def _identity(message: Message) -> list[Any]:
-    """Return what makes a message the same: not the ids of its calls, nor the space around a reply."""
+    """Return a message's identity for comparisons, without call ids and the space around a reply."""
     is_reply = message["role"] == "assistant"
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return [message["role"], message["content"].strip() if is_reply else message["content"], message.get("name"), calls]

@@ -4,7 +4,8 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 
-from rlhf_triton.actor.capture.sessions import CaptureError, Sampled, Sampling
+from rlhf_triton.actor.capture.http import HttpError
+from rlhf_triton.actor.capture.sessions import Sampled, Sampling
 from rlhf_triton.actor.data.recorded import Version
 from rlhf_triton.actor.vllm.connection import VllmClient, token_rules
 from rlhf_triton.client.errors import Kind, Trouble
@@ -24,7 +25,7 @@ class VllmSampler:
         self._checked: set[str] = set()
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Return the reply of the session's first server that answers. Raises CaptureError, RlhfError."""
+        """Return the reply of the session's first server that answers. Raises HttpError, RlhfError."""
         wanted = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -40,9 +41,9 @@ class VllmSampler:
             except Trouble as trouble:
                 sentence = trouble.sentence("vLLM", url, 1)
                 if trouble.kind is Kind.WRONG:
-                    raise CaptureError(400, sentence) from trouble
+                    raise HttpError(400, sentence) from trouble
                 troubles.append(sentence)
-        raise CaptureError(503, "; ".join(troubles))
+        raise HttpError(503, "; ".join(troubles))
 
     async def close(self) -> None:
         """Close all connections."""

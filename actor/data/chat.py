@@ -24,12 +24,12 @@ class TemplateError(RlhfError):
 
 
 class HistoryChanged(TemplateError):
-    """The chat template writes earlier messages anew, so what follows cannot be appended to what was sampled."""
+    """The chat template changes earlier messages, so the next ones cannot be appended to the sampled tokens."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template, which conversations need whose prompts are messages."""
+    """A tokenizer's chat template; conversations whose prompts are messages need one."""
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of functions, for the template
@@ -55,7 +55,7 @@ class Chat:
         return options
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text up to the begin of the policy's first reply. Raises TemplateError."""
+        """Return the text up to the start of the policy's first reply. Raises TemplateError."""
         try:
             return self._rendered(messages, self.options)
         except BadMessages as error:
@@ -128,7 +128,7 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a reply asks for: a tool with arguments, or something malformed."""
+    """A tool call in a reply, possibly malformed."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ def in_a_thread_of(threads: int, device: torch.device) -> InThread:
 
     Args:
         threads: number of threads for torch, which keeps this setting per thread: it is set when the thread starts.
-        device: the thread's current card.
+        device: the thread's current GPU.
     """
 
     def begin() -> None:

@@ -193,7 +193,7 @@ class JsonLines:
         return columns
 
     def _scan(self) -> None:
-        """Learn which columns there are, and which of them, or of the keys within them, have floats."""
+        """Record the columns, and which columns or nested keys hold floats."""
         for line in self._lines.tolist():
             floats = list[str]()
 

@@ -15,7 +15,6 @@ from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader
 from rlhf_triton.config import PromptFileSection
 
 logger = logging.getLogger(__name__)
-WEIGHTS = 0.005, 0.5  # least and largest of a prompt
 
 
 # Prompts are read and tokenised when a step takes them.
@@ -26,12 +25,11 @@ WEIGHTS = 0.005, 0.5  # least and largest of a prompt
 
 @dataclass(frozen=True)
 class Positions:
-    """Position of a run in its prompt files, and what it knows for the choice of prompts."""
+    """Position of a run in its prompt files."""
 
     prompts: int = 0  # used so far, from all files
     rows: Mapping[str, int] = field(default_factory=dict)  # path -> position
     credits: Mapping[str, float] = field(default_factory=dict)  # path -> prompts by weight minus prompts taken
-    scores: tuple[float, float] | None = None  # lowest and highest score so far; None before the first, or not needed
 
 
 class ShuffledFile:
@@ -172,11 +170,10 @@ class StepInputs:
     seed: int  # of the run
     prompts_per_step: int
     responses_per_prompt: int
-    candidates: int = 1  # for each prompt
     known: dict[int, Positions] = field(default_factory=lambda: {0: Positions()})  # step -> positions after it
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """Read the prompts of `step`, or the candidates for them; see `repeated`.
+        """Read the prompts of `step`; see `repeated`.
 
         Raises:
             PromptError: a row is malformed or its prompt is refused; the message names file and row.
@@ -184,20 +181,15 @@ class StepInputs:
         return self._taken(step, self.prompts_per_step, self.after(step - 1))
 
     def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
-        """Read `count` prompts for `step`, or the candidates for them, beyond those taken; raises as `prompts_of`."""
+        """Read `count` prompts for `step` beyond those taken; raises as `prompts_of`."""
         return self._taken(step, count, self.known[step])
 
     def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return each prompt `responses_per_prompt` times, once per response."""
         return [prompt for prompt in prompts for _ in range(self.responses_per_prompt)]
 
-    def saw(self, step: int, scores: Sequence[float]) -> None:
-        """Widen the range of scores after `step` by some of its scores."""
-        seen = [*scores, *(self.known[step].scores or ())]
-        self.known[step] = replace(self.known[step], scores=(min(seen), max(seen)))
-
     def _taken(self, step: int, count: int, start: Positions) -> list[Prompt]:
-        taken, self.known[step] = self.stream.take(step, self.candidates * count, start)
+        taken, self.known[step] = self.stream.take(step, count, start)
         first = min(self.known)  # of the start
         for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
             del self.known[old]
@@ -218,7 +210,6 @@ class StepInputs:
         after = self.after(step)
         return {
             "prompts_taken": after.prompts,
-            "scores_seen": after.scores,
             "prompt_files": self.stream.state(after),
             "add_special_tokens": self.stream.reader.add_special_tokens,
         }
@@ -234,42 +225,11 @@ class StepInputs:
                 adds,
             )
         self.known.clear()
-        restored = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
-        scores = state.get("scores_seen")
-        self.known[step] = replace(restored, scores=scores and tuple(scores))
+        self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
 
     def seed_of(self, step: int, *repeat: int) -> int:
         """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""
         return step_seed(self.seed, step, *repeat)
-
-
-def chances(values: np.ndarray, scores: tuple[float, float], size: int) -> np.ndarray:
-    """Return the probability that `size` responses to a prompt do not all have the same score, float [N].
-
-    This is 1 - p^size - (1 - p)^size, where p, the place of the predicted score between the lowest and the highest
-    score, is the probability of a success.
-
-    Args:
-        values: predicted scores, float [N]; beyond `scores`, they count as the lowest or highest. NaN gives 0.
-        size: one counts as two, whose probability is twice the variance of a success.
-    """
-    (low, high), size = scores, max(2, size)
-    share = (values.clip(low, high) - low) / (high - low or 1.0)
-    return np.nan_to_num(1 - share**size - (1 - share) ** size)
-
-
-def preferred(chance: np.ndarray, count: int, *, seed: int) -> list[int]:
-    """Return the indices of `count` prompts, in order, drawn so that useless ones are rare.
-
-    Above 0.5, prompts are alike: the most middling ones alone would all be of one difficulty, and the policy would no
-    longer explore others.
-
-    Args:
-        chance: of each prompt, what `chances` returned.
-    """
-    weights = chance.clip(*WEIGHTS)
-    chosen = np.random.default_rng(seed).choice(len(chance), count, replace=False, p=weights / weights.sum())
-    return sorted(chosen.tolist())
 
 
 def step_seed(run_seed: int, step: int, *repeat: int) -> int:

@@ -1,4 +1,4 @@
-"""A row of token ids while a conversation goes on: what the policy has sampled, and what it has observed."""
+"""A row of token ids during a conversation: sampled by the policy, or observed from the environment."""
 
 import dataclasses
 import math

@@ -21,7 +21,7 @@ from rlhf_triton.checkpoints.tokenization import without_end
 
 @dataclass(frozen=True)
 class Score:
-    """What servers and the environment gave for a sample; rewards of a whole conversation are those of its end."""
+    """Scores of a sample from servers and environment; rewards of a whole conversation belong to its last row."""
 
     reward: float = 0.0  # of the conversation
     outcome: float = 0.0  # the part of it that is not among `steps`

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from rlhf_triton.backoff import backoff_s
-from rlhf_triton.errors import reason_of
+from rlhf_triton.errors import FunctionError, reason_of
 
 MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client
 FULL = "CAPACITY_REACHED"  # code of the error that a server sends to a session beyond its limit
@@ -25,6 +25,8 @@ class OpenEnv:
     """
 
     def __init__(self, url: str, *, timeout_s: float, action: str = "message", observation: str | None = None) -> None:
+        if not url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise FunctionError(f"options.url: {url!r}, must begin with http://, https://, ws:// or wss://")
         self._url, self._timeout_s = f"{url.rstrip('/')}/ws", timeout_s
         self._action, self._observation = action, observation
         self._session: aiohttp.ClientSession | None = None

@@ -1,27 +1,18 @@
-"""Environments of agents, used on one event loop: worker processes that hold the instances of a class.
-
-A call that takes too long fails its instance. The worker that holds it is retired, since a thread cannot be killed: it
-takes no new instances, and is killed once its other instances are closed. A worker that dies fails all that it holds.
-In both cases the next `open` starts another one.
-"""
+"""Environments of agents, used on one event loop: worker processes, each of which holds many instances of a class."""
 
 import asyncio
 import contextlib
 import itertools
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_triton.actor.environments.worker import read_frame
 from rlhf_triton.config.environment import EnvironmentSection
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.workers.child import frame
-from rlhf_triton.python_backend.workers.process import START_LIMIT_S, WorkerProcess, inherited_environment
-from rlhf_triton.rewards.function import KEY_OPTION, FunctionError
+from rlhf_triton.errors import FunctionError, RlhfError
+from rlhf_triton.rewards.function import KEY_OPTION
+from rlhf_triton.workers.pool import START_LIMIT_S, Worker, Workers
 
-SHORTEST_WAIT_S = 0.05  # for an answer, if `clock` does not advance meanwhile
-OPENENV, AGENT = "rlhf_triton.actor.environments.openenv:OpenEnv", "rlhf_triton.actor.environments.agent:AgentRun"
+AGENT = "rlhf_triton.actor.environments.agent:AgentRun"
 SEED = "seed"  # column that environments receive, equal for all responses to a prompt
 
 
@@ -47,62 +38,6 @@ class StepResult:
     done: bool
 
 
-class EnvironmentWorker:
-    """One worker process, the instances that it holds, and the calls that wait for its answers."""
-
-    def __init__(self, process: WorkerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.instances: set[int] = set()
-        self.takes_instances = False  # once it has imported the class, until it is retired
-        self._process, self._reader, self._writer = process, reader, writer
-        self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._obituary: str | None = None
-        self._reading = asyncio.create_task(self._read())
-
-    def is_usable(self) -> bool:
-        """Return whether it can take another instance."""
-        return self.takes_instances and self._obituary is None and self._process.is_alive()
-
-    async def ask(
-        self, message: dict[str, Any], limit_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> dict[str, Any]:
-        """Send a message and return its answer: with `error` if the process ends, also with `hung` after `limit_s`.
-
-        `clock`: returns the time in seconds; it need not advance all the time.
-        """
-        if self._obituary is not None:
-            return {"error": self._obituary, "lost": True}
-        number = next(self._numbers)
-        future = self._pending[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._writer.write(frame({**message, "number": number}))
-            end = clock() + limit_s
-            while not future.done() and (left := end - clock()) > 0:
-                await asyncio.wait([future], timeout=max(left, SHORTEST_WAIT_S))
-        finally:
-            del self._pending[number]
-        return future.result() if future.done() else {"error": f"took longer than {limit_s:g} s", "hung": True}
-
-    async def kill(self) -> None:
-        """Kill the process and everything it started, and wait until it has ended."""
-        self._writer.transport.abort()
-        await asyncio.wait([self._reading])
-
-    async def _read(self) -> None:
-        """Deliver answers until the socket is closed, or something wrong arrives; then see to the process's end."""
-        with contextlib.suppress(Exception):  # user code can write to the socket: whatever it sends ends the worker
-            while True:
-                answer = await read_frame(self._reader)
-                if answer["number"] in self._pending:  # otherwise its caller has given up
-                    self._pending[answer["number"]].set_result(answer)
-        self._writer.transport.abort()
-        self._obituary = await asyncio.to_thread(self._process.obituary)
-        for future in self._pending.values():
-            if not future.done():
-                future.set_result({"error": self._obituary, "lost": True})
-        await asyncio.to_thread(self._process.kill)
-
-
 class Environments:
     """Starts the workers and opens instances of the environment. All methods must be called on one event loop."""
 
@@ -110,16 +45,20 @@ class Environments:
     """After `start`: JSON schemas of the tools; None for a class with `step`."""
 
     def __init__(self, settings: EnvironmentSection, *, hidden_variables: Sequence[str] = ()) -> None:
-        self._settings, self._hidden = settings, hidden_variables
-        self._name = settings.class_ or settings.url or settings.agent
-        self._kind = "class" if settings.class_ else "url" if settings.url else "agent"
-        self._more = {"class": {}, "url": {"url": settings.url}, "agent": {"run": settings.agent}}[self._kind]
-        self._limit_s = settings.step_timeout_s if settings.agent is None else settings.timeout_s
-        self._workers: list[EnvironmentWorker] = []  # those that have ended, too
-        self._starting = asyncio.Lock()
-        self._is_closed = False
+        self.name = settings.class_ or settings.agent
+        self.limit_s = settings.timeout_s
+        self._kind = "class" if settings.class_ else "agent"
+        more = {} if settings.class_ else {"run": settings.agent}
+        self._workers = Workers(
+            "rlhf_triton.actor.environments.worker",
+            settings.class_ or AGENT,
+            {"options": {**settings.options, **more}, "reward": settings.reward, "timeout_s": self.limit_s},
+            number=settings.workers,
+            hidden_variables=hidden_variables,
+            own_variable=settings.options.get(KEY_OPTION),
+        )
         self._numbers = itertools.count()
-        self._background: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start the workers and import the class in each.
@@ -129,101 +68,43 @@ class Environments:
                 is left running.
         """
         try:
-            await self._least_loaded()
-        except BaseException:
+            await self._workers.start()
+            worker = await self._workers.least_loaded()
+            answer = await worker.ask(_message("describe", next(self._numbers)), START_LIMIT_S)
+            if "error" in answer:
+                raise FunctionError(answer["error"])
+        except BaseException as error:
             await self.close()
+            if isinstance(error, FunctionError):
+                raise FunctionError(f"environment.{self._kind} {self.name}: {error}") from error
             raise
+        self.tools = answer["tools"]
 
     async def open(self, row: Mapping[str, Any]) -> "Instance":
         """Make an instance and reset it with `row`, a prompt's columns. Raises EnvironmentFailed."""
         try:
-            worker = await self._least_loaded()
+            worker = await self._workers.least_loaded()
         except FunctionError as error:
-            raise EnvironmentFailed(str(error)) from error
+            raise EnvironmentFailed(f"environment.{self._kind} {self.name}: {error}") from error
         instance = Instance(self, worker, next(self._numbers))
         try:
-            instance.observation = (await self.ask(instance, "reset", "reset", row=row))["observation"]
+            instance.observation = (await instance.ask("reset", "reset", row=row))["observation"]
         except BaseException:
-            self._in_background(instance.close())  # not awaited, since `reset` may hang if this was cancelled
+            closing = asyncio.create_task(instance.close())  # in the background, as `reset` may hang
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             raise
         return instance
 
     async def close(self) -> None:
         """Kill all workers."""
-        self._is_closed = True
-        for worker in self._workers:
-            self._in_background(worker.kill())
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._workers.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
 
-    async def ask(
-        self, instance: "Instance", what: str, op: str, clock: Callable[[], float] = time.monotonic, **arguments: Any
-    ) -> dict[str, Any]:
-        """Return the answer to a call of an instance, named `what` in errors. Raises EnvironmentFailed."""
-        answer: dict[str, Any] = {"error": "the instance is closed, or an earlier call of it took too long"}
-        if instance.number in instance.worker.instances:
-            message = {"op": op, "instance": instance.number, "arguments": arguments}
-            answer = await instance.worker.ask(message, self._limit_s, clock)
-        if "hung" in answer:
-            instance.worker.takes_instances = False
-            self.release(instance)
-        if "error" in answer:
-            failure = EnvironmentFailed(f"{self._name}: {what}: {answer['error']}")
-            failure.is_lost = answer.get("lost", False)
-            failure.is_misused = answer.get("is_misused", False)
-            raise failure
-        return answer
 
-    def release(self, instance: "Instance") -> None:
-        """Forget an instance; kill its worker if that is retired and holds no other."""
-        worker = instance.worker
-        worker.instances.discard(instance.number)
-        if not worker.takes_instances and not worker.instances:
-            self._in_background(worker.kill())
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _least_loaded(self) -> EnvironmentWorker:
-        """Return the worker with the fewest instances, after those that are missing have been started."""
-        async with self._starting:
-            missing = self._settings.workers - sum(worker.is_usable() for worker in self._workers)
-            await asyncio.gather(*(self._start_worker() for _ in range(missing)))
-            usable = [worker for worker in self._workers if worker.is_usable()]
-        # If they have died since, the last one is chosen, which says how.
-        return min(usable or self._workers[-1:], key=lambda worker: len(worker.instances))
-
-    async def _start_worker(self) -> None:
-        if self._is_closed:
-            raise FunctionError(f"environment {self._name}: its workers have been killed")
-        settings = self._settings
-        process = WorkerProcess(
-            "rlhf_triton.actor.environments.worker",
-            settings.class_ or (OPENENV if settings.url else AGENT),
-            memory_mib=settings.memory_mib,
-            environment=inherited_environment(self._hidden, settings.options.get(KEY_OPTION)),
-        )
-        worker = EnvironmentWorker(process, *await asyncio.open_connection(sock=process.channel))
-        self._workers.append(worker)
-        message = {
-            "options": {**settings.options, **self._more},
-            "reward": settings.reward,
-            "timeout_s": self._limit_s,
-            "max_chars": settings.max_observation_chars,
-            "describe": worker is self._workers[0],
-        }
-        try:
-            answer = await worker.ask(message, START_LIMIT_S)
-            worker.takes_instances = "error" not in answer
-        finally:
-            if not worker.takes_instances:  # also if this was cancelled
-                self._in_background(worker.kill())
-        if "error" in answer:
-            raise FunctionError(f"environment.{self._kind} {self._name}: {answer['error']}")
-        if "tools" in answer:
-            self.tools = answer["tools"]
+def _message(op: str, instance: int, **arguments: Any) -> dict[str, Any]:
+    return {"op": op, "instance": instance, "arguments": arguments}
 
 
 class Instance:
@@ -232,13 +113,25 @@ class Instance:
     observation: str | None = None
     """What `reset` has returned; None if the prompt stands as it is."""
 
-    def __init__(self, environments: Environments, worker: EnvironmentWorker, number: int) -> None:
-        self.worker, self.number, self._environments = worker, number, environments
-        worker.instances.add(number)
+    def __init__(self, environments: Environments, worker: Worker, number: int) -> None:
+        self._worker, self._number, self._environments = worker, number, environments
+        worker.load += 1
 
-    async def step(self, action: str, clock: Callable[[], float] = time.monotonic) -> StepResult:
+    async def ask(
+        self, what: str, op: str, clock: Callable[[], float] | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Return the answer to a call, named `what` in errors. Raises EnvironmentFailed."""
+        answer = await self._worker.ask(_message(op, self._number, **arguments), self._environments.limit_s, clock)
+        if "error" in answer:
+            failure = EnvironmentFailed(f"{self._environments.name}: {what}: {answer['error']}")
+            failure.is_lost = answer.get("lost", False)
+            failure.is_misused = answer.get("is_misused", False)
+            raise failure
+        return answer
+
+    async def step(self, action: str, clock: Callable[[], float] | None = None) -> StepResult:
         """Act, within a limit that `clock` counts. Raises EnvironmentFailed."""
-        answer = await self._environments.ask(self, "step", "step", clock, action=action)
+        answer = await self.ask("step", "step", clock, action=action)
         return StepResult(answer["observation"], answer["reward"], answer["done"])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -246,21 +139,19 @@ class Instance:
 
         Raises EnvironmentFailed if the worker dies or the call takes too long.
         """
-        answer = await self._environments.ask(self, f"tool {name}", "call", name=name, arguments=arguments)
-        return answer["text"]
+        return (await self.ask(f"tool {name}", "call", name=name, arguments=arguments))["text"]
 
     async def reward(self) -> float | None:
         """Return the sum of `get_reward` of the class and `environment.reward`; None if it has neither.
 
         Raises EnvironmentFailed.
         """
-        answer = await self._environments.ask(self, "get_reward", "reward")
-        return answer["reward"]
+        return (await self.ask("get_reward", "reward"))["reward"]
 
     async def close(self) -> None:
         """Call the `close` of the class, if it has one, and forget the instance. Failures of it are ignored."""
         try:
             with contextlib.suppress(EnvironmentFailed):
-                await self._environments.ask(self, "close", "close")
+                await self.ask("close", "close")
         finally:
-            self._environments.release(self)
+            self._worker.load -= 1

@@ -1,4 +1,4 @@
-"""Worker process of environments: `python -m rlhf_triton.actor.environments.worker SPEC FD MEMORY_MIB`.
+"""Worker process of environments: `python -m rlhf_triton.actor.environments.worker SPEC FD`.
 
 Holds many instances of the class SPEC, each in a thread of its own, so that a slow one delays no other and a library
 that is bound to a thread works; coroutine methods run on the one event loop. Receives settings over the socket `FD`,
@@ -9,7 +9,6 @@ import asyncio
 import collections
 import contextlib
 import inspect
-import json
 import re
 import sys
 import threading
@@ -17,28 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlhf_triton.python_backend.workers.child import HEADER, Parent, frame
-from rlhf_triton.rewards.function import (
-    BadScore,
-    checked,
-    configured,
-    describe,
-    group_scores,
-    import_function,
-)
+from rlhf_triton.errors import FunctionError
+from rlhf_triton.rewards.function import BadScore, checked, configured, describe, group_scores, import_function
+from rlhf_triton.workers.child import Parent, frame, read_frame
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the model cannot call
+MAX_CHARACTERS = 20_000  # of an observation or a tool's result
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadEnvironment(BadScore):
     """A class, what it returns, or what it raises (the `__cause__`) does not fit the contract."""
-
-
-async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Receive one message. Raises IncompleteReadError or OSError if the other side has closed the socket."""
-    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    return json.loads(await reader.readexactly(size))
 
 
 class HostedEnvironment:
@@ -52,7 +40,7 @@ class HostedEnvironment:
         self._tools: dict[str, Callable[..., Any]] | None = None
         self._row: dict[str, Any] = {}
 
-    async def probe(self) -> dict[str, Any]:
+    async def describe(self) -> dict[str, Any]:
         """Return the JSON schemas of the tools; None for a class with `step`. Closes the instance."""
         await self._call(self._construct)
         schemas = None
@@ -82,7 +70,7 @@ class HostedEnvironment:
         return {"observation": text, "reward": _reward(reward), "done": any(map(bool, ends))}
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a tool's result as text for the model; what is wrong with the call is such a text, too."""
+        """Return a tool's result as text for the model; an error in the call is also returned as text."""
         tools = self._tools or {}
         try:
             if name not in tools:
@@ -161,11 +149,8 @@ class HostedEnvironment:
     def _text(self, value: Any, what: str) -> str:
         if not isinstance(value, str):
             raise BadEnvironment(f"{what} is {value!r:.80}; return a str")
-        limit = self._settings["max_chars"]
-        if len(value) > limit:
-            raise BadEnvironment(
-                f"{what} has {len(value)} characters, but environment.max_observation_chars is {limit}"
-            )
+        if len(value) > MAX_CHARACTERS:
+            raise BadEnvironment(f"{what} has {len(value)} characters, must have at most {MAX_CHARACTERS}")
         if SURROGATE.search(value):
             raise BadEnvironment(f"{what} has a lone surrogate, which UTF-8 cannot express; decode with errors=replace")
         return value
@@ -203,7 +188,7 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
                 "lost": isinstance(own, ConnectionError),
                 "is_misused": own is None or isinstance(own, BadScore),
             }
-        if message["op"] == "close":
+        if message["op"] in ("close", "describe"):
             del instances[message["instance"]]
         writer.write(frame({"number": message["number"], **result}))
 
@@ -222,11 +207,10 @@ def main(argv: list[str]) -> int:
     try:
         made = import_function(parent.spec)
         score = settings["reward"] and import_function(settings["reward"])
-        tools = asyncio.run(HostedEnvironment(parent, made, score).probe()) if settings["describe"] else {}
-    except Exception as error:  # process edge: whatever it is, the parent reports it
-        parent.reply(settings, {"error": describe(error)})
+    except FunctionError as error:
+        parent.reply(settings, {"refused": str(error)})
         return 1
-    parent.reply(settings, tools)
+    parent.reply(settings, {"ready": True})
     asyncio.run(serve(parent, lambda: HostedEnvironment(parent, made, score)))
     return 0
 

@@ -22,13 +22,11 @@ class SlotCache(Cache):
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
         self.columns, self.rows = columns, rows
-        self.seen: Tensor | None = None
-        """bool `[rows, V]`: the tokens of each row, for a repetition penalty; None before `see`."""
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers builds the mask of one token unread; to leave it out, it would wait for the card."""
+        """Whether transformers builds the mask of one token unread; leaving it out would wait for the GPU."""
         return all(layer.is_initialized and layer.keys.is_cuda for layer in self.layers)
 
     def look_at(self, first: int, last: int, begin: int, end: int) -> None:
@@ -37,41 +35,14 @@ class SlotCache(Cache):
             layer.window = (first, last, begin, end)
 
     def copy_rows(self, sources: Tensor | Sequence[int], first: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, and what they have seen, to rows from `first` on.
+        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, to rows from `first` on.
 
-        All at once: a card would take longer to start a copy of each row than to do them all.
+        One copy for all rows: on a GPU, launching a copy per row takes longer than the copies.
         """
         last = first + len(sources)
-        if self.seen is not None:
-            self.seen[first:last] = self.seen[sources]
         for layer in self.layers:
             for whole in layer.tensors():
                 whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
-
-    def swap(self, one: int, other: int, begin: int, end: int) -> None:
-        """Exchange columns `begin:end` of two rows, and what they have seen."""
-        if one == other:
-            return
-        pair, turned = [one, other], [other, one]
-        if self.seen is not None:
-            self.seen[pair] = self.seen[turned]
-        for layer in self.layers:
-            for whole in layer.tensors():
-                part = whole[:, :, begin:end]
-                part[pair] = part[turned]
-
-    def see(self, first: int, ids: Tensor, starts: Tensor, vocabulary: int, *, more: bool = False) -> None:
-        """Set what the rows from `first` on have seen: their `ids` `[rows, T]` from column `starts` `[rows, 1]` on.
-
-        With `more`, they have also seen what they had seen before.
-        """
-        if self.seen is None:
-            self.seen = torch.zeros(self.rows, vocabulary, dtype=torch.bool, device=ids.device)
-        columns = torch.arange(ids.shape[1], device=ids.device)
-        tokens = torch.where(columns >= starts, ids, ids[:, -1:])
-        if not more:
-            self.seen[first : first + len(ids)] = False
-        self.seen[first : first + len(ids)].scatter_(1, tokens, True)
 
     def shift(self, rows: slice, begin: int, end: int, to: int) -> None:
         """Move the columns `begin:end` of these rows to column `to`."""

@@ -30,6 +30,8 @@ from rlhf_triton.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
 ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
+RESTARTS = 2  # of a conversation whose environment is lost
+MAX_INSTANCES = 256  # of environments at the same time
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
 
 
@@ -41,8 +43,8 @@ class _Over:
     conversation: Conversation
 
 
-# A row's number and its tokens before the next turn, None at its end; a conversation that is over; or its error.
-Arrival = tuple[int, Sequence[int] | None] | _Over | BaseException
+# A row's number and its tokens before the next turn; a conversation that is over; or its error.
+Arrival = tuple[int, Sequence[int]] | _Over | BaseException
 
 
 @dataclass
@@ -102,13 +104,12 @@ class Agent:
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
         self._stop_strings, self._vocab_size = {*stop_strings}, vocab_size
-        self.longest, self.in_step, self.restarts = settings.max_tokens, in_step, settings.restarts
+        self.longest, self.in_step = settings.max_tokens, in_step
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
         self._environments = Environments(settings, hidden_variables=hidden_variables)
-        self.concurrent = settings.concurrent
-        self.limit = asyncio.Semaphore(self.concurrent)
+        self.limit = asyncio.Semaphore(MAX_INSTANCES)
         try:
             self._call(self._environments.start())
             self._chat = Chat(tokenizer, self._environments.tools)
@@ -148,7 +149,7 @@ class Agent:
             raise TemplateError(f"what the policy would read: {problem}")
 
     async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Conversation:
-        """Lead one conversation to its end; a failure of the environment is recorded in it.
+        """Run one conversation to its end; an environment failure is recorded in it.
 
         Args:
             seed: for the environment; conversations about the same prompt have the same one.
@@ -179,9 +180,8 @@ class Agent:
     async def _turns(self, talk: _Talk, instance: Instance, rows: "TalkRows") -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
         settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
-        before: Sequence[int] = talk.prompt.tokens.tolist()
         for number in range(1, settings.max_turns + 1):
-            turn = await rows.sampled(before)
+            turn = await rows.sampled(talk.row.tokens)
             talk.row.sample(turn.tokens, turn.logprobs, number=number)
             text = reply_text(self._tokenizer, turn.tokens)
             talk.messages.append({"role": "assistant", "content": text})
@@ -280,29 +280,26 @@ class Talks:
         self._missing = set(prompts)
         self._in_step = agent.in_step
         self._later = deque(prompts)  # they begin in this order, when there is room for their environments
-        self._awaited = {self._later.popleft() for _ in range(min(agent.concurrent, len(prompts)))}
+        self._awaited = {self._later.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
         self._talks = [
             asyncio.run_coroutine_threadsafe(self._talk(agent, index, prompt, seed), self._loop)
             for index, prompt in prompts.items()
         ]
 
-    def take(self, index: int, turn: PolicyTurn) -> bool:
-        """Hand a turn of the policy to its conversation, which may go on."""
+    def take(self, index: int, turn: PolicyTurn) -> None:
+        """Hand a turn of the policy to its conversation."""
 
         def deliver() -> None:
             waiting = self._turns.pop(index)
-            if waiting.done():  # cancelled by `close`, or because an agent has hung up
-                self.leave(index)
-            else:
+            if not waiting.done():  # cancelled by `close`, or because an agent has hung up
                 waiting.set_result(turn)
 
         self._awaited.add(index % ROW_STEP)
         self._loop.call_soon_threadsafe(deliver)
-        return True
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int] | None]]:
+    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return what has arrived from environments, and report conversations that are over; raises their errors."""
-        found: list[tuple[int, Sequence[int] | None]] = []
+        found: list[tuple[int, Sequence[int]]] = []
         while self._missing:
             try:
                 arrival = self._arrivals.get(block=bool(self._awaited) if self._in_step else wait and not found)
@@ -316,10 +313,8 @@ class Talks:
                 self._awaited |= {self._later.popleft()} if self._later else set()
                 self._finished(arrival.index, arrival.conversation)
                 continue
-            row, before = arrival
-            found.append((row, before))
-            if before is not None:  # at the end of a row, something of its conversation follows
-                self._awaited.discard(row % ROW_STEP)
+            found.append(arrival)
+            self._awaited.discard(arrival[0] % ROW_STEP)
         return sorted(found, key=lambda each: each[0]) if self._in_step else found
 
     def close(self) -> None:
@@ -329,15 +324,11 @@ class Talks:
         self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # of agents, too
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
-        """Return the policy's next turn in a row, behind the tokens `before`."""
+    async def sampled(self, row: int, tokens: Sequence[int]) -> PolicyTurn:
+        """Return the policy's next turn in a row, behind its `tokens`."""
         turn = self._turns[row] = self._loop.create_future()
-        self._arrivals.put((row, before))
+        self._arrivals.put((row, tokens))
         return await turn
-
-    def leave(self, row: int) -> None:
-        """Let the decoder forget a row."""
-        self._arrivals.put((row, None))
 
     async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
         rows = TalkRows(self, index, agent.check_tokens)
@@ -348,7 +339,7 @@ class Talks:
             async with agent.limit:
                 while found is None:
                     try:
-                        may_restart = restarts < agent.restarts
+                        may_restart = restarts < RESTARTS
                         found = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
                     except EnvironmentFailed as error:
                         restarts += 1
@@ -369,35 +360,27 @@ class TalkRows:
         self._asked, self._since, self._waited = 0, 0.0, 0.0
 
     def clock(self) -> float:
-        """Return a time in seconds that does not count what the conversation has waited for the policy."""
+        """Return the conversation's clock in seconds; it stops while the conversation waits for the policy."""
         return (self._since if self._asked else time.monotonic()) - self._waited
 
-    async def sampled(self, before: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn behind `before`, which follows the tokens that the row has. Raises TemplateError."""
-        return await self._sampled(self._row, before)
-
-    async def _sampled(self, row: int, before: Sequence[int]) -> PolicyTurn:
-        self._check_tokens(before)
+    async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
+        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError."""
+        self._check_tokens(tokens)
         if not self._asked:
             self._since = time.monotonic()
         self._asked += 1
         try:
-            return await self._talks.sampled(row, before)
+            return await self._talks.sampled(self._row, tokens)
         finally:
             self._asked -= 1
             if not self._asked:
                 self._waited += time.monotonic() - self._since
 
     def renew(self) -> None:
-        """Begin another row; the one before does not go on."""
-        self._talks.leave(self._row)
+        """Start another row."""
         self._row += ROW_STEP
 
     async def alone(self, tokens: Sequence[int]) -> PolicyTurn:
         """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
-        self._row += ROW_STEP
-        row = self._row
-        try:
-            return await self._sampled(row, tokens)
-        finally:
-            self._talks.leave(row)
+        self.renew()
+        return await self.sampled(tokens)

@@ -1,44 +1,34 @@
 """Generates responses by slot-based decoding, or by `transformers` for models that it does not support."""
 
-import collections
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.conversations import Agent
 from rlhf_triton.actor.generation.slots import (
+    DecodedRow,
     Decoder,
     Draws,
     Finished,
     Partner,
-    PolicyTurn,
     Prompts,
     Rules,
-    check_finite,
-    draw,
-    warpers_of,
+    TokenSampler,
 )
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.python_backend.models.adapters import with_merged_layers
-from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_out_of_memory
+from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_out_of_memory, to_device
 from rlhf_triton.python_backend.models.precision import FLASH_ATTENTION, in_float32
 
 logger = logging.getLogger(__name__)
@@ -80,10 +70,11 @@ class Generation:
         self.memory = Halving(
             "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
         )
-        """How many responses fit into the card's memory at the same time."""
+        """How many responses fit into the GPU's memory at the same time."""
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"
-        self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
+        self.uses_slots: bool | None = None
+        """Whether slot-based decoding supports the model; found out in the first `run`."""
         self.agent: Agent | None = None
         """The environments with which the policy has conversations; None: every prompt has one response."""
         self._partner: Partner | None = None  # of the `run` in progress
@@ -123,13 +114,13 @@ class Generation:
             finished(index, conversation)
 
         def respond(slots: int) -> None:
-            """Generate the `missing` responses; those that lack of memory interrupted start again, with equal draws."""
-            draws = None if greedy else functools.partial(uniform_draws, seed)
+            """Generate the `missing` responses; rows interrupted by out-of-memory start again with the same draws."""
+            draws = None if greedy else functools.cache(functools.partial(uniform_draws, seed))
             given = {row: prompts[row] for row in missing}
             with self._merged(), self._partner_of(given, keep, seed) as partner:
-                if self._decodes is None:
-                    self._decodes = self._settings.engine != "transformers" and self._is_proven([*given.values()])
-                if self._decodes:
+                if self.uses_slots is None:
+                    self.uses_slots = self._is_proven([*given.values()])
+                if self.uses_slots:
                     budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
                     Decoder(self._model, self._rules(), slots=slots, token_budget=budget).run(partner, draws)
                 else:
@@ -140,7 +131,7 @@ class Generation:
 
     @contextlib.contextmanager
     def _partner_of(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[Partner]:
-        """Yield what begins and continues the rows: the prompts alone, or conversations with environments."""
+        """Yield the partner that supplies rows to the decoder: plain prompts, or conversations with environments."""
         if self.agent is not None:
             partner: Partner = self.agent.begin(prompts, finished, seed=seed)
         else:
@@ -154,7 +145,7 @@ class Generation:
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[None]:
-        """Merge the adapters into the sampler's layers within the block, on a card that has room for both."""
+        """Merge the adapters into the sampler's layers within the block, on a GPU with room for both."""
         with contextlib.ExitStack() as stack:
             if self._merges:
                 try:
@@ -176,7 +167,6 @@ class Generation:
             s.temperature,
             s.top_k,
             s.top_p,
-            s.repetition_penalty,
             self._has_stop if s.stop_strings else None,
         )
 
@@ -250,70 +240,59 @@ class Generation:
 
     def _plain(self, partner: Partner, draws: Draws | None, size: int) -> None:
         """Generate with `transformers`, in batches of `size` rows of similar length."""
-        rows: dict[int, list[int]] = {}
-        sampled: dict[int, int] = collections.Counter()  # tokens of each row so far
         while came := partner.next(wait=True):
-            ready = {index: tokens for index, tokens in came if tokens is not None}
-            for index, tokens in ready.items():
-                rows[index] = [*rows.get(index, ()), *tokens]
-            order = sorted(ready, key=lambda index: (-len(rows[index]), index))
-            for batch in (order[i : i + size] for i in range(0, len(order), size)):
-                # `generate` draws for a row until the longest of its batch ends.
-                drawing = None if draws is None else [islice(draws(index), sampled[index], None) for index in batch]
-                turns = self._plain_turns([rows[index] for index in batch], drawing)
-                for index, turn in zip(batch, turns, strict=True):
-                    left = partner.longest - len(rows[index])
-                    turn = PolicyTurn(turn.tokens[:left], turn.ended and len(turn.tokens) <= left)
-                    rows[index] += turn.tokens
-                    sampled[index] += len(turn.tokens)
-                    partner.take(index, turn)
+            rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in came]
+            rows.sort(key=lambda row: (-len(row.tokens), row.index))
+            for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
+                self._plain_turns(batch, partner.longest)
+                for row in batch:
+                    partner.take(row.index, row.turn(self._rules()))
 
-    def _plain_turns(self, rows: Sequence[Sequence[int]], draws: Sequence[Iterator[float]] | None) -> list[PolicyTurn]:
-        """Return what follows the tokens of each row, of which the first is the longest."""
-        s, width, device = self._settings, len(rows[0]), self._model.device
+    def _plain_turns(self, rows: list[DecodedRow], longest: int) -> None:
+        """Sample the next turn of each row, of which the first is the longest."""
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-        ids = padded([torch.tensor(row) for row in rows], padding_value=self._pad_id)
-        attention = padded([torch.ones(len(row), dtype=torch.int64) for row in rows])
-        stop = _Stop(width, self._has_stop)
-        drawing = [] if draws is None else [_Draw(self._rules(), draws)]
-        with _no_defaults(self._model):
-            output = self._model.generate(
-                ids.to(device),
-                attention_mask=attention.to(device),
-                generation_config=GenerationConfig(
-                    do_sample=False,
-                    max_new_tokens=s.max_new_tokens,
-                    min_new_tokens=s.min_new_tokens or None,
-                    repetition_penalty=s.repetition_penalty,
-                    pad_token_id=self._pad_id,
-                    eos_token_id=self._eos_ids,
-                    suppress_tokens=self._banned_ids or None,
-                ),
-                logits_processor=LogitsProcessorList(drawing),
-                stopping_criteria=StoppingCriteriaList([stop] if s.stop_strings else []),
-            ).cpu()
-        turns = []
-        for i, row in enumerate(output[:, width:]):
-            ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
-            end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
-            turns.append(PolicyTurn(row[:end].tolist(), end is not None))
-        return turns
+        ids = padded([torch.tensor(row.tokens) for row in rows], padding_value=self._pad_id)
+        attention = padded([torch.ones(len(row.tokens), dtype=torch.int64) for row in rows])
+        step = _Step(self._rules(), rows, longest, self._model.device)
+        own_config = self._model.generation_config  # its sampling settings are not those of the log-probs
+        self._model.generation_config = GenerationConfig()
+        try:
+            self._model.generate(
+                ids.to(self._model.device),
+                attention_mask=attention.to(self._model.device),
+                generation_config=GenerationConfig(max_new_tokens=longest, pad_token_id=self._pad_id),
+                logits_processor=LogitsProcessorList([step.sample]),
+                stopping_criteria=StoppingCriteriaList([step.ended]),
+            )
+        finally:
+            self._model.generation_config = own_config
 
 
-class _Draw(LogitsProcessor):
-    """Samples as slot-based decoding does, and leaves only the sampled token.
+class _Step:
+    """The hooks of `generate` that sample as slot-based decoding does: the same draws, rules and log-probs."""
 
-    transformers samples from torch's global generator, which the dropout of an update in another thread uses, too.
-    """
+    def __init__(self, rules: Rules, rows: list[DecodedRow], longest: int, device: torch.device) -> None:
+        self._sampling = TokenSampler(rules, device)
+        self._rules = rules
+        self._rows = rows
+        self._longest = longest
 
-    def __init__(self, rules: Rules, draws: Sequence[Iterator[float]]) -> None:
-        self._warpers, self._draws = warpers_of(rules), draws
+    def _active(self) -> list[int]:
+        return [i for i, row in enumerate(self._rows) if not row.is_over(self._rules, self._longest)]
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        check_finite(scores.logsumexp(-1))
-        draws = torch.tensor([next(row) for row in self._draws], dtype=torch.float64, device=scores.device)
-        chosen = draw(self._warpers(input_ids, scores), draws)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+    def sample(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Draw a token for each row whose turn is not over, and leave `generate` only that one."""
+        active = self._active()
+        rows = [self._rows[i] for i in active]
+        inputs = to_device(scores.device, *self._sampling.inputs(rows))
+        self._sampling.append(rows, scores[active].float(), *inputs)
+        chosen = torch.tensor([[row.tokens[-1]] for row in self._rows], device=scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+    def ended(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Return which rows have their turn, bool `[rows]`."""
+        active = set(self._active())
+        return torch.tensor([i not in active for i in range(len(self._rows))], device=input_ids.device)
 
 
 def uniform_draws(seed: int, index: int) -> Iterator[float]:
@@ -324,28 +303,3 @@ def uniform_draws(seed: int, index: int) -> Iterator[float]:
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
     while True:
         yield from generator.random(DRAWN_AT_ONCE).tolist()
-
-
-class _Stop(StoppingCriteria):
-    """Stops rows where slot-based decoding would; transformers' own criterion accepts a match begun in the prompt."""
-
-    def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
-        self._width, self._has_stop = prompt_width, has_stop
-        self.ends: dict[int, int] = {}
-        """Row -> length of its response up to the stop string."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        for i, response in enumerate(input_ids[:, self._width :].tolist()):
-            if i not in self.ends and self._has_stop(response):
-                self.ends[i] = len(response)
-        return torch.tensor([i in self.ends for i in range(len(input_ids))], device=input_ids.device)
-
-
-@contextlib.contextmanager
-def _no_defaults(model: Any) -> Iterator[None]:
-    """Ignore the checkpoint's generation config within the block: log-probs do not reflect its sampling settings."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own

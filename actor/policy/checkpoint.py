@@ -3,9 +3,7 @@
 `critic_step` in state.json is the step of the matching critic checkpoint; a resumed actor rewinds the critic to it.
 state.json also holds the digest of each file, so that a damaged checkpoint is detected and the previous one is used.
 
-    <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
-    <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA
-    <root>/<step>/{weights or adapters, optimizer}/, state.json    on several ranks, one file per rank in each folder
+    <root>/<step>/{shard-...safetensors, state.json}    trained weights and optimizer, a file of each rank
     <root>/<step>.set-aside/    skipped by a resume: damaged, or of a step that the critic never received
 """
 
@@ -21,16 +19,14 @@ from typing import Any
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.prompts import StepInputs
-from rlhf_triton.actor.policy.loading import ADAPTERS
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
-from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, hashes, read_state, sealed, verify_folder
+from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, sealed
 
 logger = logging.getLogger(__name__)
-REBUILDS = ("precision", "lora_rank", "lora_alpha", "lora_targets")  # settings with which the weights load again
 WAY_OUT = "or start a run in another folder (run.dir)"
 
 
@@ -73,22 +69,20 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the `keep` newest checkpoints."""
     policy = run.policy
-    world_size = {"world_size": policy.ranks.size} if policy.ranks.size > 1 else {}
     whole = {
         **state,
-        **world_size,
         **run.inputs.state(state["step"]),
-        "optimizer_step": policy.optimizer_step,
+        "optimizer_step": policy.trained.optimizer_step,
+        "settings": policy.trained.settings,
         "kl_coef": run.kl.coef,
         "reward_moments": run.shaper.moments.state(),
         "start": str(policy.settings.model),
         "start_fingerprint": policy.fingerprint,
-        **{name: getattr(policy.settings, name) for name in REBUILDS},
     }
 
     def fill(folder: Path) -> None:
-        policy.write_state(folder)
-        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, hashes(folder, integrity), integrity)))
+        files = policy.trained.save(folder, integrity)
+        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, files, integrity)))
 
     write_folder(root / str(state["step"]), fill)
     for step in numbers_in(root)[:-keep]:
@@ -115,14 +109,14 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     Raises:
         DamagedCheckpoint: a file is missing or differs from what was written.
         CheckpointError: it was saved with a different `actor.policy.model` or `reference.model`, or with
-            different `actor.policy.lora_...` settings.
+            a different setting that is fixed, see `config.trained.Resume`.
     """
-    state = verify_folder(folder)
-    settings = policy.settings
+    policy.trained.verify(folder)
+    state = read_state(folder)
     if state["start_fingerprint"] != policy.fingerprint:
         raise CheckpointError(
             f"{folder} was saved by a run that started from {state['start']}, but actor.policy.model is now "
-            f"{settings.model}, which has different weights: the KL would be measured against a different "
+            f"{policy.settings.model}, which has different weights: the KL would be measured against a different "
             f"reference; set actor.policy.model back, {WAY_OUT}"
         )
     if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
@@ -130,32 +124,13 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights now; set it back, {WAY_OUT}"
         )
-    has_adapters = any(name.startswith(ADAPTERS) for name in state["files"])
-    if has_adapters != bool(settings.lora_rank):
-        was = "adapters" if has_adapters else "a full policy without adapters"
-        raise CheckpointError(
-            f"{folder} was saved by a run that trained {was}, but actor.policy.lora_rank is {settings.lora_rank}; "
-            f"restore it, {WAY_OUT}"
-        )
-    if has_adapters and state["lora_alpha"] != settings.lora_alpha:
-        raise CheckpointError(
-            f"{folder} was saved with actor.policy.lora_alpha {state['lora_alpha']}, not {settings.lora_alpha}; "
-            f"restore it, {WAY_OUT}"
-        )
+    policy.trained.changed(state["settings"], folder)
     return state
 
 
 def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     """Load a checkpoint that passed `check_checkpoint_of` into `run`."""
-    policy = run.policy
-    if (saved := state.get("world_size", 1)) != policy.ranks.size:
-        logger.warning(
-            "the checkpoint is from %d ranks, and the run continues on %d: its results will differ by rounding",
-            saved,
-            policy.ranks.size,
-        )
-    policy.read_state(folder)
-    policy.optimizer_step = state["optimizer_step"]
+    run.policy.trained.load(folder, state["optimizer_step"])
     if run.kl.target is not None:  # a fixed one is as configured now
         run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])

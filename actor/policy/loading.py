@@ -9,10 +9,9 @@ import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_triton.checkpoints.inspection import (
@@ -24,23 +23,11 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
 from rlhf_triton.config import PolicySection
-from rlhf_triton.learning.model import checkpoint_gradients, freeze, use_attention
+from rlhf_triton.learning import model as training
 from rlhf_triton.learning.ranks import AnyRanks, Ranks
-from rlhf_triton.learning.sharding import hollow, shard, write_slices
-from rlhf_triton.learning.step import (
-    load_state,
-    named_state,
-    read_optimizer,
-    read_trained,
-    state_tensors,
-    trained_slices,
-)
-from rlhf_triton.python_backend.models.adapters import Lora, load_trained, named_layers, trained_tensors, with_adapters
+from rlhf_triton.learning.sharding import hollow, shard
 from rlhf_triton.python_backend.models.precision import use_bfloat16
 from rlhf_triton.python_backend.models.sharded_tensors import whole
-
-if TYPE_CHECKING:
-    from rlhf_triton.actor.policy.policy import Policy
 
 R = TypeVar("R")
 
@@ -67,19 +54,13 @@ class PolicyModels:
         """
         self._settings, self._in_slices = settings, isinstance(ranks, Ranks)
         self.device = ranks.device if isinstance(ranks, Ranks) else torch.device(settings.device)
-        if settings.lora_rank:
-            model = with_adapters(model, _lora(settings), model.get_output_embeddings(), task="CAUSAL_LM")
-        freeze(self.causal(model), settings.freeze, "actor.policy.freeze")
-        use_attention(self.causal(model), settings.attention, "actor.policy.attention")
-        self.trained = model.eval()
-        if not self._in_slices:  # slices stay mapped from the file; sharding moves them to the device
-            self._round(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
-            self.trained = model.to(self.device)
+        # Slices stay mapped from the file; sharding rounds them and moves them to the device.
+        whole_settings = settings.model_copy(update={"precision": "float32"}) if self._in_slices else settings
+        model = training.prepare(model, whole_settings, "actor.policy", model.get_output_embeddings(), task="CAUSAL_LM")
+        self.model = model.eval() if self._in_slices else model.eval().to(self.device)
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
-        self.sampler = self._frozen_copy() if keeps_sampler or self._in_slices else self.trained
-        if settings.gradient_checkpointing:
-            checkpoint_gradients(self.trained, "actor.policy.gradient_checkpointing")
+        self.sampler = self._frozen_copy() if keeps_sampler or self._in_slices else self.model
         if isinstance(ranks, Ranks):
             self._shard(ranks)
 
@@ -89,7 +70,7 @@ class PolicyModels:
 
     def is_sliced(self, model: Any) -> bool:
         """Return whether this rank has only slices of the weights of `model`, or of its causal LM."""
-        return self._in_slices and model in (self.trained, self.causal(self.trained))
+        return self._in_slices and model in (self.model, self.causal(self.model))
 
     def compute(self, model: Any, function: Callable[..., R], *args: Any) -> R:
         """Return `function(causal LM, *args)`; slices of the weights of `model` are gathered in it."""
@@ -100,8 +81,8 @@ class PolicyModels:
     @torch.no_grad()
     def renew_sampler(self) -> None:
         """Copy the trained weights into the sampler; collective."""
-        if self.sampler is not self.trained:
-            for mine, current in zip(self.sampler.parameters(), self.trained.parameters(), strict=True):
+        if self.sampler is not self.model:
+            for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
                 if current.requires_grad:
                     mine.copy_(whole(current))
 
@@ -112,17 +93,17 @@ class PolicyModels:
 
     def _frozen_copy(self) -> Any:
         if not self._in_slices:
-            model = copy.deepcopy(self.trained).requires_grad_(False)
+            model = copy.deepcopy(self.model).requires_grad_(False)
             self._round(model)
             return model.to(self.device)
         # `_shard` fills it: no rank has the whole policy beside it in its host's memory.
-        model = hollow(self.trained, "meta").requires_grad_(False)
+        model = hollow(self.model, "meta").requires_grad_(False)
         self._widen(model)
         self._round(model)
         return hollow(model, self.device)
 
     def _shard(self, ranks: Ranks) -> None:
-        causal, precision = self.causal(self.trained), self._settings.precision
+        causal, precision = self.causal(self.model), self._settings.precision
         head = causal.get_output_embeddings()
 
         def prepare(part: Any) -> None:
@@ -135,21 +116,17 @@ class PolicyModels:
         self._fill([model for model in (self.reference, self.sampler) if model is not None])
 
     def _widen(self, part: Any) -> None:
-        """Convert to float32 what `load_model` has left as it is stored; not the weights that stay in bfloat16."""
+        """Convert bfloat16 parameters to float32, unless LoRA freezes them."""
         for parameter in part.parameters():
             if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
                 parameter.data = parameter.data.float()
 
     @torch.no_grad()
     def _fill(self, copies: list[Any]) -> None:
-        for current, *mine in zip(self.trained.parameters(), *(c.parameters() for c in copies), strict=True):
+        for current, *mine in zip(self.model.parameters(), *(c.parameters() for c in copies), strict=True):
             weights = whole(current)
             for parameter in mine:
                 parameter.copy_(weights)
-
-
-def _lora(settings: PolicySection) -> Lora:
-    return Lora("actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout)
 
 
 def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -161,10 +138,9 @@ def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def check_lora_targets(settings: PolicySection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
-    if settings.lora_targets == "all-linear":
-        return
-    model = empty_causal_lm(settings.model)
-    named_layers(model, _lora(settings), model.get_output_embeddings())
+    training.check_lora_targets(
+        settings, "actor.policy", lambda: empty_causal_lm(settings.model), lambda causal: causal.get_output_embeddings()
+    )
 
 
 def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
@@ -235,52 +211,3 @@ def _takes_rows_of(model: Any, length: int) -> bool:
     except (IndexError, RuntimeError):
         return False
     return True
-
-
-# The files of a policy's checkpoint: trained weights and optimizer state, whole or as the slices of several ranks.
-#
-# Any number of ranks reads the files that any number has written, bit-identically.
-
-
-ADAPTERS, WEIGHTS, OPTIMIZER = "adapters", "weights", "optimizer"  # names of files, or of folders of slices
-ADAPTERS_FILE, OPTIMIZER_FILE = f"{ADAPTERS}.safetensors", f"{OPTIMIZER}.safetensors"
-
-
-def write_state(policy: Policy, folder: Path) -> None:
-    """Write the trained weights, under LoRA only the adapters, and the optimizer's state; on several ranks as slices.
-
-    Raises OSError.
-    """
-    parameters = dict(policy.model.named_parameters())
-    if isinstance(policy.ranks, Ranks):
-        write_slices(trained_slices(policy.model), folder / (ADAPTERS if policy.settings.lora_rank else WEIGHTS))
-        write_slices(named_state(policy.optimizer, parameters), folder / OPTIMIZER)
-        return
-    if policy.settings.lora_rank:
-        save_file(trained_tensors(policy.model), folder / ADAPTERS_FILE)
-    else:
-        policy.save(folder)
-    save_file(state_tensors(policy.optimizer, parameters), folder / OPTIMIZER_FILE)
-
-
-def read_state(policy: Policy, folder: Path) -> None:
-    """Load what `write_state` wrote on any number of ranks; collective. Raises CheckpointError."""
-    read_weights(policy, folder)
-    is_sliced, on_ranks = (folder / OPTIMIZER).is_dir(), policy.ranks.size > 1
-    parameters = dict(policy.model.named_parameters())
-    if not is_sliced and not on_ranks:
-        load_state(policy.optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
-        return
-    read_optimizer(policy.optimizer, parameters, folder / OPTIMIZER if is_sliced else folder, policy.ranks)
-
-
-def read_weights(policy: Policy, folder: Path) -> None:
-    """Load the trained weights of what `write_state` wrote; collective. Raises CheckpointError."""
-    is_sliced = (folder / OPTIMIZER).is_dir()
-    if is_sliced or (policy.ranks.size > 1 and policy.settings.lora_rank):
-        name = ADAPTERS if policy.settings.lora_rank else WEIGHTS
-        read_trained(policy.model, folder / name if is_sliced else folder, "actor.policy", policy.ranks)
-    elif policy.settings.lora_rank:
-        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "actor.policy")
-    else:
-        policy.load(folder)

@@ -28,21 +28,18 @@ from rlhf_triton.actor.policy.loading import (
     check_lora_targets,
     check_positions,
     load_model,
-    read_state,
-    write_state,
 )
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.checkpoints.inspection import fingerprint_weights
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
-from rlhf_triton.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
+from rlhf_triton.config import ActorSection
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.step import make_adamw
+from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.card import CardStream, Halving, skip_inspections, to_device
+from rlhf_triton.python_backend.models.card import CardStream, skip_inspections, to_device
 from rlhf_triton.python_backend.models.language_model import check_causal
-from rlhf_triton.python_backend.models.loading import load_weights, map_tensors
+from rlhf_triton.python_backend.models.loading import map_tensors
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.python_backend.models.precision import computing, in_float32
@@ -51,34 +48,26 @@ logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
 MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
-MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
 
 
 class Policy:
     """The trained model, its frozen initial copy (the reference) and its optimizer, seen from one rank."""
 
     def __init__(
-        self,
-        settings: PolicySection,
-        generation: GenerationSection,
-        optimizer: OptimizerSection,
-        *,
-        longest_row: tuple[int, str],
-        keeps_reference: bool = False,
-        keeps_sampler: bool = False,
-        ranks: AnyRanks = ALONE,
+        self, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None
     ) -> None:
         """Load the policy, which must be the same on all ranks.
 
+        A run that updates it beside a rollout, and several ranks, generate with a copy, which stays fixed meanwhile.
+        With LoRA, the reference needs no copy.
+
         Args:
-            longest_row: the most tokens that a row may have, and which settings say so.
-            keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
-            keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated; as several
-                ranks always do.
+            longest_row: the most tokens that a row may have, and which settings say so; default: those of `actor`.
 
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
+        settings, generation = actor.policy, actor.generation
         folder = settings.model
         check_language_model(folder)
         check_lora_targets(settings)
@@ -87,13 +76,17 @@ class Policy:
         self.temperature = generation.temperature
         self.tokenizer = load_tokenizer(folder)
         model = load_model(settings, as_stored=ranks.size > 1)
-        check_positions(model, folder, *longest_row)
+        check_positions(model, folder, *(longest_row or actor.longest_row))
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         self._models = PolicyModels(
-            model, settings, ranks, keeps_reference=keeps_reference, keeps_sampler=keeps_sampler
+            model,
+            settings,
+            ranks,
+            keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
+            keeps_sampler=actor.one_step_off_policy,
         )
-        self.model, self.sampler, self.reference = self._models.trained, self._models.sampler, self._models.reference
+        self.model, self.sampler, self.reference = self._models.model, self._models.sampler, self._models.reference
         self.causal = self._models.causal
         # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
         beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
@@ -117,16 +110,11 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
-        self.memory = Halving(
-            "actor.policy.token_budget",
-            settings.token_budget,
-            remedy="lower actor.generation.max_new_tokens"
-            + " or set actor.policy.gradient_checkpointing" * (not settings.gradient_checkpointing),
-            alone=ranks.size == 1,
+        self.trained = Trained(
+            causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
-        """How many tokens of a micro-batch fit into the card's memory."""
-        self.halvings = [self.generation.memory, self.memory]
-        """What has been done in smaller parts because the card's memory did not suffice."""
+        self.halvings = [self.generation.memory, self.trained.memory]
+        """Work that was repeated in smaller parts because the GPU was out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
@@ -141,36 +129,13 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
-        self.optimizer = make_adamw(
-            dict(self.model.named_parameters()),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            kind=optimizer.kind,
-            fused=True,  # one pass over the weights instead of one per operation
-        )
-        self.optimizer_step = 0
-
-    @classmethod
-    def of(cls, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None) -> Policy:
-        """Load the policy of a run; see `__init__`. Raises CheckpointError."""
-        return cls(
-            actor.policy,
-            actor.generation,
-            actor.optimizer,
-            longest_row=longest_row or actor.longest_row,
-            keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
-            keeps_sampler=actor.one_step_off_policy,
-            ranks=ranks,
-        )
 
     @property
     def operations(self) -> dict[str, Callable[..., object]]:
-        """The handlers of the operations that other ranks than 0 execute."""
+        """Handlers of the operations that the ranks other than 0 execute."""
         return {
             "renew_sampler": self.renew_sampler,
-            "write_state": lambda folder: self.write_state(Path(folder)),
-            "read_state": lambda folder: self.read_state(Path(folder)),
+            **operations(lambda: self.trained),
             "gather_weights": lambda: MergedWeights(self.causal(self.model)).gather(),
         }
 
@@ -198,7 +163,7 @@ class Policy:
         return [found[index] for index in range(len(prompts))]
 
     def follow_sampling(self) -> None:
-        """Execute what rank 0 announces to do with the samplers. All ranks but rank 0; ends only with an exception."""
+        """Run the sampler operations that rank 0 announces, on every other rank; returns only by an exception."""
         assert self._samplers is not None
 
         def respond(prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
@@ -228,8 +193,8 @@ class Policy:
                 for i, line in zip(chunk, logprobs, strict=True):
                     found[i][1:] = line[: len(found[i]) - 1]
 
-            for chunk in self.plan(lengths):
-                self.memory.in_parts(fill, chunk)
+            for chunk in self.trained.plan(lengths.tolist()):
+                self.trained.memory.in_parts(fill, chunk)
         return found
 
     def sampled_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray]:
@@ -266,10 +231,7 @@ class Policy:
 
         Its generation config names the ends and the padding of this run.
         """
-        if self.settings.lora_rank or self._models.is_sliced(self.model):
-            self._save_in_parts(folder)
-        else:
-            self.model.save_pretrained(folder)
+        self._save_model(folder)
         self.tokenizer.save_pretrained(folder)
         # In the file: transformers refuses to save a changed GenerationConfig whose other settings it only warns about.
         file = folder / GENERATION_CONFIG_NAME
@@ -277,7 +239,7 @@ class Policy:
         named = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.pad_id}
         file.write_text(json.dumps({**json.loads(file.read_text()), **named}, indent=2) + "\n")
 
-    def _save_in_parts(self, folder: Path) -> None:
+    def _save_model(self, folder: Path) -> None:
         """Save the policy, with its adapters merged in if it has any, one tensor at a time.
 
         The weights go through a file, from which `save_pretrained` maps them: a merged or gathered copy may not fit
@@ -294,20 +256,6 @@ class Policy:
             causal.save_pretrained(folder, state_dict=tensors)
         finally:
             merged.unlink()
-
-    def load(self, folder: Path) -> None:
-        """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""
-        load_weights(self.model, folder)
-
-    def write_state(self, folder: Path) -> None:
-        """Write the trained weights and the optimizer's state, on several ranks as slices. Raises OSError."""
-        self.ranks.announce("write_state", folder=str(folder))
-        write_state(self, folder)
-
-    def read_state(self, folder: Path) -> None:
-        """Load what `write_state` wrote, with any number of ranks. Raises CheckpointError."""
-        self.ranks.announce("read_state", folder=str(folder))
-        read_state(self, folder)
 
     def close(self) -> None:
         """Let calls in other threads that wait for servers or other ranks raise CancelledError."""
@@ -326,10 +274,6 @@ class Policy:
             assert self.settings.lora_rank, "the reference is on the server"
             with self.sampler.disable_adapter():
                 yield self.sampler
-
-    def plan(self, lengths: Tensor) -> list[list[int]]:
-        """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
-        return plan_micro_batches(lengths.tolist(), token_budget=self.memory.size, max_rows=MAX_ROWS)
 
     def token_logprobs(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, entropy: Entropy = "none"

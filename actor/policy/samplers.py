@@ -22,7 +22,8 @@ from rlhf_triton.actor.data.sample import Conversation, SampledRow
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import Mailbox, Operations, Ranks, as_tensor, dealt, value_of
+from rlhf_triton.learning.mailbox import Mailbox, as_tensor, value_of
+from rlhf_triton.learning.ranks import Operations, Ranks, dealt
 
 POLL_S = 0.002
 
@@ -34,7 +35,7 @@ class OwnLogprobs(Protocol):
 
 
 class OtherSamplers:
-    """Rank 0's access to the samplers of the other ranks; on those ranks, what answers it."""
+    """Rank 0's access to the samplers of the other ranks; on those ranks, the answering side."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._size = ranks.rank, ranks.size

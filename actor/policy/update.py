@@ -7,9 +7,7 @@ batch, and each rank trains on its rows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import operator
 
 import torch
 from torch import Tensor
@@ -19,61 +17,21 @@ from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.config import ActorSection, OptimizerSection, UpdateSection
+from rlhf_triton.config import ActorSection
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.learning.model import in_training, recomputing
-from rlhf_triton.learning.ranks import dealt
-from rlhf_triton.learning.sharding import sync_gradients
-from rlhf_triton.learning.step import take_step
-from rlhf_triton.python_backend.models.adapters import adapter_dropouts
 from rlhf_triton.rewards.function import FunctionError
 
 
 class PolicyUpdate:
     """Trains a policy with one `Method`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        method: Method,
-        settings: UpdateSection,
-        optimizer: OptimizerSection,
-        *,
-        is_one_update: bool,
-        is_off_policy: bool = False,
-        max_new_tokens: int = 1,
-        total_steps: int,
-    ) -> None:
-        """
-        Args:
-            is_one_update: each rollout is one minibatch, used once by the policy that sampled it.
-            is_off_policy: rollouts are of an older policy; with a correction, old log-probs are computed before the
-                update.
-            max_new_tokens: of a response, the constant that `loss_mean: constant` divides by.
-            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        """
-        self._policy, self._ranks = policy, policy.ranks
-        self._method = method
-        self._settings = settings
-        self._optimizer = optimizer
-        self._is_one_update, self._total_steps = is_one_update, total_steps
-        self._recomputes = is_off_policy and method.settings.correction is not None
-        self._max_new_tokens = max_new_tokens
-        self._dropouts = adapter_dropouts(policy.model)
-
-    @classmethod
-    def of(cls, actor: ActorSection, policy: Policy, method: Method) -> PolicyUpdate:
-        """Create the policy update that the configuration describes."""
-        return cls(
-            policy,
-            method,
-            actor.update,
-            actor.optimizer,
-            is_one_update=actor.is_one_update,
-            is_off_policy=actor.one_step_off_policy,
-            max_new_tokens=actor.generation.max_new_tokens,
-            total_steps=actor.optimizer_steps,
-        )
+    def __init__(self, actor: ActorSection, policy: Policy, method: Method) -> None:
+        self._policy, self._trained, self._ranks = policy, policy.trained, policy.ranks
+        self._method, self._settings = method, actor.update
+        self._is_one_update = actor.is_one_update
+        # Rollouts of an older policy: with a correction, its log-probs are compared with those before the update.
+        self._recomputes = actor.one_step_off_policy and method.settings.correction is not None
+        self._max_new_tokens = actor.generation.max_new_tokens  # the constant of `loss_mean: constant`
 
     def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
@@ -99,17 +57,15 @@ class PolicyUpdate:
             total = float(batch.policy_weights[rows].sum())
             # Of the mean over tokens, which all metrics are.
             scale = total * each / (len(rows) * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
-            sums = self._gradients(
-                batch, rows, total, kl_coef, scale=scale, seed=int(torch.randint(1 << 62, (), generator=generator))
-            )
+            sums = self._gradients(batch, rows, total, kl_coef, scale=scale)
             if self._method.own_loss and not math.isfinite(sums["loss"]):
-                self._policy.optimizer.zero_grad(set_to_none=True)
+                self._trained.drop_gradients()
                 raise NotFinite(
                     f"actor.algorithm.loss: {self._method.own_loss} returned {sums['loss']} at optimizer step "
-                    f"{self._policy.optimizer_step}; the weights are as they were before it"
+                    f"{self._trained.optimizer_step}; the weights are as they were before it"
                 )
             if s.max_kl is not None and sums["approx_kl"] / total > s.max_kl:
-                self._policy.optimizer.zero_grad(set_to_none=True)
+                self._trained.drop_gradients()
                 break
             norms += self._step()
             seen, taken = seen + total, taken + 1
@@ -120,8 +76,8 @@ class PolicyUpdate:
         means.update(
             grad_norm=norms / max(1.0, taken),
             minibatches=taken,
-            optim_step=float(self._policy.optimizer_step),
-            lr=self._learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step taken
+            optim_step=float(self._trained.optimizer_step),
+            lr=self._trained.last_lr,
         )
         return {f"train_optim/{name}": value for name, value in means.items()}
 
@@ -150,7 +106,7 @@ class PolicyUpdate:
 
         def compute(_: int) -> Tensor:
             found = torch.zeros_like(mask)
-            for chunk in self._micro_batches(lengths):
+            for chunk in self._trained.micro_batches(lengths):
                 rows = chunk or [0]
                 tokens = batch.tokens[rows, : int(lengths[rows].max())]
                 part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])[0]
@@ -160,62 +116,32 @@ class PolicyUpdate:
 
         longest = int(lengths.max())
         # Each row is of one rank.
-        return self._ranks.summed(policy.memory.repeat(compute, least=longest, most=longest * len(lengths)))
+        return self._ranks.summed(self._trained.memory.repeat(compute, least=longest, most=longest * len(lengths)))
 
     def _gradients(
-        self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, seed: int, scale: float = 1.0
+        self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, scale: float = 1.0
     ) -> dict[str, float]:
-        """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens.
-
-        If the card's memory does not suffice, everything is done again in smaller micro-batches.
+        """Replace the gradients by those of a minibatch; return its loss and its statistics as sums over tokens.
 
         Args:
-            seed: of the dropout.
             scale: factor of the loss, but not of the statistics.
         """
-        longest = int(batch.lengths[rows].max())
-        return self._policy.memory.repeat(
-            lambda _: self._accumulate(batch, rows, total, scale, kl_coef, seed),
-            least=longest,
-            most=longest * len(rows),
-        )
-
-    def _accumulate(
-        self, batch: PPOBatch, rows: Tensor, total: float, scale: float, kl_coef: float, seed: int
-    ) -> dict[str, float]:
-        self._policy.optimizer.zero_grad(set_to_none=True)  # of an attempt that ran out of memory
-        if self._dropouts:
-            # Dropout draws from torch's own generator; the rows of each rank need draws of their own.
-            torch.manual_seed(seed + self._ranks.rank)
-        parts: list[dict[str, Tensor]] = []
-        chunks = self._micro_batches(batch.lengths[rows])
         positive = 0.0 if batch.positive is None else float(batch.policy_weights[rows][batch.positive[rows]].sum())
-        for number, chunk in enumerate(chunks, 1):
-            part = batch if chunk else _unweighted(batch)
-            with recomputing(self._policy.model), in_training(self._dropouts):
-                loss, stats = self._loss(part, rows[chunk or [0]], total, positive, kl_coef)
-                loss = loss * scale
-                sync_gradients(self._policy.causal(self._policy.model), is_last=number == len(chunks))
-                self._ranks.backward(loss)
-            parts.append({**stats, "loss": loss.detach()})
-        # One copy from the device for the whole minibatch: each would wait until the device is idle.
-        # Added one by one: from Python 3.12 on, `sum` rounds differently.
-        if differing := [part for part in parts if part.keys() != parts[0].keys()]:
-            names = ", ".join(sorted(parts[0].keys() ^ differing[0].keys()))
-            raise FunctionError(
-                f"actor.algorithm.loss: {self._method.own_loss} returns metrics of other names for other rows "
-                f"({names}); return the same ones always, 0 where there is nothing to count"
-            )
-        values = torch.stack([torch.stack([part[name] for name in parts[0]]) for part in parts]).tolist()
-        sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
-        return dict(zip(parts[0], self._ranks.totals(sums), strict=True))
+        unweighted = dataclasses.replace(batch, policy_weights=torch.zeros_like(batch.policy_weights))
+        names: set[str] = set()
 
-    def _micro_batches(self, lengths: Tensor) -> list[list[int]]:
-        """Return this rank's micro-batches, as many as every other rank has; an empty one stands for no row."""
-        size, plan = self._ranks.size, self._policy.plan
-        plans = [[rows[chunk].tolist() for chunk in plan(lengths[rows])] for rows in dealt(lengths, size)]
-        mine = plans[self._ranks.rank]
-        return mine + [[]] * (max(map(len, plans)) - len(mine))
+        def loss(chunk: list[int], counts: bool) -> tuple[Tensor, dict[str, Tensor]]:
+            part = batch if counts else unweighted
+            share, statistics = self._loss(part, rows[chunk], total, positive, kl_coef)
+            if differing := (names or statistics.keys()) ^ statistics.keys():
+                raise FunctionError(
+                    f"actor.algorithm.loss: {self._method.own_loss} returns metrics of other names for other rows "
+                    f"({', '.join(sorted(differing))}); return the same ones always, 0 where there is nothing to count"
+                )
+            names.update(statistics)
+            return share * scale, statistics
+
+        return self._trained.accumulate(batch.lengths[rows], loss)
 
     def _loss(
         self, batch: PPOBatch, rows: Tensor, total: float, positive: float, kl_coef: float
@@ -237,7 +163,7 @@ class PolicyUpdate:
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
-        bonus, nll = method.settings.entropy_bonus, method.settings.positive_nll
+        bonus, nll = method.settings.entropy_bonus, method.settings.defaults.positive_nll
         logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, entropy="gradient" if bonus else "value")
         assert entropies is not None
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
@@ -280,19 +206,15 @@ class PolicyUpdate:
         return loss, stats
 
     def _step(self) -> float:
-        policy, grad_clip = self._policy, self._optimizer.grad_clip
-        lr = self._learning_rate(policy.optimizer_step)
-        norm = take_step(policy.optimizer, policy.model.parameters(), lr=lr, grad_clip=grad_clip)
+        trained = self._trained
+        norm = trained.step()
         if norm is None:
             raise NotFinite(
-                f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower "
-                f"actor.optimizer.lr ({self._optimizer.lr:g}) or check the rewards of this step in metrics.jsonl"
+                f"the policy's gradient is not finite at optimizer step {trained.optimizer_step}; lower "
+                f"actor.optimizer.lr ({trained.settings['actor.optimizer.lr']:g}) or check the rewards of this step in "
+                "metrics.jsonl"
             )
-        policy.optimizer_step += 1
         return norm
-
-    def _learning_rate(self, step: int) -> float:
-        return self._optimizer.learning_rate(step, total_steps=self._total_steps)
 
 
 def _rows_each(batch: PPOBatch, rows: Tensor) -> float:
@@ -300,8 +222,3 @@ def _rows_each(batch: PPOBatch, rows: Tensor) -> float:
     if batch.conversations is None:
         return 1.0
     return int(rows.sum()) / max(1, batch.conversations[rows].unique().numel()) or 1.0
-
-
-def _unweighted(batch: PPOBatch) -> PPOBatch:
-    """Return the batch with weight 0 everywhere, for a pass that only takes part in the collectives of other ranks."""
-    return dataclasses.replace(batch, policy_weights=torch.zeros_like(batch.policy_weights))

@@ -18,7 +18,6 @@ from rlhf_triton.actor.algorithms.advantages import subtract_mean
 from rlhf_triton.actor.algorithms.batch import with_limit
 from rlhf_triton.actor.data.compute import AT_ONCE, InThread, cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.prompts import chances
 from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
@@ -126,7 +125,7 @@ class GroupScoring:
         *,
         group_size: int,
     ) -> None:
-        """`reference`: one that is served is asked, too; `ready` as of `collect`."""
+        """`reference`: a served one also receives requests; `ready`: as in `collect`."""
         self._scorer = scorer
         self._reference = reference
         self._ready = ready
@@ -185,12 +184,12 @@ class GroupScoring:
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
 
     async def _turn(self) -> None:
-        """Let the event loop look for responses and signals between the starts of many requests."""
+        """Yield to the event loop, so that responses and signals are handled while many requests are started."""
         async with self._starting:
             await asyncio.sleep(0)
 
     async def _of_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
-        """Return the conversations with rewards of one version of a live reward model; score again what differs.
+        """Return the conversations with rewards of one version of a live reward model; score the others again.
 
         If the versions still differ after `ROUNDS`, because the server swaps all the time or the servers disagree,
         those of older versions are not scored.
@@ -243,29 +242,6 @@ def has_spread(group: Group, settings: AlgorithmSection, truncated: str) -> bool
     rewards = torch.tensor([each[-1].score.reward for each in limited])
     groups = torch.zeros(len(limited), dtype=torch.int64)
     return bool((subtract_mean(rewards, groups, torch.tensor(counted)) != 0).any())
-
-
-def group_metrics(
-    groups: Sequence[Group], settings: AlgorithmSection, truncated: str, seen: tuple[float, float] | None
-) -> dict[str, float]:
-    """Return the share of the prompts whose responses differ in score, and how well the critic knew which.
-
-    That is the AUC of its predictions: the probability that it gives a prompt with such responses a higher chance of
-    them than one without.
-
-    Args:
-        settings, truncated: as of `has_spread`.
-        seen: lowest and highest score so far; None: the critic is not asked about prompts.
-    """
-    differs = np.array([has_spread(group, settings, truncated) for group in groups])
-    metrics = {"train_rollouts/useful_prompts": float(differs.mean())}
-    if seen and differs.any() and not differs.all():
-        firsts = [group.conversations[0][-1] for group in groups]
-        values = [0.0 if row.score.values is None else row.score.values[len(row.prompt.tokens) - 1] for row in firsts]
-        chance = chances(np.array(values), seen, settings.responses_per_prompt)
-        gap = chance[differs][:, None] - chance[~differs]
-        metrics["train_rollouts/prompt_auc"] = float((gap > 0).mean() + (gap == 0).mean() / 2)
-    return metrics
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:

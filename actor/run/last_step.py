@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class LastStep:
-    """Knows what the state was after the last complete step, and so whether it still is."""
+    """Records the state after the last complete step, to tell whether it is still intact."""
 
     step = 0
     is_updating = False
@@ -31,7 +31,7 @@ class LastStep:
         """Note that the state is that after `step`."""
         self.step = step
         self.is_updating = False
-        self._optimizer_step = self._policy.optimizer_step
+        self._optimizer_step = self._policy.trained.optimizer_step
         self._moments = self._shaper.moments.state()
 
     async def keep(self, error: Exception) -> str:
@@ -55,7 +55,7 @@ class LastStep:
         without finite gradients fails on all of them.
         """
         is_safe = isinstance(error, REPORTED if self._policy.ranks.size == 1 else NotFinite)
-        if self._policy.optimizer_step != self._optimizer_step or (self.is_updating and not is_safe):
+        if self._policy.trained.optimizer_step != self._optimizer_step or (self.is_updating and not is_safe):
             return f"the policy's update of step {self.step + 1} had begun"
         if is_device_error(error):
             return "its device does not answer"

@@ -40,7 +40,7 @@ MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are droppe
 
 
 def _named(name: str, run_dir: Path, run_id: str) -> dict[str, Any]:
-    """Return the arguments that give a tracker's run the identity of ours, and continue it where it can be."""
+    """Return the arguments that name a tracker's run after ours and, where possible, continue it."""
     by_name = {
         "clearml": {"task_name": run_id},
         "mlflow": {"run_name": run_id},
@@ -148,7 +148,7 @@ Metric = float | dict[str, int]  # a scalar, or the count of each integer value
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line with None in place of NaN and infinity, which JSON lacks."""
+    """Return the line with None in place of NaN and infinity, which JSON cannot express."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
     }
@@ -264,7 +264,7 @@ class MetricsLog:
         self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
     def add_texts(self, texts: Sequence[Mapping[str, Any]]) -> None:
-        """Write texts, of `read_texts` and with their step, to rollouts.jsonl, TensorBoard and trackers' tables."""
+        """Write texts from `read_texts`, with their step, to rollouts.jsonl, TensorBoard and trackers' tables."""
         append_jsonl(self._texts_path, texts)
         for i, text in enumerate(texts):
             shown = f"reward {text['reward']}\n\n**{text['prompt']}**{text['response']}"

@@ -117,7 +117,6 @@ class Recorder:
             self.weights_version,
             step,
             every=self._publish_every,
-            save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,
         )
         settings = flat_settings(self._config)
@@ -187,8 +186,8 @@ class Recorder:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update.
 
         Args:
-            groups: those that the policy learned from; `batch` has their rows.
-            dropped: those without spread that others took the place of.
+            groups: the groups that the policy learned from; `batch` has their rows.
+            dropped: groups without spread that dynamic sampling replaced.
 
         Returns the mean KL of a sequence; None if it is not known.
         """
@@ -243,7 +242,7 @@ class Recorder:
     def _warn_of_no_learning(
         self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[SampledRow]
     ) -> None:
-        """Warn, once of each, if no response of the first step ended, a step has no signal, or the first no gradient.
+        """Warn once each if no response of the first step ended, a step has no signal, or the first no gradient.
 
         Args:
             line: the step's line of metrics.jsonl.
@@ -526,7 +525,7 @@ def _ended_well(save: asyncio.Task[None]) -> bool:
 
 
 class ConstantTerms:
-    """The terms of the reward that have had one value since the start, of which nothing can be learned."""
+    """Reward terms that have been constant since the start, so that they teach nothing."""
 
     def __init__(self, steps: int) -> None:
         """`steps`: how many to wait for."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import InThread, cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
-from rlhf_triton.actor.data.prompts import StepInputs, chances, preferred
-from rlhf_triton.actor.data.sample import Group, conversations_of, failure_of
+from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.data.sample import Group
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.collection import collect, group_metrics, has_spread, sampled_tokens
+from rlhf_triton.actor.run.collection import collect, has_spread, sampled_tokens
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.staleness import needed_update
@@ -40,7 +40,7 @@ class RemoteCritic:
         self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # by step
 
     def send(self, step: int, payload: Mapping[str, np.ndarray]) -> None:
-        """Start the critic's update of `step`; `payload` as of `critic_payload`."""
+        """Start the critic's update of `step`; `payload` as in `critic_payload`."""
         self._in_flight[step] = asyncio.create_task(self.train(step, payload))
 
     async def served(self, step: int) -> VersionRange | None:
@@ -90,7 +90,7 @@ class RemoteCritic:
         await cancelled(waiting)
 
     async def cancel(self) -> None:
-        """Stop waiting for updates; those that the server has accepted are in its journal and will be trained."""
+        """Stop waiting for updates; an update that the server has accepted is in its journal and will be trained."""
         await cancelled(self._in_flight.values())
 
 
@@ -153,40 +153,29 @@ class Rollouts:
         metrics = dict[str, float]()
         dropped = list[Group]()
         try:
-            prompts = await self._prompts(step, partial(self.inputs.prompts_of, step), ready, timers)
+            prompts = await self._prompts(partial(self.inputs.prompts_of, step))
             with timers.phase("rollout_time"):
                 groups = await self._collect(prompts, step, ready, timers)
-                seen = self.inputs.known[step].scores if self.inputs.candidates > 1 else None
                 if algorithm.max_resampled:
                     groups, dropped, metrics = await self._resampled(groups, step, ready, timers)
                 if algorithm.responses_per_prompt > 1:
-                    metrics |= group_metrics([*groups, *dropped], algorithm, self._truncated, seen)
+                    useful = [has_spread(group, algorithm, self._truncated) for group in [*groups, *dropped]]
+                    metrics["train_rollouts/useful_prompts"] = sum(useful) / len(useful)
         finally:
             await cancelled([ready])
         return Collected(groups, dropped, timers, updated, metrics)
 
-    async def _prompts(
-        self, step: int, read: Callable[[], list[Prompt]], ready: Ready, timers: Timers, *repeat: int
-    ) -> list[Prompt]:
-        """Return the prompts that `read` returns, or of candidates those that the critic prefers, once per response."""
-        prompts, candidates = await self._in_thread(read), self.inputs.candidates
+    async def _prompts(self, read: Callable[[], list[Prompt]]) -> list[Prompt]:
+        """Return the prompts that `read` returns, once per response."""
+        prompts = await self._in_thread(read)
         check_columns(self._scorer.reward, prompts)
-        if candidates > 1:
-            scores, count = self.inputs.known[step].scores, len(prompts) // candidates
-            chosen = list(range(count))
-            if scores is not None:
-                with timers.phase("prompt_values"):
-                    values = await self._scorer.prompt_values(prompts, await ready)
-                chance = chances(values, scores, self.inputs.responses_per_prompt)
-                chosen = preferred(chance, count, seed=self.inputs.seed_of(step, *repeat))
-            prompts = [prompts[i] for i in chosen]
         return self.inputs.repeated(prompts)
 
     async def _collect(
         self, prompts: list[Prompt], step: int, ready: Ready, timers: Timers, *repeat: int
     ) -> list[Group]:
         settings = self._settings
-        groups = await collect(
+        return await collect(
             self._policy,
             self._scorer,
             self._reference,
@@ -195,15 +184,11 @@ class Rollouts:
             ready=ready,
             in_thread=self._in_thread,
             timers=timers,
-            with_kl=settings.kl.measures(step),
+            with_kl=settings.kl.uses_reference,
             with_logprobs=not settings.is_one_update,
             group_size=settings.algorithm.responses_per_prompt,
             old_logprobs=settings.algorithm.old_logprobs,
         )
-        if self.inputs.candidates > 1:
-            scored = [each for each in conversations_of(groups) if not failure_of(each)]
-            self.inputs.saw(step, [conversation[-1].score.reward for conversation in scored])
-        return groups
 
     async def _resampled(
         self, groups: list[Group], step: int, ready: Ready, timers: Timers
@@ -220,7 +205,7 @@ class Rollouts:
             if repeat:
                 dropped += useless
                 read = partial(self.inputs.more_prompts_of, step, len(useless))
-                prompts = await self._prompts(step, read, ready, timers, repeat)
+                prompts = await self._prompts(read)
                 groups = await self._collect(prompts, step, ready, timers, repeat)
             useless = []
             for group in groups:

@@ -31,14 +31,13 @@ GUARDED = (
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = set(ModelSection.model_fields) - {"model", "dtype", "max_length"}
 MECHANICS |= {
-    *("timeout_s", "workers", "memory_mib", "store", "reload", "max_failed_fraction"),
-    *("concurrent", "step_timeout_s", "restarts"),  # of an environment, whose `timeout_s` truncates, so it is guarded
+    *("timeout_s", "workers", "store", "reload", "max_failed_fraction"),
 }
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
-PLACES = ("actor.generation.vllm.servers", "environment.url")
+PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
-KEPT = ("critic.model", "critic.attribute_weights", "critic.standardization", "critic.pretrain_epochs")
+KEPT = ("critic.model", "critic.standardization")
 DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
@@ -89,7 +88,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
 
 
 def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any], step: int) -> dict[str, list[Any]]:
-    """Return what the earlier settings and those of now give for the step after `step`, where it differs.
+    """Return step-dependent settings that differ from the earlier start's at the step after `step`.
 
     Learning rate, KL coefficient and files of prompts; also `actor.steps`, if the learning rate follows from it.
     """

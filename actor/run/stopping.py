@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from rlhf_triton.learning.launch import ended
 
 T = TypeVar("T")
+STOP_GRACE_S = 25.0
+"""Time limit after SIGTERM or Ctrl-C for finishing the update and writing a checkpoint."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code, as a shell reports Ctrl-C
 RESUMES = "the next start resumes from the newest checkpoint"
@@ -129,5 +131,5 @@ def _give_up(stop: Stop, grace_s: float) -> None:
     """Exit at once; a regular exit would wait for the compute threads."""
     saved = stop.saved()
     how = f"after step {saved}, whose checkpoint is written" if saved else "without a new checkpoint"
-    logger.warning("stopped %s: actor.stop_grace_s (%g s) expired; %s", how, grace_s, RESUMES)
+    logger.warning("stopped %s: the grace period of %g s expired; %s", how, grace_s, RESUMES)
     os._exit(ended(INTERRUPTED))

@@ -91,7 +91,7 @@ def _measured(conversations: list[Conversation]) -> Validation:
 def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:
     """Return the share of the variance of the returns of `rewarded` that the values of `valued` explain.
 
-    Both are the same conversations; those that failed in either do not count.
+    Both are the same conversations; one that failed on either side does not count.
     """
     pairs = [pair for pair in zip(rewarded, valued, strict=True) if not any(map(failure_of, pair))]
     if not pairs:
@@ -102,7 +102,7 @@ def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) 
 
 
 def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return prompt, response, reward (None if unavailable) and a live reward model's version of the first ones.
+    """Return prompt, response, reward (None if unavailable) and reward version of the first conversations.
 
     A conversation with an environment has its turns, too, in all of its rows.
     """
@@ -148,7 +148,7 @@ def _steps(conversation: Conversation) -> dict[str, list[float]]:
 def _turns(conversation: Conversation) -> dict[str, Any]:
     """Return the turns of a conversation with an environment, and how it ended.
 
-    The policy's turns have the rewards that the environment gave, without `environment.weight`, and the critic's mean
+    The policy's turns have the rewards that the environment gave, and the critic's mean
     value of the states in which their tokens were sampled.
     """
     end = conversation[-1]

@@ -1,4 +1,4 @@
-"""Rewards of environments, beside those of the server."""
+"""Adds the environments' rewards to the server's."""
 
 import itertools
 from dataclasses import replace
@@ -8,18 +8,18 @@ import numpy as np
 from rlhf_triton.actor.data.sample import Conversation, SampledRow
 
 COMPONENT = "environment"  # name among a conversation's rewards
-BEYOND = "the environment's rewards, or their sum, are beyond float32; return smaller ones, or lower environment.weight"
+BEYOND = "the environment's rewards, or their sum, are beyond float32; return smaller ones"
 
 
-def with_environment(conversation: Conversation, weight: float) -> Conversation:
-    """Add the environment's rewards, times `weight`: each at the last token of its turn, and their sum to the reward.
+def with_environment(conversation: Conversation) -> Conversation:
+    """Add the environment's rewards: each at the last token of its turn, and their sum to the reward.
 
     A conversation whose environment failed, or whose rewards are beyond float32, counts as not scored.
     """
     end = conversation[-1]
     if end.turns is None:
         return conversation
-    given = [[weight * turn.reward for turn in row.turns or ()] for row in conversation]
+    given = [[turn.reward for turn in row.turns or ()] for row in conversation]
     total = sum(map(sum, given))
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(np.array([*itertools.chain(*given), total], np.float64).astype(np.float32)).all()

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import each
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, sample_of, text_places
+from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, text_places
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.batching import halved
@@ -114,21 +114,20 @@ class Scorer:
         rows_per_request: int,
         with_critic: bool = True,
         with_rewards: bool = True,
-        environment_weight: float = 1.0,
     ) -> None:
         """
         Args:
             with_critic: request values as well.
             with_rewards: request rewards; if False, only environments give any.
-            environment_weight: factor of the rewards that environments give.
         """
         self._client = client
-        self.has_critic, self._has_rewards, self.environment_weight = with_critic, with_rewards, environment_weight
+        self.has_critic = with_critic
+        self._has_rewards = with_rewards
         self._tokenizer = tokenizer
         self.rows_per_request = rows_per_request
         self.sends_sentences = False
         self.reward = ServedModel()
-        """What the server declares of its reward, often a sum of several."""
+        """The reward's declaration by the server; often a weighted sum of terms."""
 
     @classmethod
     def of(cls, config: RunConfig, client: TritonClient, tokenizer: Any) -> Scorer:
@@ -139,7 +138,6 @@ class Scorer:
             rows_per_request=config.actor.client.rows_per_request,
             with_critic=config.actor.algorithm.uses_critic,
             with_rewards=config.serves_rewards,
-            environment_weight=1.0 if config.environment is None else config.environment.weight,
         )
 
     async def compare_tokenizers(self) -> None:
@@ -221,19 +219,13 @@ class Scorer:
         )
         found, more = itertools.chain(*scored), iter(valued)
         whole = [(*(next(more) for _ in conversation[:-1]), next(found)) for conversation in conversations]
-        return [with_environment(conversation, self.environment_weight) for conversation in whole]
+        return [with_environment(conversation) for conversation in whole]
 
     async def valued(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
-        """Return the samples with values, of these versions, and nothing else: the reward model is not asked."""
+        """Return the samples with the critic's values, of these versions; the reward model gets no request."""
         ask = functools.partial(self._values, versions)
         reward = ServedModel()
         return [*itertools.chain(*await each(lambda row: self._answered([row], ask, reward=reward), rows))]
-
-    async def prompt_values(self, prompts: Sequence[Prompt], versions: VersionRange | None) -> np.ndarray:
-        """Return the critic's value after each prompt, float32 `[n]`: its predicted score, NaN if unavailable."""
-        rows = [sample_of(prompt, [], None, ended=True) for prompt in prompts]
-        values = [row.score.values for row in await self.valued(rows, versions)]
-        return np.array([np.nan if each is None else each[-1] for each in values], np.float32)
 
     async def _answered(
         self,
@@ -296,7 +288,7 @@ class Scorer:
         return metadata, [*map(operator.add, prompts, responses)], None
 
     def _read(self, reward: ServedModel, rows: Sequence[SampledRow], answer: Answer) -> list[SampledRow]:
-        """Return the samples with what the server answered for them, in the rows of the answer."""
+        """Return the samples with the server's answer for each, one row of the answer per sample."""
         if isinstance(answer, str):
             return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
         causes = [""] * len(rows)

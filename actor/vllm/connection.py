@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 
-from rlhf_triton.actor.vllm.comparison import differing, published_digests
 from rlhf_triton.client.connection import timeout, trouble_of
 from rlhf_triton.client.errors import Kind, Trouble
 from rlhf_triton.errors import RlhfError
@@ -71,6 +70,7 @@ class PolicyVersions:
 
 OLDEST = (0, 32)  # the first version with /inference/v1/generate and spans of weights versions
 PROBE_S = 10.0
+DEADLINE_S = 600.0  # of one response, and of loading a version of the weights
 IDLE_S = 2.0  # before a connection is closed here; vLLM closes it after 5 s, perhaps while a request is on its way
 LOCK_POLL_S = 0.05
 GENERATE = "/inference/v1/generate"
@@ -193,21 +193,18 @@ class VllmConnection:
         *,
         version: PolicyVersion,
         is_adapter: bool,
-        compares: bool,
         limit: int,
-        deadline_s: float,
         checked: set[str],
     ) -> None:
         """
         Args:
             is_adapter: the version is a LoRA adapter of the model that the server was started with.
-            compares: whether to compare the server's weights with the version's before they generate.
             limit: maximum connections.
-            deadline_s: timeout of one response, and of loading the weights.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
-        self._version, self._is_adapter, self._compares = version, is_adapter, compares
-        self._server = VllmClient(url, limit=limit, deadline_s=deadline_s, checked=checked)
+        self._version = version
+        self._is_adapter = is_adapter
+        self._server = VllmClient(url, limit=limit, deadline_s=DEADLINE_S, checked=checked)
         self._is_loaded = False
         self._loading: asyncio.Task[None] | None = None
 
@@ -270,7 +267,7 @@ class VllmConnection:
 
     @contextlib.asynccontextmanager
     async def _only_loader(self) -> AsyncIterator[None]:
-        """Hold the lock of this server among the actor's ranks, each of which generates with all servers."""
+        """Hold this server's lock among the actor's ranks; every rank generates with all servers."""
         path = self._version.folder.with_name(f"{self._server.url}.lock")
         with contextlib.ExitStack() as held:
             while True:
@@ -282,31 +279,14 @@ class VllmConnection:
             yield
 
     async def _load_weights(self) -> None:
-        published = await asyncio.to_thread(published_digests, self._version.folder) if self._compares else None
         try:  # a pause that is cut off may still pause the server
             await self._server.post("/pause?mode=wait")
             path = {"weights_path": str(self._version.folder)}
             await self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
             await self._server.post("/reset_prefix_cache")
-            if published is not None:
-                await self._compare(published)
             await self._server.post("/update_weight_version", {"new_version": self._version.name})
         finally:
             await self._server.post("/resume")
-
-    async def _compare(self, published: Mapping[str, set[str]]) -> None:
-        """Compare the server's weights with the published ones. Raises Trouble, RlhfError."""
-        engine = (await self._server.post("/weight_checker", {"action": "checksum"})).get("checksums", {})
-        if any(":tp1:" in name for name in engine):
-            raise RlhfError(
-                f"the server at {self._server.url} has several tensor-parallel ranks, whose slices cannot be compared: "
-                "set actor.generation.vllm.compare_weights to false"
-            )
-        wrong, compared = differing(published, engine)
-        if wrong or not compared:
-            which = f", such as {wrong[0]}" if wrong else ""
-            reason = f"{len(wrong)} of {compared} comparable parameters differ from {self._version.folder}{which}"
-            raise Trouble(Kind.LOST, "does not have the published weights", reason)
 
     async def _load_adapter(self) -> None:
         """Load the adapter under the version's name, and unload those before it."""

@@ -58,9 +58,9 @@ class VllmGeneration(Generation):
 
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
-        if self._policy.ranks.rank == 0 and self._published != self._policy.optimizer_step:
+        if self._policy.ranks.rank == 0 and self._published != self._policy.trained.optimizer_step:
             self._versions.publish(self._write)
-            self._published = self._policy.optimizer_step
+            self._published = self._policy.trained.optimizer_step
 
     def _write(self, folder: Path) -> None:
         self._policy.sampler.save_pretrained(folder)  # of LoRA, only the adapters
@@ -92,24 +92,19 @@ class VllmGeneration(Generation):
             VllmConnection,
             version=self._versions.current(),
             is_adapter=self._is_adapter,
-            compares=self._vllm.compare_weights,
             limit=self._settings.batch_size,
-            deadline_s=self._vllm.deadline_s,
             checked=self._checked,
         )
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
-        rows: dict[int, list[int]] = {}
         turns: dict[int, int] = collections.Counter()
 
-        async def respond(row: int, before: Sequence[int] | None) -> None:
-            rows[row] = [*rows.get(row, ()), *(before or ())]
-            left = min(self._settings.max_new_tokens, partner.longest - len(rows[row]))
+        async def respond(row: int, tokens: Sequence[int]) -> None:
+            left = min(self._settings.max_new_tokens, partner.longest - len(tokens))
             sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
             turns[row] += 1
             async with limit:
-                turn = await self._respond(pool, rows[row], sampling, session=row % ROW_STEP)
-            rows[row] += turn.tokens
+                turn = await self._respond(pool, [*tokens], sampling, session=row % ROW_STEP)
             partner.take(row, turn)
 
         responses: set[asyncio.Task[None]] = set()
@@ -126,7 +121,7 @@ class VllmGeneration(Generation):
                 if arriving.done():
                     if not (came := arriving.result()):
                         break
-                    responses |= {asyncio.create_task(respond(*row)) for row in came if row[1] is not None}
+                    responses |= {asyncio.create_task(respond(*row)) for row in came}
                     arriving = asyncio.create_task(asyncio.to_thread(partner.next, wait=True))
             await asyncio.gather(*responses)
         finally:
@@ -144,7 +139,6 @@ class VllmGeneration(Generation):
             "min_tokens": min(s.min_new_tokens, most),
             "seed": own_seed,
             "logprobs": 0,
-            "repetition_penalty": s.repetition_penalty,
             "temperature": 0.0 if greedy else s.temperature,
             **token_rules(self._eos_ids, self._banned_ids),
         }
@@ -162,7 +156,7 @@ class VllmGeneration(Generation):
         The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
         """
         sticky = None if self.agent is None else session
-        attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries, session=sticky)
+        attempts = Attempts(MODEL, self._client, self._budget, session=sticky)
         return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
 
     def _response(self, choice: Mapping[str, Any]) -> PolicyTurn:
@@ -176,5 +170,5 @@ class VllmGeneration(Generation):
         logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings
-        is_plain = (s.top_k, s.top_p, s.repetition_penalty, s.min_new_tokens) == (0, 1.0, 1.0, 0)
+        is_plain = (s.top_k, s.top_p, s.min_new_tokens) == (0, 1.0, 0)
         return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)

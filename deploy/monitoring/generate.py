@@ -77,7 +77,7 @@ def panel(number: int, title: str, like: dict[str, Any]) -> dict[str, Any]:
 
 
 def dashboard(text: str) -> str:
-    """Return the dashboard with all panels anew."""
+    """Return the dashboard with all panels regenerated."""
     board = json.loads(text)
     board["panels"] = [panel(i, title, board["panels"][0]) for i, title in enumerate(PANELS)]
     return json.dumps(board, indent=1) + "\n"

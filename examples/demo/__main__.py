@@ -1,7 +1,6 @@
 """`python -m examples.demo RECIPE`: prepares a demo's models and prompts, and does its run from the beginning.
 
 `--cache-dir` has a folder for each seed, built once; the reasoning tasks and the pretrained models are shared by all.
-The recipe `agent` runs beside a server of its game.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def prepared(recipe: str, cache_dir: Path, seed: int, quick: bool) -> dict[str, 
     else:
         models = prompts = reasoning.prepare(cache_dir / f"reasoning{size}", quick)
     if recipe == "agent":
-        prompts = agent.prepare(cache_dir / f"agent{size}", models, quick)
+        prompts = agent.prepare(cache_dir / f"agent{size}", models)
     files = {
         "reward.model": prompts / "reward",
         "critic.model": models / "critic",
@@ -51,6 +50,8 @@ def prepared(recipe: str, cache_dir: Path, seed: int, quick: bool) -> dict[str, 
         "actor.prompts.path": prompts / "prompts.jsonl",
         "actor.validation.prompts": prompts / "validation.jsonl",
     }
+    if recipe == "agent":
+        files["environment.options.games"] = prompts / agent.GAMES
     without = {"reasoning": ("reward.model", "critic.model"), "sao": ("reward.model",)}
     without["agent"] = without["reasoning"]
     return {key: file for key, file in files.items() if key not in without.get(recipe, ())}
@@ -74,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.prepare_only:
         print("\n".join(overrides))
         return 0
-    if arguments.recipe == "agent":
-        return agent.play(arguments.cache_dir / "agent", ["--fresh", "--config", path, *overrides])
     sys.stdout.flush()
     os.execv(
         sys.executable, [sys.executable, "-m", "rlhf_triton.tools", "run", "--fresh", "--config", path, *overrides]

@@ -13,7 +13,7 @@ from rlhf_triton.tools.report.page import verdict
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".
-TECHNICAL_WORDS: tuple[str, ...] = (
+TECHNICAL_WORDS = [
     "value",
     "values",
     "true",
@@ -35,7 +35,7 @@ TECHNICAL_WORDS: tuple[str, ...] = (
     "null",
     "top",
     "shared",
-)
+]
 
 
 def gold_scorer() -> Callable[[str], float]:

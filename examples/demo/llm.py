@@ -25,133 +25,133 @@ REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"
 
 # Everyday topics in a few phrasings; the held-out prompts have other topics.
 SYSTEM = "Reply in one short sentence."
-PHRASINGS = (
-    "Write one sentence about {}.",
-    "What do you think of {}?",
-    "Write a line of your diary about {}.",
-    "Tell a friend about {}.",
-    "Describe {}.",
-    "How do you feel about {}?",
-)
+PHRASINGS = """\
+Write one sentence about {}.
+What do you think of {}?
+Write a line of your diary about {}.
+Tell a friend about {}.
+Describe {}.
+How do you feel about {}?
+""".splitlines()
 # Pleasant, unpleasant and neutral topics, so that the score also varies with the prompt.
-TRAINING_TOPICS = (
-    "the morning bus",
-    "a broken umbrella",
-    "your neighbour's garden",
-    "the new bakery",
-    "a long winter",
-    "the school concert",
-    "a lost wallet",
-    "the old bridge",
-    "moving house",
-    "a noisy restaurant",
-    "the village market",
-    "a leaking roof",
-    "your first bicycle",
-    "the night train",
-    "a job interview",
-    "the public library",
-    "a flat tyre",
-    "an evening by the river",
-    "the city in August",
-    "a burnt dinner",
-    "your grandmother's kitchen",
-    "the dentist",
-    "a power cut",
-    "the football match",
-    "a letter from abroad",
-    "the hotel lobby",
-    "a stray dog",
-    "learning the violin",
-    "the tax office",
-    "a walk in the fog",
-    "the office printer",
-    "a cancelled flight",
-    "the swimming pool",
-    "an empty theatre",
-    "a birthday cake",
-    "the hospital corridor",
-    "a storm at sea",
-    "the museum shop",
-    "a cheap apartment",
-    "the last day of school",
-    "mushroom soup",
-    "a forgotten password",
-    "the mountain hut",
-    "an argument with a colleague",
-    "a used car",
-    "the harbour at dawn",
-    "a funeral in the rain",
-    "the zoo",
-    "an old photograph",
-    "a slow computer",
-    "the wedding of a cousin",
-    "a cold shower",
-    "the street musician",
-    "a mistake at work",
-    "the apple harvest",
-    "a crowded beach",
-    "the lighthouse",
-    "a sleepless night",
-    "the chess club",
-    "a broken promise",
-    "the first snow",
-    "a traffic jam",
-    "the hardware store",
-    "a visit to the castle",
-)
-HELD_OUT_TOPICS = (
-    "the airport",
-    "a torn coat",
-    "your desk",
-    "the flower stall",
-    "a heat wave",
-    "the choir",
-    "a stolen phone",
-    "the canal",
-    "a garden fence",
-    "an overpriced café",
-    "the flea market",
-    "a flooded cellar",
-    "your old teacher",
-    "the ferry",
-    "a driving test",
-    "the post office",
-    "a missed appointment",
-    "a picnic in the park",
-    "the suburbs",
-    "a stale sandwich",
-    "your aunt's piano",
-    "a toothache",
-    "a thunderstorm",
-    "the marathon",
-    "a postcard",
-    "the waiting room",
-    "the neighbour's cat",
-    "painting a wall",
-    "a parking fine",
-    "a hike through the forest",
-    "the vending machine",
-    "a delayed parcel",
-    "the skating rink",
-    "a deserted street",
-    "a surprise party",
-    "the pharmacy",
-    "a shipwreck",
-    "the art gallery",
-    "a shared flat",
-    "the summer holidays",
-    "pumpkin bread",
-    "a wrong number",
-    "the campsite",
-    "a quarrel between brothers",
-    "a wooden boat",
-    "the sunrise",
-    "a hard goodbye",
-    "the aquarium",
-    "a box of old toys",
-    "a software update",
-)
+TRAINING_TOPICS = """\
+the morning bus
+a broken umbrella
+your neighbour's garden
+the new bakery
+a long winter
+the school concert
+a lost wallet
+the old bridge
+moving house
+a noisy restaurant
+the village market
+a leaking roof
+your first bicycle
+the night train
+a job interview
+the public library
+a flat tyre
+an evening by the river
+the city in August
+a burnt dinner
+your grandmother's kitchen
+the dentist
+a power cut
+the football match
+a letter from abroad
+the hotel lobby
+a stray dog
+learning the violin
+the tax office
+a walk in the fog
+the office printer
+a cancelled flight
+the swimming pool
+an empty theatre
+a birthday cake
+the hospital corridor
+a storm at sea
+the museum shop
+a cheap apartment
+the last day of school
+mushroom soup
+a forgotten password
+the mountain hut
+an argument with a colleague
+a used car
+the harbour at dawn
+a funeral in the rain
+the zoo
+an old photograph
+a slow computer
+the wedding of a cousin
+a cold shower
+the street musician
+a mistake at work
+the apple harvest
+a crowded beach
+the lighthouse
+a sleepless night
+the chess club
+a broken promise
+the first snow
+a traffic jam
+the hardware store
+a visit to the castle
+""".splitlines()
+HELD_OUT_TOPICS = """\
+the airport
+a torn coat
+your desk
+the flower stall
+a heat wave
+the choir
+a stolen phone
+the canal
+a garden fence
+an overpriced café
+the flea market
+a flooded cellar
+your old teacher
+the ferry
+a driving test
+the post office
+a missed appointment
+a picnic in the park
+the suburbs
+a stale sandwich
+your aunt's piano
+a toothache
+a thunderstorm
+the marathon
+a postcard
+the waiting room
+the neighbour's cat
+painting a wall
+a parking fine
+a hike through the forest
+the vending machine
+a delayed parcel
+the skating rink
+a deserted street
+a surprise party
+the pharmacy
+a shipwreck
+the art gallery
+a shared flat
+the summer holidays
+pumpkin bread
+a wrong number
+the campsite
+a quarrel between brothers
+a wooden boat
+the sunrise
+a hard goodbye
+the aquarium
+a box of old toys
+a software update
+""".splitlines()
 
 
 def chats(topics: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
@@ -240,7 +240,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
     from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
     from rlhf_triton.actor.policy.policy import Policy
-    from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
+    from rlhf_triton.config import ActorSection, GenerationSection, PolicySection, PromptsSection
 
     generation = GenerationSection(
         max_new_tokens=NEW_TOKENS * PIECES_PER_REPLY, temperature=TEMPERATURE, batch_size=BATCH
@@ -248,7 +248,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
     longest = PromptsSection().max_tokens
     settings = PolicySection(model=policy_folder, lora_rank=1)
     longest_row = longest + generation.max_new_tokens, "the prompts of the demo; shorten them"
-    policy = Policy(settings, generation, OptimizerSection(), longest_row=longest_row)
+    policy = Policy(ActorSection(policy=settings, generation=generation), longest_row=longest_row)
     known = read_prompts(prompts_file, PromptReader(policy.tokenizer, longest))
     epochs = range(0, number, len(known))
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]

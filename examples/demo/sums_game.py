@@ -1,12 +1,8 @@
-"""The game of `make demo-agent`: a sum, three tries, and a hint after each wrong one.
-
-As a program, `python sums_game.py GAMES PORT`, it is an OpenEnv server, which needs `openenv` in its own environment.
-"""
+"""The game of `make demo-agent`: a sum, three tries, and a hint after each wrong one."""
 
 import functools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,37 +39,3 @@ class SumsGame:
         else:
             hint = f"{numbers[-1]} is too {'low' if int(numbers[-1]) < int(self.answer) else 'high'}."
         return f"{hint} Try again: {self.question.rpartition(': ')[2]}", 0.0, self.left == 0
-
-
-def serve(games: str, port: int) -> None:
-    """Serve games to any number of sessions."""
-    import uvicorn
-    from openenv.core.env_server.http_server import create_fastapi_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, ConcurrencyConfig, Observation, State
-
-    class Reply(Action):
-        message: str
-
-    class Shown(Observation):
-        text: str
-
-    class Served(Environment[Reply, Shown, State]):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-        state = State()
-
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Shown:
-            self.game = SumsGame(games)
-            return Shown(text=self.game.reset({"seed": seed}))
-
-        def step(self, action: Reply, timeout_s: float | None = None, **_: Any) -> Shown:
-            text, reward, done = self.game.step(action.message)
-            return Shown(text=text, reward=reward, done=done)
-
-    concurrency = ConcurrencyConfig(max_concurrent_envs=1024)
-    app = create_fastapi_app(Served, Reply, Shown, concurrency_config=concurrency)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))

@@ -102,7 +102,7 @@ def adapter_dropouts(model: Any) -> list[nn.Module]:
 
 
 def plain_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model under the names that they have without adapters; not those of the adapters."""
+    """Return the tensors of a model under their names without adapters; the adapters' own tensors are left out."""
     tensors = model.state_dict(keep_vars=True)
     return {_plain(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
 

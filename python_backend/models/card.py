@@ -22,7 +22,7 @@ BROKEN = ("CUDA error", "NCCL error", "CUDNN_STATUS", "CUBLAS_STATUS")  # in mes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the card's memory was too small: the same work may succeed in smaller parts."""
+    """Return whether the GPU was out of memory: the same work may succeed in smaller parts."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
     )
@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 
 def card_bytes(device: torch.device) -> dict[str, int]:
-    """Return this process's memory of a card, and the card's, in bytes; {} on a CPU."""
+    """Return this process's memory on a GPU and the GPU's total, in bytes; {} on a CPU."""
     if device.type == "cpu":
         return {}
     return {
@@ -60,15 +60,15 @@ def card_bytes(device: torch.device) -> dict[str, int]:
 
 
 class OutOfMemory(RlhfError):
-    """The card's memory is too small even for the smallest part of the work."""
+    """The GPU's memory is too small even for the smallest part of the work."""
 
 
 class RankOutOfMemory(RlhfError):
-    """A rank has run out of its card's memory while the others wait for it in a collective."""
+    """A rank has run out of GPU memory while the others wait for it in a collective."""
 
 
 class Halving:
-    """How much one model does at a time on its card, and how often that had to be halved."""
+    """Size of the work that one model does at a time on its GPU, and how often it was halved."""
 
     def __init__(self, setting: str, size: int = 0, *, remedy: str, alone: bool = True) -> None:
         """
@@ -88,10 +88,10 @@ class Halving:
         return new
 
     def repeat(self, work: Callable[[int], T], *, least: int, most: int) -> T:
-        """Return `work(size)`; whenever memory does not suffice, halve `size`, for good, and call `work` again.
+        """Return `work(size)`; on out-of-memory, halve `size` permanently and call `work` again.
 
         Args:
-            work: does everything anew when it is called again.
+            work: starts over when it is called again.
             least: the smallest size of use, e.g. the tokens of the longest row.
             most: the size from which on everything is done at once.
 
@@ -111,7 +111,7 @@ class Halving:
             self._halve(reason, now, now > least)
 
     def in_parts(self, work: Callable[[Sequence[R]], T], rows: Sequence[R]) -> list[T]:
-        """Return the results of `work` on all rows, or, where memory does not suffice, on each half of them in turn.
+        """Return the results of `work` on all rows or, on out-of-memory, on each half in turn.
 
         Raises:
             OutOfMemory: one row alone does not fit.
@@ -128,7 +128,7 @@ class Halving:
         # Not inside `except`: its error holds the frames, and with them the tensors, of the pass that failed.
         torch.cuda.empty_cache()
         if not can_halve:
-            raise OutOfMemory(f"not even one row alone fits into the card's memory ({reason}); {self._remedy}")
+            raise OutOfMemory(f"not even one row alone fits into the GPU's memory ({reason}); {self._remedy}")
         self.count += 1
         logger.warning(
             "%s; repeating with half of %d at a time (%s), as %d times so far", reason, size, self.setting, self.count
@@ -140,7 +140,7 @@ def on_rank(rank: int | None, device: object, setting: str) -> Iterator[None]:
     """Name the rank, of several, and the setting if the block runs out of memory; log the traceback.
 
     Raises:
-        RankOutOfMemory: the ranks cannot go on, because one cannot repeat its part of a collective alone.
+        RankOutOfMemory: the ranks cannot continue, because one cannot repeat its part of a collective alone.
     """
     try:
         yield
@@ -161,7 +161,7 @@ def _reason_of(error: RuntimeError) -> str:
 
 
 def skip_inspections(model: Any) -> None:
-    """Skip the search for packed rows, of which there are none here, and for padding; only if the model is on a card.
+    """Skip transformers' search for packed rows, which never occur here, and for padding; only on a GPU.
 
     All are of the whole process, and change no result beyond rounding: the attention of an encoder uses its mask even
     if no row has padding. On a CPU they cost next to nothing.
@@ -242,13 +242,13 @@ HIGH, LOW = -1, 0  # priorities: kernels of high priority start first
 
 
 def use_card(device: torch.device) -> None:
-    """Make `device` the current card of this thread, where `cuda` without an index and new streams go."""
+    """Make `device` this thread's current GPU, which `cuda` without an index and new streams use."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Let this thread compute on `device`, on a stream of its own."""
+    """Make this thread compute on `device`, in its own stream."""
     use_card(device)
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=HIGH))
@@ -279,7 +279,7 @@ class CardStream:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the block's kernels on this stream: after those that are queued now, and before those queued after it.
+        """Run the block's kernels on this stream, in order with the kernels queued before and after the block.
 
         Tensors that the block makes and returns may thus be used on the stream around it.
         """

@@ -69,7 +69,7 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     Args:
         forward: maps ids and attention mask `[B, S]` to outputs `[B, S, H]` or `[B, A]`.
         is_masked: `forward` uses the mask. Without it, padding is computed like tokens, and its experts, in a mixture
-            of them, change the shapes in which those of the others compute.
+            of them, change the shapes in which the other rows are computed.
 
     Raises:
         CheckpointError: the forward pass draws random numbers (Reformer), so that nothing could be reproduced.

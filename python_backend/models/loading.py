@@ -217,7 +217,7 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
 
 @functools.cache
 def _keys_in_source(*modules: str) -> set[str]:
-    """Return the keys of config.json that modules of transformers name: of some, no class has an attribute."""
+    """Return the keys of config.json that transformers' modules name; some are no attribute of any class."""
     text = "".join(inspect.getsource(sys.modules[name]) for name in modules)
     return {*re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 
@@ -247,8 +247,8 @@ def load_classifier(info: CheckpointInfo, head: Head, dtype: str, pooling: Pooli
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(
-            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
-            "use a checkpoint whose head is a linear `score`"
+            f"{info.folder}: the head {head.prefix} of {info.architecture} needs a bidirectional body, but this body "
+            "is causal; use a checkpoint whose head is a linear `score`"
         )
     return model
 
@@ -373,11 +373,7 @@ def _shown(head: Head | None) -> str:
 
 def check_finite(module: torch.nn.Module) -> None:
     """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
-    check_sums({name: parameter.detach().sum() for name, parameter in module.named_parameters()})
-
-
-def check_sums(sums: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError naming the first tensor with a NaN or infinity, given the sum of each."""
+    sums = {name: parameter.detach().sum() for name, parameter in module.named_parameters()}
     # A sum is not finite if any element is NaN or infinite; it costs a tenth of `isfinite` on every element.
     # All sums are checked together first, and one by one only to name the parameter.
     if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
@@ -469,7 +465,7 @@ def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> An
 
 
 def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return `build(given)`. Raises CheckpointError with the key of config.json without which it does not fail."""
+    """Return `build(given)`. Raises CheckpointError naming the key of config.json that makes it fail."""
     try:
         return build(given)
     except Exception as error:  # process edge: what transformers does with a key may raise anything
@@ -567,7 +563,7 @@ def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
 def _from_pretrained(
     info: CheckpointInfo, kind: Any, tensors: dict[str, Tensor], group: RankGroup | None, **settings: Any
 ) -> tuple[Any, Any]:
-    """Return transformers' model of these tensors, and its report of those that it lacks or does not use."""
+    """Load these tensors with transformers; return the model and the report of missing and unused tensors."""
     try:
         with as_checkpoint_error(info.folder):
             if group is None:
@@ -581,7 +577,7 @@ def _from_pretrained(
 
 
 def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the tensors, the body's under the names that they have in `kind`: some classes call their body otherwise.
+    """Return the tensors, the body's under their names in `kind`: some classes name their body differently.
 
     transformers itself knows a body without prefix. Raises CheckpointError if two tensors have one name there.
     """
@@ -599,14 +595,16 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) 
         for name, tensor in tensors.items()
     }
     if twice := sorted(name for name in named.keys() & tensors.keys() if named[name] is not tensors[name]):
-        raise CheckpointError(f"{folder}: {twice[0]} is stored twice, also under {root}, and differs; remove one")
+        raise CheckpointError(
+            f"{folder}: {twice[0]} is stored twice with different values, once under {root}; remove one"
+        )
     return named
 
 
 def unused_tensors(
     info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
 ) -> list[str]:
-    """Return the tensors that `kind` does not use, without those that cannot change its outputs."""
+    """Return the tensors that `kind` does not use, except any that cannot change its outputs."""
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
     if not left:
         return []

@@ -416,8 +416,8 @@ def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pool
         return "last"
     if not outputs.is_linear:
         raise CheckpointError(
-            f"{info.folder}: pooling: mean needs a linear head, but {head.prefix} has several layers or a gate: the "
-            "mean may be that of its inputs or of its outputs; use pooling: last, or another reward model"
+            f"{info.folder}: pooling: mean needs a linear head, but {head.prefix} has several layers or a gate, so "
+            "the order of mean and head is ambiguous; use pooling: last, or another reward model"
         )
     return "mean"
 

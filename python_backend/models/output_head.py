@@ -3,7 +3,7 @@
 With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, and their gradient another 2.5 GB. Here logits
 are computed for a chunk of positions at a time, and recomputed in the backward pass instead of being stored.
 
-On a card, products in float32 would take a third of an update. There each factor is split into two bfloat16 terms, and
+On a GPU, products in float32 would take a third of an update. There each factor is split into two bfloat16 terms, and
 three products of these, accumulated in float32, give the result to about 1e-6 of the largest logit.
 """
 
@@ -24,7 +24,7 @@ LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether products are computed as on a card."""
+    """Return whether products are computed as on a GPU."""
     return tensor.device.type != "cpu"
 
 
@@ -193,7 +193,7 @@ def _logits(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms
 
 
 def _terms(matrix: Tensor) -> list[Tensor]:
-    """Return the bfloat16 matrices that add up to a matrix on a card, to 17 bits; on a CPU, the matrix itself."""
+    """Split a matrix on a GPU into bfloat16 matrices that add up to it to 17 bits; on a CPU, return it."""
     if not on_card(matrix) or matrix.dtype != torch.float32:
         return [matrix]
     high = matrix.bfloat16()
@@ -201,7 +201,7 @@ def _terms(matrix: Tensor) -> list[Tensor]:
 
 
 def _product(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """Return the product of two matrices, given by their terms; on a card in float32.
+    """Return the product of two matrices, given by their terms; in float32 on a GPU.
 
     The product of both second terms is left out: it is below the error of the terms themselves.
     """

@@ -62,8 +62,7 @@ def check_cards(places: Iterable[Place]) -> None:
         several = len(one.cards) > 1 or len(other.cards) > 1
         if several and shared and one.cards and other.cards and one.machine == other.machine:
             raise ValueError(
-                f"{_shown(one)} and {_shown(other)} share {', '.join(shared)}; let one of them begin at another card, "
-                "or set run.share_cards: true if they are meant to share"
+                f"{_shown(one)} and {_shown(other)} share {', '.join(shared)}; let one of them begin at another card"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a slice (`DTensor`), and whole ones. Importing this takes seconds."""
+"""Sharded tensors (`DTensor`, a slice on each rank), and whole ones. Importing this takes seconds."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor

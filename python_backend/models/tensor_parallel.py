@@ -34,7 +34,7 @@ MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the las
 
 
 class OtherRankLost(RlhfError):
-    """Another rank has ended or hangs, so this one cannot go on."""
+    """Another rank has ended or hangs, so this one cannot continue."""
 
 
 class RankGroup:

@@ -72,7 +72,7 @@ class TokenHead:
         return one_by_one(forward, ids, attention, **types) if self.one_by_one else forward(ids, attention, **types)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
-        """Return outputs `[B, A]` at index length-1 of each row; NaN for a row without what the head's gate reads."""
+        """Return outputs `[B, A]` at index length-1 of each row; NaN where the gate's tokens are missing."""
         if isinstance(self.head, GatedHead) and self.head.pattern is not None:
             start = last_match(ids, lengths, self.head.pattern)
             hidden = self._by_rows(self._hidden, ids, attention, **types)
@@ -91,7 +91,7 @@ class TokenHead:
         return self.model.base_model(input_ids=ids, use_cache=False)[0]
 
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Return the input of the head: a score itself may be close to 0, and its rounding is then no measure."""
+        """Return the input of the head: a score itself may be close to 0, and its rounding error then says nothing."""
         found: list[Tensor] = []
         watching = self.head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
         self._outputs(ids, attention)
@@ -142,7 +142,7 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
 
 @torch.no_grad()
 def _seems_causal(model: Any, row: Tensor, **inputs: Any) -> bool:
-    """Return whether a model of which this rank has a part is causal: its layers have forward passes only.
+    """Return whether a model that is split over ranks is causal; its layers support forward passes only.
 
     Its class must say so, and hidden states of the first tokens must not change with later ones.
     """

@@ -14,7 +14,7 @@ from rlhf_triton.python_backend.models.modeling import RewardModel, Standardizat
 from rlhf_triton.python_backend.models.output_head import keep_outputs
 from rlhf_triton.python_backend.models.token_head import TokenHead
 
-LOG_ODDS = (-1.0, 1.0)  # weights of two labels' outputs whose sum is the log-odds of label 1
+LOG_ODDS = ((1.0, -1.0), (-1.0, 1.0))  # weights of two labels' outputs whose sum is the log-odds of label 0, or of 1
 
 
 def load_process_reward(
@@ -27,8 +27,8 @@ def load_process_reward(
     """Load a process reward from a checkpoint with a head on each token, such as a token classifier or value head.
 
     Args:
-        score: `logit`: one output, or the log-odds of label 1 of two without names, or the sum weighted by
-            `attribute_weights`;
+        score: `logit`: one output, or the log-odds of the good label of two (`CheckpointInfo.good_label`), or the sum
+            weighted by `attribute_weights`;
             `probability`: its sigmoid; `auto`: `probability` for two labels, otherwise `logit`.
         settings: further ones of `load_reward`.
 
@@ -94,9 +94,9 @@ def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | No
         )
     if given is not None or head.num_labels == 1:
         return given
-    if not info.has_unnamed_pair:
+    if info.good_label is None:  # or more than two labels
         raise CheckpointError(
             f"{info.folder}: which of its {head.num_labels} labels ({', '.join(info.label_names)}) is that of a right "
             "step? Give reward.attribute_weights, one weight per label, such as 1 for it and -1 for the other one"
         )
-    return LOG_ODDS
+    return LOG_ODDS[info.good_label]

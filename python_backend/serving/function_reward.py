@@ -7,10 +7,11 @@ the row has no score, empty if it has one. Imports no torch.
 """
 
 import functools
+import itertools
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -38,20 +39,20 @@ class FunctionReward:
         """Start the workers. Raises FunctionError if the function cannot be imported."""
         parameters = Parameters(args)
         self._tokenizer = load_tokenizer(parameters.path("tokenizer")) if parameters.optional("tokenizer") else None
-        self._most_waiting = parameters.number("max_waiting_rows")
         self._limits = request_limits(ANY_TOKEN, parameters)
         self._texts = RoundRobin("texts")
         self._groupwise = parameters.optional(contract.GROUPWISE) == "true"
         call = FunctionCall(
-            os.fsdecode(parameters.text("function").encode()),
-            float(parameters.text("timeout_s")),
-            self._groupwise,
-            json.loads(parameters.optional("options") or "{}"),
-            json.loads(parameters.optional("hidden_variables") or "[]"),
+            spec=os.fsdecode(parameters.text("function").encode()),
+            timeout_s=float(parameters.text("timeout_s")),
+            groupwise=self._groupwise,
+            options=json.loads(parameters.optional("options") or "{}"),
+            hidden_variables=json.loads(parameters.optional("hidden_variables") or "[]"),
         )
-        workers, memory_mib = parameters.number("workers"), parameters.number("memory_mib")
+        workers = parameters.number("workers")
         counters = NamedCounters(parameters.model, FUNCTION_COUNTER, "What the reward function counts", "counter")
-        self._pool = WorkerPool(call, num_workers=workers, memory_mib=memory_mib, counted=counters.add)
+        most = parameters.number("max_waiting_rows")
+        self._pool = WorkerPool(call, num_workers=workers, most_waiting=most, counted=counters.add)
         unit = "group" if self._groupwise else "sample"
         log(f"{parameters.model}: {call.spec} in {workers} worker processes, at most {call.timeout_s:g} s per {unit}")
 
@@ -65,7 +66,7 @@ class FunctionReward:
 
     def finalize(self) -> None:
         """Kill all workers, after every request has been answered."""
-        self._texts.close()  # before the pool is closed, because these jobs submit samples to it
+        self._texts.close()  # before the pool, because these jobs submit samples to it
         self._pool.close()
 
     def _hand_over(self, call: Call) -> Iterator[None]:
@@ -77,19 +78,11 @@ class FunctionReward:
             for sample in self._samples(call):
                 samples.append(sample)
                 yield  # (de)tokenising is slow: let the other requests of the thread take turns
-            waiting = self._pool.num_waiting
-            if waiting + len(samples) > self._most_waiting:
-                raise RuntimeError(
-                    f"{waiting} samples are waiting, {len(samples)} more exceed the limit of {self._most_waiting}; "
-                    "send fewer rows per request, or retry later"
-                )
-            pending = PendingCall(call, len(samples))
             groups, errors = [[i] for i in range(len(samples))], dict[int, str]()
             if self._groupwise:
                 groups, errors = grouped(sample.metadata for sample in samples)
-            self._pool.submit(([samples[i] for i in rows], functools.partial(pending.done, rows)) for rows in groups)
-            for row, cause in errors.items():
-                pending.done([row], [ScoreOutcome(error=cause)])
+            pending = self._pool.submit([[samples[i] for i in rows] for rows in groups])
+            pending.add_done_callback(functools.partial(_reply, call, groups, errors))
         except Exception as error:  # thread edge: an error fails this request only
             _refuse(call, error)
 
@@ -133,28 +126,18 @@ def given_text(metadata: Mapping[str, Any]) -> str | None:
     return prompt + response if isinstance(prompt, str) else None
 
 
-class PendingCall:
-    """A request whose rows are being scored; the thread that completes the last row sends the reply."""
-
-    def __init__(self, call: Call, num_rows: int) -> None:
-        self._call = call
-        self._outcomes = [ScoreOutcome()] * num_rows
-        self._left = num_rows
-        self._lock = threading.Lock()
-
-    def done(self, rows: Sequence[int], outcomes: Sequence[ScoreOutcome]) -> None:
-        """Store the outcomes of `rows`; if no other row is missing, send the reply."""
-        with self._lock:
-            for row, outcome in zip(rows, outcomes, strict=True):
-                self._outcomes[row] = outcome
-            self._left -= len(rows)
-            if self._left:
-                return
-        try:
-            _answer(self._call, self._outcomes)
-        except Exception as error:  # thread edge: every request must get a response
-            log_error(f"a response could not be sent: {type(error).__name__}: {error}")
-            _refuse(self._call, error)
+def _reply(
+    call: Call, groups: Sequence[list[int]], errors: Mapping[int, str], pending: Future[list[list[ScoreOutcome]]]
+) -> None:
+    """Send the outcomes of a request, of which the rows in `errors` are in no group."""
+    try:
+        rows = [*itertools.chain(*groups), *errors]
+        outcomes = [*itertools.chain(*pending.result()), *(ScoreOutcome(error=cause) for cause in errors.values())]
+        by_row = dict(zip(rows, outcomes, strict=True))
+        _answer(call, [by_row[row] for row in range(len(rows))])
+    except Exception as error:  # thread edge: every request must get a response
+        log_error(f"no scores: {type(error).__name__}: {error}")
+        _refuse(call, error)
 
 
 def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:

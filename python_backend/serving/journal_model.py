@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from rlhf_triton.digests import Algorithm
-from rlhf_triton.errors import reason_of
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring import tracing
 from rlhf_triton.python_backend.serving.triton import (
     Call,
@@ -24,7 +24,7 @@ from rlhf_triton.python_backend.serving.triton import (
     log_error,
 )
 from rlhf_triton.store.durable import refusal
-from rlhf_triton.store.journal import Entry, HeartbeatWatch, Journal, Result
+from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Entry, HeartbeatWatch, Journal, Result
 from rlhf_triton.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
@@ -58,7 +58,6 @@ class JournalServer:
             parameters.path("journal"), parameters.text(RUN_ID), cast(Algorithm, parameters.text("integrity"))
         )
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
-        self._silence_s = float(parameters.text("heartbeat_timeout_s"))
         self._key_hash = parameters.optional("training_key_sha256")
         self._failures = MetricCounters(parameters.model, FAILURES)
         self._waiting: list[tuple[Call, Entry, float]] = []
@@ -68,7 +67,7 @@ class JournalServer:
         self._waiter.start()
         try:
             tracing.start(parameters.model, parameters.optional("trace_endpoint"), self.journal.run_id)
-        except tracing.TracingUnavailable as error:  # a server without the extra still trains
+        except RlhfError as error:  # a server without the extra still trains
             log_error(str(error))
 
     def execute(self, calls: Sequence[Call]) -> None:
@@ -157,7 +156,7 @@ class JournalServer:
         if heartbeat is None:
             return None
         # Every call waits the full timeout, even if the silence began before the call.
-        if min(silence_s, waited_s) > self._silence_s:
+        if min(silence_s, waited_s) > HEARTBEAT_TIMEOUT_S:
             cause = refusal(self.journal.root)  # on a full disk the sidecar cannot write its heartbeat either
             disk = f"; the journal's disk cannot be written: {cause.strerror}" if cause else ""
             return (

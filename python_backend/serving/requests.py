@@ -168,7 +168,7 @@ class RowReader:
 
     @staticmethod
     def _content(index: int, reply: dict[str, Any]) -> str:
-        """Return the text of a reply that the model reads without a template. Raises ContractError if it says more."""
+        """Return the text of a reply for a model without a template. Raises ContractError if the reply has more."""
         for (_, key, *_), _ in texts_in([reply]):
             if key != "content":
                 raise ContractError(

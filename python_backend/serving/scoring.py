@@ -86,7 +86,7 @@ class Versions(Protocol):
     """Called after each change, or failed change, of the version."""
 
     def comes(self, demanded: VersionRange) -> bool:
-        """Return whether the version is about to change to one of the demanded."""
+        """Return whether the version is about to change to one of the demanded versions."""
         ...
 
 
@@ -264,7 +264,7 @@ class Engine:
         self._changed.notify_all()
 
     def _line_up_awaiting(self) -> None:
-        """Queue the requests whose version has come, and refuse those that have waited for it too long."""
+        """Queue requests whose demanded version is now served; refuse requests that have waited for it too long."""
         with self._changed:
             awaiting, self._awaiting = self._awaiting, []
             self._line_up(awaiting)
@@ -402,7 +402,7 @@ class Engine:
                 self.compute.publish()
 
     def _tensors(self, scoring: Scoring) -> dict[str, np.ndarray]:
-        """Return the requested outputs, without those that cannot be sent."""
+        """Return the requested outputs that can be sent."""
         made = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
         return {name: tensor for name, tensor in made if tensor is not None}
 

@@ -78,7 +78,7 @@ class StepReader(RowReader):
         return ScoringRows(map(self._row_of_tokens, itertools.count(), given, metadata), rows.width, size)
 
     def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
-        """Return the row to score, with a mark behind its last step, and the steps of its tokens from the prompt on."""
+        """Return the row to score, with a mark after its last step, and the steps of its response."""
         row, start = given_row.tokens, given_row.prompt_length or 0
         given = given_ends(index, metadata, start, row.size - 1)
         if given is not None:
@@ -159,7 +159,7 @@ class StepReader(RowReader):
         written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
-                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a token of its own {len(tags)} times; "
+                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a separate token {len(tags)} times; "
                 "set reward.process.mark to a token that no other text merges with"
             )
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]

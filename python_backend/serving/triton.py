@@ -173,14 +173,14 @@ class ModelServer(Protocol):
     """What serves the requests of a model."""
 
     def execute(self, calls: Sequence[Call]) -> None:
-        """Answer the requests, or see to it that they are answered; never raises."""
+        """Answer the requests, now or later; never raises."""
 
     def finalize(self) -> None:
         """Answer every received request, then release everything."""
 
 
 class TritonModel:
-    """What Triton loads, under the name `TritonPythonModel`: passes its calls on to what `serve` returns."""
+    """The class that Triton loads as `TritonPythonModel`; forwards its calls to the server that `serve` returns."""
 
     serve: Callable[[Mapping[str, str]], ModelServer]
     served: ModelServer
@@ -256,7 +256,7 @@ class MetricCounters:
 
 
 class NamedCounters:
-    """Counters of one family that get their names as they come, as values of a label."""
+    """Counters of one family, created on first use and named by the value of a label."""
 
     def __init__(self, model: str, family: str, description: str, label: str) -> None:
         self._model, self._label = model, label

@@ -167,8 +167,8 @@ def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping
         raise ValueError(f"the gate {gate.names[0]} reads {read} numbers, but {head.prefix} {wide}: they do not fit")
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
-            f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} {count}, with {group} of the "
-            f"former for each of the latter, and {TRANSFORM} is {list(transform)}: they do not fit together"
+            f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} has {count} with {group} outputs "
+            f"each, and {TRANSFORM} is {list(transform)}: these shapes contradict each other"
         )
     return group
 
@@ -199,7 +199,7 @@ def unwrapped(tensors: Mapping[str, T], wrapper: str) -> dict[str, T]:
 
 
 def _common_root(names: Iterable[str], prefix: str) -> str:
-    """Return the part with which all names go on behind `prefix`, with its dot; "" if they differ."""
+    """Return the name part, with its dot, that follows `prefix` in all names; "" if they differ."""
     roots = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
     return f"{roots.pop()}." if len(roots) == 1 and all("." in name.removeprefix(prefix) for name in names) else ""
 
@@ -224,7 +224,7 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
 
 
 def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return the prefixes of linear layers, alone or in sequence, that no part of a body, but perhaps a head, has."""
+    """Return the prefixes of linear layers, alone or in sequence, that belong to no body and may be a head."""
     found = {
         re.sub(r"(\.\d+)?\.weight$", "", name)
         for name, tensor in tensors.items()

@@ -136,6 +136,12 @@ NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerp
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
 
 
+GOOD = re.compile("correct|right|good|pos(itive)?|yes|true|accept(ed)?|chosen|pass(ed)?|valid|safe|1")
+BAD = re.compile("incorrect|wrong|bad|neg(ative)?|no|false|reject(ed)?|fail(ed)?|invalid|unsafe|error|0")
+SIGNS = {"+": True, "+1": True, "-": False, "-1": False}
+FILLERS = ("label", "class", "step", "is")  # words of a label's name without a meaning of their own
+
+
 class CheckpointError(RlhfError, ValueError):
     """A folder cannot be used as a checkpoint; the message names the folder and the cause."""
 
@@ -183,9 +189,17 @@ class CheckpointInfo:
         return list(self.labels) if len(self.labels) == count else [f"LABEL_{i}" for i in range(count)]
 
     @property
-    def has_unnamed_pair(self) -> bool:
-        """Whether it has two labels without names: TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right."""
-        return self.head is not None and self.head.num_labels == 2 and not self.labels
+    def good_label(self) -> int | None:
+        """Index of the label of two that means a good row or step, if the names say so; 1 of unnamed ones.
+
+        TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right, without names.
+        """
+        if self.head is None or self.head.num_labels != 2 or len(self.labels) not in (0, 2):
+            return None
+        if not self.labels:
+            return 1
+        is_good = [_is_good(name) for name in self.labels]
+        return is_good.index(True) if {*is_good} == {True, False} else None
 
     @property
     def dtypes(self) -> dict[str, int]:
@@ -211,6 +225,15 @@ class CheckpointInfo:
         return [self.folder / name for name in sorted({tensor.file for tensor in self.tensors.values()})]
 
 
+def _is_good(label: str) -> bool | None:
+    """Return whether a label's name means good or bad; None: neither is known."""
+    words = [word for word in re.findall(r"[^\W\d_]+|\d+", label.casefold()) if word not in FILLERS]
+    is_negated = len(words) > 1 and words[0] in ("not", "non")
+    known = {True: GOOD, False: BAD}
+    meant = [good for good, names in known.items() if len(words) == 1 + is_negated and names.fullmatch(words[-1])]
+    return SIGNS.get(label.strip(), meant[0] != is_negated if meant else None)
+
+
 def check_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, saying what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
     try:
@@ -229,7 +252,7 @@ def _check_contents(folder: Path) -> None:
     if (folder / ADAPTER_FILE).is_file() and has_weights:
         raise CheckpointError(
             f"{folder} contains a model and a PEFT adapter ({ADAPTER_FILE}), of which one would be ignored; move the "
-            "adapter's files into a folder of their own"
+            "adapter's files into a separate folder"
         )
     if (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(f"{folder} {ONLY_ADAPTER}")
@@ -291,7 +314,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
-    """Return the key of config.json, and its value, without which `build(given)` does not fail; None if none is."""
+    """Return the key of config.json, and its value, that makes `build(given)` fail; None if no single one does."""
     for key, value in given.items():
         with contextlib.suppress(Exception):
             build({name: each for name, each in given.items() if name != key})
@@ -402,7 +425,7 @@ def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
 
 
 def pickles_beside(folder: Path) -> list[Path]:
-    """Return those of the `pickles` that are not the weights of the folder once more."""
+    """Return the `pickles` that are not another copy of the folder's weights."""
     return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
 
 

@@ -79,7 +79,7 @@ def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | None) -> str:
-    """Return what is wrong with ids of a text that the policy has no embedding for; "" if there are none."""
+    """Describe token ids of a text for which the policy has no embedding; "" if there are none."""
     if num_embeddings is None or (largest := max(ids, default=0)) < num_embeddings:
         return ""
     return (
@@ -255,7 +255,7 @@ def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def _has_entry(tokenizer: Any, token: int) -> bool:
-    """Return whether there is an entry that `get_vocab` lacks because another token has the same text."""
+    """Return whether `get_vocab` omits an entry because another token has the same text."""
     try:
         found = tokenizer.convert_ids_to_tokens(token)
     except (LookupError, ValueError):  # raised by tokenizers that are not the `tokenizers` library's

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_triton.client.connection import HTTPConnection, Message
 from rlhf_triton.client.pool import ServerPool
-from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
+from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.client.served import Expected, ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.monitoring.tracing import span, traceparent
@@ -49,14 +49,18 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         settings: ClientSection,
         *,
         training_key: str | None = None,
+        retries: int = RETRIES,
         retry_reserve: int = RETRY_RESERVE,
+        train_deadline_s: float = TRAIN_DEADLINE_S,
         expected: Mapping[str, Expected] | None = None,
     ) -> None:
         """
         Args:
             url: the server's address, unless `settings.servers` is set.
             training_key: sent with every request, if set.
+            retries: most of one request after a 503, a timeout or a lost connection.
             retry_reserve: size of each retry budget.
+            train_deadline_s: timeout of one attempt of critic_train or critic_save.
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
                 Default: those of the first answer to `describe`, and requests wait for a server with the same.
         """
@@ -64,6 +68,8 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self.declared: dict[str, ServedModel] = {}
         """What each model for which `describe` was called declares, as a server returned it last."""
         self._settings = settings
+        self._retries = retries
+        self._train_deadline_s = train_deadline_s
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
         self._headers = {**UNCOMPRESSED, **key}
@@ -94,7 +100,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
         Raises RequestFailed.
         """
-        attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
+        attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._retries))
         with self._calling():
             return await self._servers.answer(
                 attempts,
@@ -243,12 +249,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             model,
             s,
             self._training_budget if writes else self._scoring_budget,
-            retries=s.retries,
+            retries=self._retries,
             outlast_s=s.max_outage_s if writes and self._has_trained else 0.0,
             repeats_failures=not writes,
             demanded=versions,
         )
-        deadline_s = s.train_deadline_s if writes else s.deadline_s
+        deadline_s = self._train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with span(model), self._calling(), self._servers.turns.join() if writes else nullcontext() as turn:
             trace = traceparent()

@@ -140,7 +140,7 @@ class HTTPConnection:
         return None
 
     def _is_checked(self, model: str) -> bool:
-        """Return whether a server must have certain parameters: given ones, or those that another one declared."""
+        """Return whether a server's parameters are checked: against given ones, or another server's."""
         return model in self._expected or model in self._declared
 
     async def _connected(self, *arguments: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -81,24 +82,22 @@ PROBED_OUTPUTS = {
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
 
 
+class Failure(Enum):
+    """Why a call of the control plane failed."""
+
+    NO_ANSWER = "no answer, or another one than expected"
+    REFUSED = "the server tried to load the model and failed; the message contains the model's own error"
+    FAILED = "the model answered with an error of its own (INTERNAL)"
+    DIED = "the model's process has crashed or was killed: every request fails until the model is reloaded"
+    UNUSABLE = "the model has lost its device, or one of its ranks; its process refuses every request"
+
+
 class ControlPlaneError(RlhfError):
     """The server rejected the request, failed or did not respond; the message names the model and the cause."""
 
-
-class LoadRefused(ControlPlaneError):
-    """The server tried to load the model and failed; the message contains the model's own error."""
-
-
-class ModelProcessDied(ControlPlaneError):
-    """The process that runs the model has crashed or was killed: every request fails until the model is reloaded."""
-
-
-class ModelUnusable(ModelProcessDied):
-    """The model has lost its device, or one of its ranks; its process refuses every request."""
-
-
-class ModelFailed(ControlPlaneError):
-    """The model answered the request with an error of its own (INTERNAL)."""
+    def __init__(self, message: str, kind: Failure = Failure.NO_ANSWER) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,9 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         this counts as a change, so it always starts a new instance.
 
         Raises:
-            LoadRefused: the model could not be loaded; the old instance keeps serving.
-            ControlPlaneError: no response within `timeout_s` (the server may still finish the load), no connection, or
-                the parameters are active already.
+            ControlPlaneError: the model could not be loaded (REFUSED), and the old instance keeps serving; no response
+                within `timeout_s` (the server may still finish the load), no connection, or the parameters are active
+                already.
         """
         override = None
         if parameters:
@@ -202,7 +201,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         except InferenceServerException as error:
             sentence = self._sentence(subject, error, timeout_s)
             is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
-            raise (LoadRefused if is_answer else ControlPlaneError)(sentence) from error
+            raise ControlPlaneError(sentence, Failure.REFUSED if is_answer else Failure.NO_ANSWER) from error
 
     def _unload(self, model: str, timeout_s: float) -> None:
         """Unload the model and wait until its process has ended."""
@@ -300,10 +299,10 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             raise self._error(subject, error, timeout_s) from error
 
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
-        failed = ModelFailed if str(error.status()).endswith("INTERNAL") else ControlPlaneError
-        kinds = {UNTIL_LOADED: ModelUnusable, DEAD_PROCESS: ModelProcessDied}
+        failed = Failure.FAILED if str(error.status()).endswith("INTERNAL") else Failure.NO_ANSWER
+        kinds = {UNTIL_LOADED: Failure.UNUSABLE, DEAD_PROCESS: Failure.DIED}
         kind = kinds.get(code_of(str(error.message())) or "", failed)
-        return kind(self._sentence(subject, error, timeout_s))
+        return ControlPlaneError(self._sentence(subject, error, timeout_s), kind)
 
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
         status = str(error.status()).removeprefix("StatusCode.")
@@ -323,7 +322,7 @@ TOLD = ("CheckpointError: ", "FunctionError: ", "WeightsError: ")  # what models
 
 
 def root_cause(message: str) -> str:
-    """Return the innermost error of Triton's nested error text, of a defect with the file and line that raised it."""
+    """Return the innermost error of Triton's nested error text, for a defect with file and line."""
     message = message.strip().rstrip(";").strip()
     message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)

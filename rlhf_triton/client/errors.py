@@ -50,10 +50,6 @@ class ServersDiffer(RequestFailed):
     """No server serves what this process expects; the message names both."""
 
 
-class OverBudget(RequestFailed):
-    """The request could have been retried, but the shared retry budget is spent."""
-
-
 class Kind(Enum):
     """Why an attempt failed."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
     Kind,
-    OverBudget,
     RequestFailed,
     Trouble,
 )
@@ -16,6 +15,9 @@ from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
 HINT = "; is `rlhf-triton serve` running there?"
+RETRIES = 6  # of a request after a 503, a timeout or a lost connection, within the shared budget
+BACKOFF_S = 0.25  # first pause between attempts; doubles, with jitter
+TRAIN_DEADLINE_S = 600.0  # timeout of an attempt of critic_train or critic_save
 PER_REQUEST = 0.2  # of a retry, which each request adds to the budget
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
@@ -80,7 +82,7 @@ class Attempts:
         settings: ClientSection,
         budget: RetryBudget,
         *,
-        retries: int,
+        retries: int = RETRIES,
         outlast_s: float = 0.0,
         repeats_failures: bool = False,
         demanded: VersionRange | None = None,
@@ -92,10 +94,13 @@ class Attempts:
             session: requests of the same one go to the same server, while that is healthy.
         """
         self.model, self.budget, self.demanded, self.session = model, budget, demanded, session
+        self.behind: set[str] = set()
+        """URLs of the servers that have refused the demanded versions since the last pause."""
         self._unserved_since: float | None = None
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
         self._made = 0  # attempts that reached a server
+        self.is_over_budget = False
         self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
         self._unreached_since: float | None = None
 
@@ -121,23 +126,25 @@ class Attempts:
         left_s = self._unserved_since + self._settings.deadline_s - now
         if left_s <= 0:
             raise self._failure(trouble, url) from trouble.__cause__
+        self.behind.add(url)
         self.retried += 1
-        return min(left_s, backoff_s(self._settings.backoff_s, self.retried - 1))
+        return min(left_s, backoff_s(BACKOFF_S, self.retried - 1))
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
         """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
         if self._outlasts(trouble, url):
             self.retried += 1
             self._pauses += 1
-            return backoff_s(self._settings.backoff_s, self._pauses)
+            return backoff_s(BACKOFF_S, self._pauses)
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
-            raise OverBudget(
+            self.is_over_budget = True
+            raise RequestFailed(
                 f"{cause}; not retried: too many requests fail, the budget of retries is exhausted"
             ) from trouble.__cause__
         self.retried += 1
-        return backoff_s(self._settings.backoff_s, self._made - 1)
+        return backoff_s(BACKOFF_S, self._made - 1)
 
     def _outlasts(self, trouble: Trouble, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""

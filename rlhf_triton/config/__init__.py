@@ -33,7 +33,7 @@ from rlhf_triton.config.actor import (
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
-from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
+from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection
 from rlhf_triton.config.other_names import advice_on, key_of, key_of_path
 from rlhf_triton.config.rewards import (
     MODEL_TERM,
@@ -58,7 +58,7 @@ from rlhf_triton.config.sections import (
     TrainerSection,
     check_ranks,
 )
-from rlhf_triton.config.training import check_trainer, check_training
+from rlhf_triton.config.training import check_training
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.python_backend.models.placement import Place, check_cards, devices_of, ranks_here
@@ -184,17 +184,13 @@ class RunConfig(Section):
                     "run.deterministic: an environment's turns wait for each other, and vLLM's differ from run to run; "
                     "set actor.generation.engine: slots, or remove run.deterministic"
                 )
-        check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
-        check_optimizer("trainer.optimizer", self.trainer.optimizer)
-        check_training(
-            "actor.policy", self.actor.policy, "actor.optimizer", self.actor.optimizer.kind, ranks=self.actor.ranks
-        )
-        check_training(
-            "trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind, ranks=self.trainer.ranks
-        )
-        check_trainer(self.trainer)
-        if not self.run.share_cards:
-            check_cards(self.places)
+        actor, trainer = self.actor, self.trainer
+        steps = actor.optimizer_steps
+        check_training("actor.policy", actor.policy, actor.optimizer, ranks=actor.ranks, total_steps=steps)
+        check_training("trainer", trainer, trainer.optimizer, ranks=trainer.ranks)
+        if trainer.publish.format == "adapter" and not trainer.lora_rank:
+            raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
+        check_cards(self.places)
         return self
 
     @property
@@ -256,7 +252,7 @@ class RunConfig(Section):
 
     @property
     def serves_rewards(self) -> bool:
-        """Whether rewards are served; not for a critic alone, nor with an environment and without `rewards`."""
+        """Whether rewards are served: not for a critic alone, nor for an environment without `rewards`."""
         return self._roles != {"critic"} and (self.environment is None or self.rewards is not None)
 
     @property
@@ -368,7 +364,7 @@ def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[s
     try:
         config = RunConfig.model_validate(data)
         config._written = _Written(frozenset(_leaves(data)))
-        config = _with_trainer(_with_reference(config))
+        config = _with_reference(config)
         _check_reward_model(config)
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
@@ -379,7 +375,7 @@ def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[s
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of nested dictionaries, joined by dots, without those that ask for nothing, as 0 and `auto` do."""
+    """Yield the keys of nested dictionaries, joined by dots, except keys that request nothing (0 and `auto`)."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -417,19 +413,6 @@ def _with_reference(config: RunConfig) -> RunConfig:
             "the KL would not start at 0; remove reference.dtype"
         )
     return config.model_copy(update={"reference": reference})
-
-
-def _with_trainer(config: RunConfig) -> RunConfig:
-    """Return `config` with the trainer's defaults that follow from how the critic is served.
-
-    Its versions have bfloat16 if they are served in it. On a GPU no save reloads the model: that holds a third copy.
-    """
-    trainer, update = config.trainer, dict[str, Any]()
-    if trainer.publish.dtype is None and config.critic.dtype != "float32":
-        update["publish"] = trainer.publish.model_copy(update={"dtype": config.critic.dtype})
-    if config.critic.device != "cpu" and "reload_on_save" not in trainer.model_fields_set:
-        update["reload_on_save"] = "none"
-    return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -472,7 +455,7 @@ def _source(path: Path | str, overrides: Sequence[str], location: str, text: str
 
 
 def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yield location and description of pydantic's errors; a value of several types has one of each, and gets one."""
+    """Yield location and description of pydantic's errors; a union's errors, one per type, become one."""
     found: dict[str, list[Any]] = {}
     for item in errors:
         found.setdefault(_location(item), []).append(item)
@@ -537,11 +520,9 @@ def _describe(item: Any, location: str) -> str:
         ([same] if same else [])
         or _similar(section, name, valid)
         or ([elsewhere] if elsewhere else [])
-        or (_with_last_part(section, name, valid) if section else [])
-        or _similar(section, name, valid, cutoff=0.75)
-        or _with_word(section, name, valid)
         or _similar(section, name, valid, cutoff=0.66)
-        or (_with_last_part("", name, valid) if "_" in name or len(name) > 5 or not section else [])
+        or [key for key in valid if key.startswith(section) and key.endswith(f".{name}")]
+        or [key for key in valid if ("_" in name or len(name) > 5) and key.endswith(f".{name}")]
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
     return f"unknown key {location}; {hint}"
@@ -557,19 +538,6 @@ def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) ->
     """Return the key in `section` whose last part is nearly `name`, as a list; [] if there is none."""
     keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
     return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)]
-
-
-def _with_word(section: str, name: str, valid: list[str]) -> list[str]:
-    """Return the keys in `section` of which a word is nearly `name`, as a list of one text; [] if there is none."""
-    keys = {full: full.rpartition(".")[2].split("_") for full in _keys_in(section, valid)}
-    words = {word for each in keys.values() for word in each if len(word) > 3}
-    near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)
-    return [" or ".join(full for full, each in keys.items() if word in each) for word in near]
-
-
-def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:
-    """Search `section` at every depth and return the first key that ends in `name`, as a list; [] if there is none."""
-    return [key for key in valid if key.startswith(section) and key.rpartition(".")[2] == name][:1]
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -20,55 +20,26 @@ from rlhf_triton.config.algorithms import (
     LossName,
 )
 from rlhf_triton.config.fields import (
-    AUTO_PRECISION,
     Address,
-    Attention,
     Count,
     CountOrZero,
-    Device,
     Fraction,
-    LoraTargets,
-    Patterns,
-    Precision,
     Seconds,
     Section,
 )
 from rlhf_triton.config.optimizer import OptimizerSection
+from rlhf_triton.config.trained import Resume, TrainedSection
 
 Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
 
 # The parts of the YAML's `actor` section, one class per concern.
 
 
-class PolicySection(Section):
+class PolicySection(TrainedSection):
     """The policy: its model, how it computes, and which of its weights are trained."""
 
-    model: Path = Path("checkpoints/policy")
+    model: Annotated[Path, Resume.FREE] = Path("checkpoints/policy")  # checkpoints compare its weights
     """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
-    token_budget: Count = 4096
-    """Maximum tokens in one forward pass of an update or over generation's prompts, padding included; does not change
-    the result."""
-    device: Device = "cpu"
-    """Device of the policy; further ranks take the next GPUs."""
-    attention: Attention = "auto"
-    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
-    precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast); `auto`: bfloat16 on a GPU, float32 on a CPU. Trained weights and
-    log-probs stay in float32."""
-    lora_rank: CountOrZero = 0
-    """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
-    lora_alpha: Count = 16
-    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
-    lora_targets: LoraTargets = "all-linear"
-    """Linear layers with adapters: all except the output layer, or by the last parts of their names, such as [q_proj,
-    v_proj]."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input, only in updates. With several minibatches or epochs, probability ratios contain
-    its noise."""
-    freeze: Patterns = ()
-    """Parameters that are not trained, as in `trainer.freeze`; names as in transformers."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, same result."""
 
 
 class PromptFileSection(Section):
@@ -135,11 +106,6 @@ class VllmSection(Section):
     """CUDA_VISIBLE_DEVICES of that server, such as `2,3`; required if the policy is on a GPU."""
     arguments: tuple[str, ...] = ()
     """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
-    deadline_s: Seconds = 600.0
-    """Timeout of one response, and of loading a version of the weights."""
-    compare_weights: bool = False
-    """Compare vLLM's SHA-256 of each parameter with the published tensors before a version generates: a second per GB.
-    Not with adapters or tensor parallelism."""
 
 
 class GenerationSection(Section):
@@ -147,9 +113,9 @@ class GenerationSection(Section):
 
     batch_size: Count = 64
     """Responses generated at the same time; halved when a GPU runs out of memory."""
-    engine: Literal["slots", "transformers", "vllm"] = "slots"
-    """`slots`: continuous batching; `transformers`: its `generate()`, slower, always used for recurrent models and
-    `flash_attention_2`; `vllm`: vLLM servers (docs/vllm.md)."""
+    engine: Literal["slots", "vllm"] = "slots"
+    """`slots`: continuous batching, or transformers' slower `generate()` for recurrent models and `flash_attention_2`;
+    `vllm`: vLLM servers (docs/vllm.md)."""
     vllm: VllmSection = VllmSection()
     max_new_tokens: Count = 128
     """Maximum response length."""
@@ -157,8 +123,6 @@ class GenerationSection(Section):
     """Minimum response length; a stop string within these tokens does not end the response."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end a response, like an end-of-sequence token."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides positive and multiplies negative logits of tokens that already occurred; does not affect log-probs."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; also applied to log-probs."""
     top_k: CountOrZero = 0
@@ -206,34 +170,21 @@ class AlgorithmSection(Section):
     difference of probabilities. Default: the loss's."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
     """Upper clip range (clip-higher); default: `clip_ratio`, or the loss's."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: upper bound on the ratio for negative advantages; default: none."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """Mean of the loss over a minibatch's tokens, or over the means of its sequences; `constant`: sum / (sequences *
     `actor.generation.max_new_tokens`). `auto`: the algorithm's."""
-    whiten_advantages: bool | None = None
-    """Normalise the rollout's advantages to mean 0 and variance 1; default: the algorithm's."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus in the loss."""
-    positive_nll: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the mean negative log-likelihood of responses with a positive score."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
     """Denominator of the probability ratio: recomputed by the policy, or as the engine sampled."""
     correction: CorrectionSection | None = None
     """Importance correction for responses that vLLM or an older policy sampled; default: none."""
     max_resampled: CountOrZero = 0
     """Dynamic sampling: how often per step prompts whose responses all have the same score are replaced; 0: off."""
-    prompt_candidates: Count = 1
-    """Value-guided prompts: read this many times a step's prompts and draw those whose scores will probably differ, by
-    the critic. 1: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 0.95
     """GAE's lambda."""
-    lam_values: Fraction | None = None
-    """GAE's lambda in the critic's returns; default: `lam`."""
-    lam_length: Annotated[float, Field(gt=0)] | None = None
-    """Length-adaptive GAE: the policy's lambda is 1 - 1 / (`lam_length` * response tokens)."""
     critic_warmup_steps: CountOrZero = 0
     """First steps of the run that train only the critic."""
     mask_unfinished: bool = True
@@ -241,8 +192,8 @@ class AlgorithmSection(Section):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the algorithm, or its choice of prompts, needs the critic's values and therefore the sidecar."""
-        return self.defaults.needs_critic or self.prompt_candidates > 1
+        """Whether the algorithm needs the critic's values and therefore the sidecar."""
+        return self.defaults.needs_critic
 
     @property
     def defaults(self) -> Algorithm:
@@ -275,9 +226,7 @@ class KLSection(Section):
     reference: Literal["actor", "triton"] = "actor"
     """Where reference log-probs are computed: in the actor, or in tritonserver by the model of `reference`."""
     coef: Annotated[float, Field(ge=0)] = 0.01
-    """Coefficient of the KL penalty; with `every: 0` and 0 here, no reference is loaded."""
-    every: CountOrZero = 0
-    """With `coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
+    """Coefficient of the KL penalty; 0: no reference is loaded, and no KL is measured."""
     penalty_in: Literal["auto", "reward", "loss"] = "auto"
     """Where the penalty applies; `auto`: `reward` for ppo, vapo, sao, rloo and reinforce++, `loss` for the others."""
     target: Annotated[float, Field(gt=0)] | None = None
@@ -289,28 +238,21 @@ class KLSection(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the KL to the reference is penalised or measured."""
-        return self.coef > 0 or self.every > 0
+        """Whether the KL to the reference is penalised and measured."""
+        return self.coef > 0
 
     @property
     def serves_reference(self) -> bool:
         """Whether tritonserver needs the reference model."""
         return self.reference == "triton" and self.uses_reference
 
-    def measures(self, step: int) -> bool:
-        """Return whether the rollout of `step` needs reference log-probs."""
-        return self.coef > 0 or (self.every > 0 and step % self.every == 0)
-
 
 class RewardsSection(Section):
     """How scores become rewards: normalisation, clipping, then penalties."""
 
-    normalization: Literal["none", "static", "running", "batch"] = "none"
-    """Of scores: `static`, by `mean` and `std`; `running`, by all scores so far; `batch`, by the rollout's."""
-    mean: float = 0.0
-    """Mean for `static`."""
-    std: Annotated[float, Field(gt=0)] = 1.0
-    """Standard deviation for `static`."""
+    normalization: Literal["none", "running", "batch"] = "none"
+    """Of scores: `running`, by all scores so far; `batch`, by the rollout's. `reward.standardization` has a fixed mean
+    and standard deviation."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Maximum absolute value of a normalised score."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
@@ -360,13 +302,6 @@ class ClientSection(Section):
     """How long to wait for a healthy server, and to repeat training requests while the sidecar is away."""
     deadline_s: Seconds = 60.0
     """Timeout of one scoring attempt, and of waiting for a demanded version."""
-    train_deadline_s: Seconds = 600.0
-    """Timeout of one critic_train or critic_save attempt."""
-    retries: CountOrZero = 6
-    """Maximum retries of a request after a 503, a timeout or a lost connection, within a shared budget of a fifth of
-    the requests."""
-    backoff_s: Seconds = 0.25
-    """First pause between attempts; doubles up to 8 s, with jitter."""
     max_in_flight: Count = 256
     """Maximum requests in flight, over all servers."""
     rows_per_request: Count = 1
@@ -390,8 +325,6 @@ class ActorSection(Section):
     """Generate the next step's responses during the update, with a copy of the policy from before it."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
-    stop_grace_s: Seconds = 25.0
-    """Time limit after SIGTERM or Ctrl-C for finishing the update and writing a checkpoint."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints to keep."""
     threads: Count = 1
@@ -464,7 +397,7 @@ def check_actor(actor: ActorSection) -> None:
             "such as '1', or running servers in actor.generation.vllm.servers"
         )
     _check_ratios(actor)
-    _check_critic_settings(algorithm, actor.rewards)
+    _check_critic_settings(algorithm)
     if algorithm.critic_warmup_steps >= actor.steps:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}) must be below actor.steps "
@@ -477,12 +410,6 @@ def check_actor(actor: ActorSection) -> None:
         )
     if "" in generation.stop_strings:
         raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
-    policy = actor.policy
-    if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
-        raise ValueError(
-            f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
-            f"({policy.lora_dropout:g}) need actor.policy.lora_rank above 0; set it, or remove them"
-        )
     _check_rewards(actor)
     _check_prompts(actor.prompts, actor.steps)
 
@@ -522,21 +449,13 @@ def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
             )
 
 
-def _check_critic_settings(algorithm: AlgorithmSection, rewards: RewardsSection) -> None:
-    """Reject settings of the critic in an algorithm without one, or that do not fit its predictions, and dynamic
-    sampling without groups.
-    """
-    shaped = {"normalization": rewards.normalization != "none", "clip": rewards.clip is not None}
-    if algorithm.prompt_candidates > 1 and any(shaped.values()):
-        key = next(key for key, is_set in shaped.items() if is_set)
+def _check_critic_settings(algorithm: AlgorithmSection) -> None:
+    """Reject a warm-up of the critic in an algorithm without one, and dynamic sampling without groups."""
+    if algorithm.critic_warmup_steps and not algorithm.uses_critic:
         raise ValueError(
-            f"actor.rewards.{key} ({getattr(rewards, key)}) cannot be used with actor.algorithm.prompt_candidates: the "
-            "critic predicts what it makes of scores, and is compared with scores; remove one of the two"
+            f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}): {algorithm.name} has no critic; "
+            "remove it"
         )
-    names = () if algorithm.uses_critic else ("critic_warmup_steps", "lam_values", "lam_length")
-    for name in names:
-        if value := getattr(algorithm, name):
-            raise ValueError(f"actor.algorithm.{name} ({value:g}): {algorithm.name} has no critic; remove it")
     if algorithm.max_resampled and algorithm.responses_per_prompt < 2:
         raise ValueError(
             f"actor.algorithm.max_resampled ({algorithm.max_resampled}) compares the responses to a prompt; set "
@@ -560,22 +479,12 @@ def _check_ratios(actor: ActorSection) -> None:
             "actor.algorithm.correction has no effect: the policy that samples is the one that is updated; remove it, "
             "or set actor.generation.engine: vllm or actor.one_step_off_policy"
         )
-    if uses_engine and generation.engine == "transformers":
-        raise ValueError(
-            f"actor.algorithm.{key} needs the log-probs of sampling, which actor.generation.engine: transformers does "
-            "not return; set it to slots or vllm"
-        )
-    names = ("top_k", "top_p", "repetition_penalty", "min_new_tokens")
+    names = ("top_k", "top_p", "min_new_tokens")
     changed = [name for name in names if getattr(generation, name) != GenerationSection.model_fields[name].default]
     if uses_engine and is_vllm and changed:
         raise ValueError(
             f"actor.algorithm.{key} needs log-probs that vLLM computes before actor.generation.{changed[0]} "
             f"({getattr(generation, changed[0])}); remove one of them"
-        )
-    if algorithm.dual_clip is not None and algorithm.loss_name in LOSSES and algorithm.loss_name != "clipped":
-        raise ValueError(
-            f"actor.algorithm.dual_clip ({algorithm.dual_clip:g}) has no effect on the loss {algorithm.loss_name}; "
-            "remove it, or set actor.algorithm.loss: clipped"
         )
 
 

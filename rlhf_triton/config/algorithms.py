@@ -25,6 +25,9 @@ class Algorithm:
     needs_groups: bool = False  # several responses to each prompt
     takes_process_rewards: bool = True
     whitens: bool = False
+    lam_values: float | None = None  # GAE's lambda in the critic's returns; None: `actor.algorithm.lam`
+    lam_length: float | None = None  # alpha of the policy's lambda, 1 - 1 / (alpha * length); None: `lam`
+    positive_nll: float = 0.0  # coefficient of the mean negative log-likelihood of responses with a positive score
     kl_in: Literal["reward", "loss"] = "reward"
     loss_mean: Literal["token", "sequence", "constant"] = "token"
     recipe: Mapping[str, Any] = field(default_factory=dict)  # further keys of the configuration -> published value
@@ -63,18 +66,18 @@ _CENTRED = replace(
     takes_process_rewards=False,
 )
 _NO_KL = {"actor.kl.coef": 0.0}
-_DECOUPLED = {**_NO_KL, "actor.algorithm.lam_values": 1.0}
 ALGORITHMS = {
     "ppo": _PPO,
     "vapo": replace(
         _PPO,
         source="Yue et al. 2025 (arXiv 2504.05118)",
         meaning="GAE, with a lambda of its own for the critic's returns",
+        lam_values=1.0,
+        lam_length=0.05,
+        positive_nll=0.1,
         recipe={
-            **_DECOUPLED,
-            "actor.algorithm.lam_length": 0.05,
+            **_NO_KL,
             "actor.algorithm.clip_ratio_high": 0.28,
-            "actor.algorithm.positive_nll": 0.1,
             "actor.algorithm.critic_warmup_steps": 50,
         },
     ),
@@ -83,9 +86,10 @@ ALGORITHMS = {
         source="Hou et al. 2026 (arXiv 2607.07508)",
         meaning="GAE, with a lambda of its own for the critic's returns",
         loss="dis",
+        lam_values=1.0,
+        lam_length=1.5,  # as its implementers quote section 4.1
         recipe={
-            **_DECOUPLED,
-            "actor.algorithm.lam_length": 1.5,  # as its implementers quote section 4.1
+            **_NO_KL,
             "actor.algorithm.old_logprobs": "sampler",
             "actor.algorithm.critic_warmup_steps": 10,
             "trainer.epochs": 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,50 +14,35 @@ if TYPE_CHECKING:
 
 
 class EnvironmentSection(Section):
-    """An environment of agents: a Python class in worker processes, or an OpenEnv server."""
+    """An environment of agents: a Python class in worker processes, or an agent that calls the policy."""
 
     class_: FunctionSpec | None = Field(default=None, alias="class")
     """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or for TRL's
-    `environment_factory`; one instance per trajectory."""
-    url: Annotated[str, Field(pattern=r"^(ws|http)s?://[^\s/]+")] | None = None
-    """An OpenEnv server, `ws://` or `http://`, in place of `class`; one session per trajectory."""
+    `environment_factory`; one instance per trajectory. For an OpenEnv server see docs/environments.md."""
     agent: FunctionSpec | None = None
     """An agent, in place of `class`: `run(base_url, task)`, which calls the policy at `base_url` as OpenAI's or
     Anthropic's API. See docs/environments.md."""
     options: Options = Field(default={})
-    """Keyword arguments of the class or agent. With `url`: `action` and `observation`, the names of the text fields."""
+    """Keyword arguments of the class or agent."""
     reward: FunctionSpec | None = None
     """Function with TRL's signature, `f(environments, **columns)`, that scores trajectories."""
-    weight: float = 1.0
-    """Factor of the environment's own rewards."""
     max_turns: Count = 8
     """Turns of the policy in a trajectory; an agent's calls of the policy."""
     max_tokens: Count = 4096
     """Tokens of a trajectory: prompt, turns and observations."""
-    step_timeout_s: Seconds = 30.0
-    """Timeout for one call of the environment; on expiry the trajectory has failed. Not for agents."""
     timeout_s: Seconds = 600.0
-    """Timeout for a trajectory, which is then truncated."""
-    restarts: Annotated[int, Field(ge=0)] = 2
-    """How often a trajectory restarts whose worker died or whose call raised an OSError."""
+    """Timeout for a trajectory, which is then truncated. A single call that takes longer fails it, and its worker is
+    killed."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
     """Trajectories that reach a limit: `mask` leaves them out, `bootstrap` adds the critic's value of the end, `score`
     takes the rewards so far."""
     workers: Count = 1
     """Worker processes per rank; each holds many instances."""
-    concurrent: Count = 256
-    """Maximum trajectories of a rank with an instance at the same time."""
-    memory_mib: Count = 4096
-    """Memory limit of a worker (MemoryError beyond it)."""
-    max_observation_chars: Count = 20000
-    """Maximum characters of an observation or a tool's result."""
 
     @model_validator(mode="after")
-    def _one_of_three(self) -> EnvironmentSection:
-        kinds = {"class": self.class_, "url": self.url, "agent": self.agent}
-        given = [name for name, value in kinds.items() if value is not None]
-        if len(given) != 1:
-            raise ValueError(f"{' and '.join(given)} are given; keep one" if given else "give class, url or agent")
+    def _one_of_two(self) -> EnvironmentSection:
+        if (self.class_ is None) == (self.agent is None):
+            raise ValueError("give class or agent, one of them")
         if self.agent is not None and self.reward is not None:
             raise ValueError("reward scores environments, but an agent returns its reward itself; remove one of them")
         return self
@@ -77,7 +62,6 @@ def check_environment(environment: EnvironmentSection, actor: ActorSection) -> N
             "or score"
         )
     unfit = {
-        "actor.algorithm.prompt_candidates": algorithm.prompt_candidates > 1,
         "actor.prompts.too_long: truncate": actor.prompts.too_long == "truncate",
         "actor.rewards.overlong_tokens": actor.rewards.overlong_tokens > 0,
         "actor.rewards.missing_eos_penalty": actor.rewards.missing_eos_penalty > 0,

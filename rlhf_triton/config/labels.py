@@ -1,4 +1,4 @@
-"""Which of a reward model's labels is the reward: said by the user, in the order of the model's own names."""
+"""Which of a reward model's labels is the reward: the user's choice, in the order of the model's names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
     count, names = reward_head(info).num_labels, info.label_names
     listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
     if given is None:
-        ways = choices(names, good=names[-1])
+        ways = choices(names, good=names[-1 if info.good_label is None else info.good_label])
         if reward.process is not None:
-            ways = ways[:1]
-        if count > 1 and not (reward.process is not None and info.has_unnamed_pair):
+            is_open, ways = count > 2 or (count == 2 and info.good_label is None), ways[:1]
+        else:
+            is_open = count > 1
+        if is_open:
             raise CheckpointError(f"{listed}, and nothing says which of them is the reward: set {' or '.join(ways)}")
         return None
     if not isinstance(given, dict):

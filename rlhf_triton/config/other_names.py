@@ -40,7 +40,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     ),
     "actor.policy.lora_rank": "r lora_r lora_rank use_peft peft_config peft_scheme adapter_dim ds.lora.rank",
     "actor.policy.lora_alpha": "lora_alpha ds.lora.alpha",
-    "actor.policy.lora_dropout": "lora_dropout ds.lora.dropout",
     "actor.policy.lora_targets": "target_modules ds.lora.target_modules",
     "actor.policy.gradient_checkpointing": "gradient_checkpointing actor.gradient_checkpointing_enable",
     "actor.prompts.path": (
@@ -56,7 +55,9 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.generation.min_new_tokens": "min_length",
     "actor.generation.batch_size": "rollout_micro_batch_size",
     "actor.generation.stop_strings": "stop_token end_strings",
-    "actor.algorithm.name": "advantage_estimator scale_rewards importance_sampling_level algo.advantage.estimator",
+    "actor.algorithm.name": (
+        "advantage_estimator normalize_advantages scale_rewards importance_sampling_level algo.advantage.estimator"
+    ),
     "actor.algorithm.loss": "loss_mode actor.policy_loss_type",
     "actor.algorithm.correction": "importance_cap vllm_importance_sampling_mode vllm_importance_sampling_correction",
     "actor.algorithm.correction.high": (
@@ -65,8 +66,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.algorithm.max_resampled": (
         "dynamic_filtering dynamic_sampling max_num_gen_batches algo.dynamic_filtering_enable"
     ),
-    "actor.algorithm.lam_values": "gae_lambda_value lam_critic",
-    "actor.algorithm.lam_length": "length_adaptive_alpha lam_alpha",
     "actor.generation.temperature": "rollout.temperature",
     "actor.generation.top_p": "rollout.top_p",
     "actor.algorithm.responses_per_prompt": (
@@ -74,10 +73,8 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     ),
     "actor.algorithm.clip_ratio": "epsilon cliprange eps_clip ratio_eps actor.eps_clip",
     "actor.algorithm.clip_ratio_high": "epsilon_high eps_clip_low_high actor.eps_clip_low_high",
-    "actor.algorithm.dual_clip": "delta dual_clip actor.dual_clip",
     "actor.algorithm.loss_mean": "loss_type actor.loss_agg_mode",
     "actor.algorithm.mask_unfinished": "mask_truncated_completions",
-    "actor.algorithm.whiten_advantages": "normalize_advantages",
     "actor.algorithm.entropy_bonus": "entropy_loss_coef entropy_coef actor.entropy_coef",
     "actor.algorithm.critic_warmup_steps": "freezing_actor_steps critic.freezing_steps",
     "actor.algorithm.gamma": "discount_factor algo.advantage.gamma",
@@ -101,7 +98,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.optimizer.betas": "betas adam_beta1 adam_beta2 adam_betas actor.adam.betas",
     "actor.optimizer.min_lr": "lr_scheduler_type min_lr actor.min_lr_ratio",
     "actor.optimizer.warmup_steps": "warmup_steps warmup_ratio lr_warmup_steps_ratio actor.lr_warmup_ratio",
-    "actor.optimizer.constant_steps": "constant_steps",
     "run.deterministic": "train.full_determinism_enable",
     "reference.model": "ref_model ref reference_model",
     "reward.process.separator": "step_separator",
@@ -196,12 +192,12 @@ def key_of(section: str, name: str) -> str | None:
 
 
 def advice_on(name: str) -> str:
-    """Return what to do instead of a setting of this name that is none here; "" if there is nothing to say."""
+    """Return advice for another trainer's setting that has no counterpart here; "" if there is none."""
     return _ADVICE.get(_SAME_ADVICE.get(name, name), "")
 
 
 def key_of_path(path: str, value: Any) -> str | None:
-    """Return our key for exactly this path of another trainer, which goes on in `value` if that is a section."""
+    """Return our key for exactly this path of another trainer; a section in `value` continues the path."""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         path = f"{path}.{name}"

@@ -56,19 +56,15 @@ class RewardTerm(Section):
     """Timeout for one sample or group; on expiry the worker is killed, and none of them has a reward."""
     workers: Count = 2
     """Worker processes."""
-    memory_mib: Count = 4096
-    """Memory limit of a worker (MemoryError beyond it)."""
 
 
 Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
 
 
 def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentSection | None) -> None:
-    """Raise ValueError if all rewards that there are have the weight 0."""
+    """Raise ValueError if all rewards have weight 0."""
     weights = {f"rewards.{name}.weight": term.weight for name, term in (terms or {}).items()}
-    if environment is not None:
-        weights["environment.weight"] = environment.weight
-    if weights and not any(weights.values()):
+    if environment is None and weights and not any(weights.values()):
         raise ValueError(
             f"{' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} 0, so every reward would be 0; set one "
             "that counts to another weight"

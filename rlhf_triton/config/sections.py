@@ -16,13 +16,9 @@ from rlhf_triton.config.fields import (
     AUTO_PRECISION,
     BUDGET_OF_DEVICE,
     Address,
-    Attention,
     Count,
-    CountOrZero,
     Device,
     Host,
-    LoraTargets,
-    Patterns,
     Port,
     Precision,
     Seconds,
@@ -32,6 +28,7 @@ from rlhf_triton.config.fields import (
 )
 from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.config.rewards import TokenRewardSettings
+from rlhf_triton.config.trained import Resume, TrainedSection
 from rlhf_triton.digests import DEFAULT, Algorithm
 
 # Section `monitoring` of the YAML configuration.
@@ -60,16 +57,6 @@ class ServedPolicySection(Section):
     """HTTP addresses of vLLM servers with the policy (docs/vllm.md), as in `actor.client.servers`."""
     export: Path | None = None
     """JSONL file to which a session's trajectories are appended when it ends; default: they are only returned."""
-    max_tokens: Count = 1024
-    """Default limit on the tokens of a reply."""
-    max_session_tokens: Count = 1_000_000
-    """Maximum tokens of a session; a history that several calls share counts once."""
-    max_sessions: Count = 1024
-    """Maximum open sessions; beyond it, new ones get 429."""
-    idle_s: Seconds = 3600.0
-    """Time without a request after which a session is dropped, without an export."""
-    deadline_s: Seconds = 600.0
-    """Timeout of one reply."""
 
 
 class GatewaySection(Section):
@@ -79,14 +66,8 @@ class GatewaySection(Section):
     """Address to bind. Beyond loopback, set `key_env` and use a TLS proxy."""
     port: Port = 8100
     """Port; 0 selects a free one, which the gateway prints."""
-    model: str = "reward_model"
-    """Name of the reward model in vLLM's protocol."""
     key_env: str | None = None
     """Environment variable with the key that every request must carry; default: no key."""
-    deadline_s: Seconds = 60.0
-    """Timeout for the rewards of a row, retries included."""
-    max_body_bytes: Count = 16_000_000
-    """Maximum size of a request's body, of the texts of its rows, and of all large bodies in memory."""
     policy: ServedPolicySection | None = None
     """The policy for agents; default: rewards only."""
 
@@ -108,9 +89,6 @@ class RunSection(Section):
     trace_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`. Needs the extra `tracing`; default: no
     tracing."""
-    share_cards: bool = False
-    """Allow a role with several GPUs to share one of them with another role on the same machine. See
-    docs/scaling.md."""
     seed: Seed = 0
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
@@ -299,16 +277,12 @@ class CriticSection(ModelSection):
 
     model: Path = Path("checkpoints/critic")
     """Folder of a token classification model with one label, or of any other model, whose body is taken."""
-    attribute_weights: list[float] | None = None
-    """Weights of the outputs in the value, if the head has A > 1 outputs; default: 1/A each."""
     standardization: Literal["model", "off"] | Standardization = "model"
     """Standardisation of the values, as in `reward.standardization`; stored in version 0."""
     reload: Literal["swap", "triton"] = "swap"
     """How instances switch to a version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
     pretrain: tuple[Path, ...] = ()
     """Train the critic before step 1 on folders of earlier runs and JSONL files. See docs/live-critic.md."""
-    pretrain_epochs: Count = 3
-    """Passes over that training set."""
 
 
 class ReferenceSection(ModelSection):
@@ -330,14 +304,12 @@ class PublishSection(Section):
     format: Literal["merged", "adapter"] = "merged"
     """A version trained with LoRA: `merged`, all weights; `adapter`, adapters and value head, merged into version 0 by
     each instance."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type of a version's weights except the head, with `format: merged`; default: `critic.dtype`."""
 
 
-class TrainerSection(Section):
+class TrainerSection(TrainedSection):
     """The critic sidecar."""
 
-    ranks: Count = 1
+    ranks: Annotated[Count, Resume.ROUNDING] = 1
     """Processes that train the critic together, one per GPU (FSDP2). See docs/scaling.md."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     """AdamW and the learning-rate schedule of the critic."""
@@ -347,48 +319,14 @@ class TrainerSection(Section):
     """Rows per optimizer step; a payload of N rows takes ceil(N / this) steps."""
     epochs: Count = 1
     """Passes over one payload."""
-    token_budget: Count = 4096
-    """Maximum tokens in one forward pass, padding included; does not change the result. 1024 to 2048 is faster on
-    CPUs."""
-    threads: Count = 1
+    threads: Annotated[Count, Resume.ROUNDING] = 1
     """Torch threads."""
-    device: Device = "cpu"
-    """Device that the critic trains on; further ranks take the next GPUs."""
-    precision: Precision = AUTO_PRECISION
-    """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
-    Trained weights stay in float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, same result."""
-    attention: Attention = "auto"
-    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
-    lora_rank: CountOrZero = 0
-    """Train only LoRA adapters of this rank and the value head; 0: all weights."""
-    lora_alpha: Count = 16
-    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
-    lora_targets: LoraTargets = "all-linear"
-    """Layers with adapters, as in `actor.policy.lora_targets`."""
-    freeze: Patterns = ()
-    """Regular expressions, searched in parameter names as in `weights/critic/0`; matches are not trained:
-    [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
-    checkpoint_every: Count = 20
+    checkpoint_every: Annotated[Count, Resume.FREE] = 20
     """Steps between checkpoints, besides those of critic_save."""
-    keep_entries: CountOrZero = 200
-    """Maximum trained steps kept in the journal after the last critic_save, for rewinds."""
-    archive_entries: CountOrZero = 100
-    """Newest trained steps kept for `critic.pretrain` of later runs, at 20 bytes a token."""
-    reload_on_save: Literal["triton", "none"] = "triton"
-    """`triton`: also reload through Triton at every critic_save, which holds a third copy of the weights. Default on a
-    GPU: `none`."""
-    servers: list[Address] = Field(default=[])
+    servers: Annotated[list[Address], Resume.FREE] = Field(default=[])
     """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for every address of the name; default:
     that of `server`."""
-    serve_timeout_s: Seconds = 60.0
-    """Timeout for every instance to serve a version, after which the model is reloaded through Triton."""
-    nice: Annotated[int, Field(ge=0, le=19)] = 10
-    """Increment of the sidecar's niceness, so that the server takes priority on shared cores."""
-    heartbeat_timeout_s: Seconds = 15.0
-    """Time without progress of the sidecar after which callers of critic_train get a 503."""
-    publish: PublishSection = PublishSection()
+    publish: Annotated[PublishSection, Resume.FREE] = PublishSection()
     """Publishing of weights versions."""
 
     @property

@@ -1,23 +1,22 @@
 """Checks of the settings that the policy and the critic in training share."""
 
 import importlib.util
-from typing import TypeAlias
 
-from rlhf_triton.config.actor import PolicySection
-from rlhf_triton.config.sections import TrainerSection
-
-Trained: TypeAlias = PolicySection | TrainerSection
-"""Settings of a model in training."""
+from rlhf_triton.config.optimizer import OptimizerSection, check_schedule
+from rlhf_triton.config.trained import TrainedSection
 
 
-def check_training(section: str, trained: Trained, optimizer: str, kind: str, *, ranks: int) -> None:
-    """Raise ValueError if a setting needs another device or precision, or is not supported on several ranks.
+def check_training(
+    section: str, trained: TrainedSection, optimizer: OptimizerSection, *, ranks: int, total_steps: int = 0
+) -> None:
+    """Raise ValueError if a setting contradicts others, or is not supported on several ranks.
 
     Args:
         section: key of the section `trained`.
-        optimizer: key of the optimizer's section.
-        kind: the optimizer's kind.
+        total_steps: length of the learning-rate schedule if `max_steps` is None.
     """
+    key, kind = _optimizer_of(section), optimizer.kind
+    check_schedule(key, optimizer, total_steps=total_steps)
     on_cpu = f"and {section}.device is {trained.device}"
     if trained.attention == "flash_attention_2":
         if trained.device == "cpu":
@@ -27,29 +26,27 @@ def check_training(section: str, trained: Trained, optimizer: str, kind: str, *,
                 f"{section}.attention: flash_attention_2 needs {section}.precision: bfloat16, not {trained.precision}"
             )
     if kind != "adamw" and ranks > 1:
-        raise ValueError(
-            f"{optimizer}.kind: {kind} is not supported with {optimizer.partition('.')[0]}.ranks above 1; set adamw"
-        )
+        raise ValueError(f"{key}.kind: {kind} is not supported with {key.partition('.')[0]}.ranks above 1; set adamw")
     if kind == "adamw_8bit" and trained.device == "cpu":
-        raise ValueError(f"{optimizer}.kind: adamw_8bit needs CUDA, {on_cpu}; set it to adamw")
-
-
-def check_trainer(trainer: TrainerSection) -> None:
-    """Reject settings of the critic that need LoRA."""
-    if trainer.publish.format == "adapter" and not trainer.lora_rank:
-        raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
-    if not trainer.lora_rank and trainer.lora_targets != "all-linear":
+        raise ValueError(f"{key}.kind: adamw_8bit needs CUDA, {on_cpu}; set it to adamw")
+    if not trained.lora_rank and trained.lora_targets != "all-linear":
         raise ValueError(
-            f"trainer.lora_targets ({trainer.lora_targets}) need trainer.lora_rank above 0; set it, or remove them"
+            f"{section}.lora_targets ({trained.lora_targets}) need {section}.lora_rank above 0; set it, or remove them"
         )
 
 
-def missing_packages(section: str, trained: Trained, optimizer: str, kind: str) -> dict[str, str | None]:
+def missing_packages(section: str, trained: TrainedSection, optimizer: OptimizerSection) -> dict[str, str | None]:
     """Return the problem with each setting that needs a package which is not installed, by key; the others are None."""
+    is_flash, has_8bit = trained.attention == "flash_attention_2", optimizer.kind == "adamw_8bit"
     return {
-        f"{section}.attention": _lacking("flash_attn", "flash-attn", "sdpa", trained.attention == "flash_attention_2"),
-        f"{optimizer}.kind": _lacking("bitsandbytes", "bitsandbytes", "adamw", kind == "adamw_8bit"),
+        f"{section}.attention": _lacking("flash_attn", "flash-attn", "sdpa", is_flash),
+        f"{_optimizer_of(section)}.kind": _lacking("bitsandbytes", "bitsandbytes", "adamw", has_8bit),
     }
+
+
+def _optimizer_of(section: str) -> str:
+    """Return the key of the optimizer's section."""
+    return f"{section.partition('.')[0]}.optimizer"
 
 
 def _lacking(module: str, package: str, instead: str, is_needed: bool) -> str | None:

@@ -47,7 +47,7 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     reward = config.reward
     monitoring = config.monitoring
     why = f"{algorithm.name} has no critic" if config.has_actor else "no critic is served"
-    keys = ("actor.max_staleness", "actor.client.train_deadline_s", "monitoring.trainer_port")
+    keys = ("actor.max_staleness", "monitoring.trainer_port")
     yield not config.serves_critic, why, ("critic", "trainer", *keys, "server.training_key_env")
     yield not config.uses_reward_model, "no reward model is served", ("reward",)
     why = "actor.kl.reference is actor: the initial policy" if config.actor.kl.uses_reference else "no KL is measured"
@@ -56,15 +56,11 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
     yield from _of_training("trainer", config.trainer.lora_rank, config.trainer.optimizer)
-    is_adapter = config.trainer.publish.format == "adapter"
-    yield is_adapter, "trainer.publish.format is adapter", ("trainer.publish.dtype",)
     has_port = monitoring.actor_port is not None or monitoring.trainer_port is not None
     yield not has_port, "neither monitoring.actor_port nor trainer_port is set", ("monitoring.host",)
     yield not config.has_actor, "no policy is trained", ("monitoring.actor_port",)
     rows = tuple(f"{role}.token_budget" for role in ("reward", "critic", "reference"))
     yield config.run.deterministic, "with run.deterministic, each row is scored alone", rows
-    has_agent = config.environment is not None and config.environment.agent is not None
-    yield has_agent, "an agent has only environment.timeout_s", ("environment.step_timeout_s",)
 
 
 def _of_training(section: str, lora_rank: int, optimizer: OptimizerSection, weights: str = "") -> Iterator[Rule]:
@@ -72,8 +68,8 @@ def _of_training(section: str, lora_rank: int, optimizer: OptimizerSection, weig
     weights = weights or section
     yield not lora_rank, f"{weights}.lora_rank is 0", (f"{weights}.lora_alpha",)
     is_constant = optimizer.min_lr in (None, optimizer.lr)
-    keys = _in(f"{section}.optimizer", "constant_steps", "max_steps")
-    yield is_constant, f"without {section}.optimizer.min_lr, the rate is constant after the warm-up", keys
+    why = f"without {section}.optimizer.min_lr, the rate is constant after the warm-up"
+    yield is_constant, why, (f"{section}.optimizer.max_steps",)
 
 
 def _of_actor(config: RunConfig) -> Iterator[Rule]:
@@ -81,20 +77,15 @@ def _of_actor(config: RunConfig) -> Iterator[Rule]:
     actor = config.actor
     kl, rewards, validation, generation = actor.kl, actor.rewards, actor.validation, actor.generation
     keys = _in("actor.kl", "reference", "penalty_in", "estimator", "horizon")
-    yield not kl.uses_reference, "actor.kl.coef and every are 0", keys
-    yield kl.coef > 0, "with actor.kl.coef above 0, the KL is measured in every step", ("actor.kl.every",)
+    yield not kl.uses_reference, "actor.kl.coef is 0", keys
     yield kl.target is None, "actor.kl.target is not set", ("actor.kl.horizon",)
     yield from _of_algorithm(actor)
-    is_static = rewards.normalization == "static"
-    yield not is_static, "actor.rewards.normalization is not static", _in("actor.rewards", "mean", "std")
     yield not rewards.overlong_tokens, "actor.rewards.overlong_tokens is 0", ("actor.rewards.overlong_penalty",)
     keys = _in("actor.validation", "every", "greedy", "prompts", "size")
     yield not validation.size, "actor.validation.size is 0", keys[:3]
     yield validation.prompts is None and validation.size > 0, "actor.validation.prompts is not set", keys
     has_vllm = generation.engine == "vllm"
     yield not has_vllm, f"actor.generation.engine is {generation.engine}", ("actor.generation.vllm",)
-    key = "actor.generation.vllm.compare_weights"
-    yield bool(actor.policy.lora_rank), "with LoRA, vLLM loads only adapters", (key,)
     yield from _of_training("actor", actor.policy.lora_rank, actor.optimizer, "actor.policy")
 
 
@@ -104,13 +95,12 @@ def _of_algorithm(actor: ActorSection) -> Iterator[Rule]:
     advantage, name = algorithm.defaults.advantage, algorithm.name
     is_ours = algorithm.advantage == "auto"
     bootstraps = algorithm.uses_critic  # with an environment, truncated trajectories are discounted
-    keys = _in("actor.algorithm", "lam", "lam_values", "lam_length")
+    keys = _in("actor.algorithm", "lam")
     yield is_ours and not algorithm.defaults.needs_critic, f"{name}'s advantages have no lambda", keys
-    is_replaced = None not in (algorithm.lam_length, algorithm.lam_values)
-    yield is_ours and is_replaced, "lam_length and lam_values are set, which take its place", keys[:1]
+    yield is_ours and algorithm.defaults.lam_values is not None, f"{name} has lambdas of its own", keys
     is_undiscounted = is_ours and advantage not in DISCOUNTING and not bootstraps
     yield is_undiscounted, f"{name}'s advantages are not discounted", ("actor.algorithm.gamma",)
-    keys = _in("actor.algorithm", "clip_ratio", "clip_ratio_high", "dual_clip")
+    keys = _in("actor.algorithm", "clip_ratio", "clip_ratio_high")
     loss = LOSSES.get(algorithm.loss_name)
     yield loss is not None and loss.is_on_policy, f"the loss {algorithm.loss_name} has no probability ratio", keys
     why = (

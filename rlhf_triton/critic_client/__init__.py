@@ -11,7 +11,7 @@
 can do something about derives from `RlhfError`:
 
 * `ContractError`: an argument is invalid. The message names row and position; nothing was sent.
-* `CriticClientError`: the client cannot be used in this way: no critic is served, the client is closed, …
+* `RlhfError`, their base class: the client cannot be used in this way: no critic is served, the client is closed, …
 * `RequestRefused`: the server refuses the request, and would refuse it again: a step that does not fit, a wrong key, a
   run that another client has taken over.
 * `ServerFailed`: the update was tried and failed. The step counts as done.
@@ -23,7 +23,7 @@ Needs numpy, pydantic, PyYAML, safetensors and tritonclient[http]; imports neith
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
 from rlhf_triton.config import ClientSection
-from rlhf_triton.critic_client.client import AsyncCriticClient, CriticClient, CriticClientError, RowScores, RowValues
+from rlhf_triton.critic_client.client import AsyncCriticClient, CriticClient, RowScores, RowValues
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import ContractError
 
@@ -32,7 +32,6 @@ __all__ = [
     "ClientSection",
     "ContractError",
     "CriticClient",
-    "CriticClientError",
     "RequestFailed",
     "RequestRefused",
     "RlhfError",

@@ -1,16 +1,14 @@
-"""The clients of a served critic and reward model, for asyncio and for code without an event loop.
-
-The caller's ragged rows become arrays for the wire here, so that an error names the caller's row and position.
-"""
+"""The clients of a served critic and reward model, for asyncio and for code without an event loop."""
 
 import asyncio
+import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -19,97 +17,10 @@ from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestRefused
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
+from rlhf_triton.critic_client.rows import Rows, token_rows, training_arrays
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.contract import (
-    MASK,
-    PREV_VALUES,
-    RETURNS,
-    SEQUENCE_LENGTHS,
-    TOKENS,
-    ContractError,
-    VersionRange,
-)
-
-Rows = Sequence[Any]
-"""One entry per row: a list of numbers, a NumPy array or a CPU tensor `[length_i]`."""
-
-
-def token_rows(rows: Rows) -> list[np.ndarray]:
-    """Return rows of token ids as int64 `[length_i]`. Raises ContractError."""
-    arrays = _arrays(TOKENS, rows)
-    for i, array in enumerate(arrays):
-        if array.size == 0:
-            raise ContractError(f"{TOKENS}[{i}]: empty, an empty row has no values")
-        if array.dtype.kind not in "iu":
-            raise ContractError(f"{TOKENS}[{i}]: {array.dtype} numbers, must be integers")
-    return [array.astype(np.int64, copy=False) for array in arrays]
-
-
-def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> dict[str, np.ndarray]:
-    """Return the packed payload of critic_train, see `training_payload.TrainPayload`. Raises ContractError."""
-    rows = token_rows(tokens)
-    targets = {
-        name: _targets(name, given, rows)
-        for name, given in ((RETURNS, returns), (PREV_VALUES, prev_values), (MASK, mask))
-    }
-    for i, row in enumerate(targets[MASK]):
-        if (row < 0).any():
-            at = int(np.argmax(row < 0))
-            raise ContractError(f"{MASK}[{i}][{at}]: {row[at]:g}, must not be negative")
-    if not any(row.any() for row in targets[MASK]):
-        raise ContractError(f"{MASK}: all 0, there is nothing to train on")
-    return {
-        TOKENS: np.concatenate(rows)[None],
-        SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64),
-        **{name: np.concatenate(target)[None] for name, target in targets.items()},
-    }
-
-
-def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarray]:
-    """Return rows with one finite number for each token but the last, float32 `[length_i - 1]`."""
-    arrays = _arrays(name, given)
-    if len(arrays) != len(tokens):
-        raise ContractError(f"{name}: {len(arrays)} rows, but {TOKENS} has {len(tokens)}")
-    found = []
-    for i, (array, row) in enumerate(zip(arrays, tokens, strict=True)):
-        if array.size != row.size - 1:
-            raise ContractError(
-                f"{name}[{i}]: {array.size} entries, must be {row.size - 1}, one fewer than {TOKENS}[{i}]: entry t "
-                "belongs to the value at token t, and the last token has none"
-            )
-        with np.errstate(over="ignore"):
-            numbers = array.astype(np.float32)
-        if not np.isfinite(numbers).all():
-            at = int(np.argmin(np.isfinite(numbers)))
-            raise ContractError(f"{name}[{i}][{at}]: {array[at]}, must be a finite float32")
-        found.append(numbers)
-    return found
-
-
-def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
-    """Return the rows as arrays of one dimension."""
-    if len(rows) == 0:
-        raise ContractError(f"{name}: no rows")
-    arrays = []
-    for i, row in enumerate(rows):
-        try:
-            array = np.asarray(row)
-        except (TypeError, ValueError, RuntimeError) as error:  # nested lists; a tensor on a GPU, or with a gradient
-            raise ContractError(f"{name}[{i}]: {error}") from error
-        if array.ndim != 1 or array.dtype.kind not in "biuf":
-            raise ContractError(
-                f"{name}[{i}]: shape {list(array.shape)} of {array.dtype}, must be the numbers of one row, [length]"
-            )
-        arrays.append(array)
-    return arrays
-
-
-# The client for asyncio.
-
-
-class CriticClientError(RlhfError):
-    """The client cannot be used in this way; the message says what to do."""
+from rlhf_triton.wire.contract import VersionRange
 
 
 @dataclass(frozen=True)
@@ -190,7 +101,7 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel the calls in flight and close all connections. What a server has accepted is still trained."""
+        """Cancel the calls in flight and close all connections. Accepted steps are still trained."""
         if not self._is_closed:
             self._is_closed = True
             await self._client.__aexit__()
@@ -229,9 +140,9 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         Args:
             metadata: one dictionary per row for reward functions.
             prompt_lengths: for a process reward, leading tokens of each row that belong to its prompt.
-            min_version, exact_version: of the critic's weights, as of `values`.
+            min_version, exact_version: of the critic's weights, as in `values`.
 
-        Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
+        Raises like `values`; also RlhfError if the server has no reward model that takes these tokens.
         """
         tokens, client = token_rows(rows), await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
@@ -258,13 +169,13 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         Args:
             step: the number of the update, from 1 on, without gaps.
             tokens: token ids `[length_i]`, prompt and response.
-            returns: `[length_i - 1]`, what the values should have been.
+            returns: `[length_i - 1]`, the targets of the values.
             prev_values: `[length_i - 1]`, the values that the advantages were computed with.
             mask: `[length_i - 1]`, 1 where the value counts: from the last token of the prompt on.
 
         Raises:
             ContractError: lengths that do not match, a number that is not finite, or a mask that is all 0.
-            CriticClientError: no `rewind` before.
+            RlhfError: no `rewind` before.
             ServerFailed: the update failed, for the reason in the message. The step counts as done: send the next one.
             RequestRefused: the step does not fit, the key is wrong, or another client has taken over the run.
             RequestFailed: no answer; repeat the call to get it.
@@ -295,21 +206,21 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         return version
 
     def check_usable(self) -> None:
-        """Raise CriticClientError if the client is closed, or was made in another process."""
+        """Raise RlhfError if the client is closed, or was made in another process."""
         if self._pid != os.getpid():
-            raise CriticClientError("the client was made in another process; make one after the fork")
+            raise RlhfError("the client was made in another process; make one after the fork")
         if self._is_closed:
-            raise CriticClientError("the client is closed; make another one")
+            raise RlhfError("the client is closed; make another one")
 
     async def _connected(self, *, writes: bool = False) -> TritonClient:
         """Return the client of the servers, after the first of them has described its critic."""
         self.check_usable()
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise CriticClientError("the client is used in another event loop; make one client in each")
+            raise RlhfError("the client is used in another event loop; make one client in each")
         self._loop = loop
         if writes and not self._owns_run:
-            raise CriticClientError(
+            raise RlhfError(
                 "call rewind first: rewind(0) begins a run, rewind(n) resumes it after step n, and makes this client "
                 "its owner"
             )
@@ -318,11 +229,11 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         return self._client
 
     async def _outputs_with_rewards(self, client: TritonClient) -> frozenset[str]:
-        """Return the outputs of critic_infer. Raises CriticClientError if there are no rewards of the same tokens."""
+        """Return the outputs of critic_infer. Raises RlhfError if there are no rewards of the same tokens."""
         if contract.CRITIC_INFER not in client.declared:
             reward = await self._described(contract.REWARD_MODEL, "no reward: its YAML needs a section `reward`")
             if reward.tokenizer != client.declared[contract.CRITIC].tokenizer:
-                raise CriticClientError(
+                raise RlhfError(
                     "the reward model has another tokenizer than the critic, so it cannot score these tokens; ask for "
                     "`values` here, and send texts to the gateway for rewards"
                 )
@@ -335,31 +246,40 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         except RequestRefused as error:
             if error.code != UNKNOWN_MODEL:
                 raise
-            raise CriticClientError(f"the server serves {missing} ({error})") from error
+            raise RlhfError(f"the server serves {missing} ({error})") from error
 
 
 def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """Return each row's values without padding, and their version. Raises CriticClientError if one is not finite."""
+    """Return each row's values without padding, and their version. Raises RlhfError if one is not finite."""
     values = [answer[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
     for i, row in enumerate(values):
         if not np.isfinite(row).all():
-            raise CriticClientError(f"values[{i}]: the critic returned numbers that are not finite")
+            raise RlhfError(f"values[{i}]: the critic returned numbers that are not finite")
     return values, int(answer[contract.WEIGHTS_VERSION].flat[0])
-
-
-# The client for code without an event loop.
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _blocking(
+    call: Callable[Concatenate[AsyncCriticClient, P], Coroutine[Any, Any, T]],
+) -> "Callable[Concatenate[CriticClient, P], T]":
+    """Return the method of `CriticClient` that waits for this one of `AsyncCriticClient`."""
+
+    @functools.wraps(call)
+    def wait(self: "CriticClient", *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(call, *args, **kwargs)
+
+    return wait
+
+
 class CriticClient(AbstractContextManager["CriticClient"]):
-    """`AsyncCriticClient`, where everything is explained, with calls that block. A context manager.
+    """Blocking version of `AsyncCriticClient`, which documents the calls. A context manager.
 
     Any thread may call it, several at the same time: call `train` in a thread to overlap it with other work. It has an
     event loop in a thread of its own, so make one client in each process, after the fork. Called inside a running event
-    loop, which it would block, it raises CriticClientError.
+    loop, which it would block, it raises RlhfError.
     """
 
     def __init__(
@@ -381,7 +301,7 @@ class CriticClient(AbstractContextManager["CriticClient"]):
         self.close()
 
     def close(self) -> None:
-        """Close all connections; calls in flight in other threads raise CriticClientError."""
+        """Close all connections; calls in flight in other threads raise RlhfError."""
         if not self._thread.is_alive():  # closed already, or in a forked process, which has only the thread that forked
             return
         with self._closing:
@@ -392,52 +312,28 @@ class CriticClient(AbstractContextManager["CriticClient"]):
             self._thread.join()
             self._loop.close()
 
-    def values(self, rows: Rows, *, min_version: int | None = None, exact_version: int | None = None) -> RowValues:
-        """See `AsyncCriticClient.values`."""
-        return self._wait(self._client.values, rows, min_version=min_version, exact_version=exact_version)
+    values = _blocking(AsyncCriticClient.values)
+    score = _blocking(AsyncCriticClient.score)
+    train = _blocking(AsyncCriticClient.train)
+    save = _blocking(AsyncCriticClient.save)
+    rewind = _blocking(AsyncCriticClient.rewind)
 
-    def score(
+    def _wait(
         self,
-        rows: Rows,
-        metadata: list[dict[str, Any]] | None = None,
-        *,
-        prompt_lengths: Sequence[int] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
-    ) -> RowScores:
-        """See `AsyncCriticClient.score`."""
-        return self._wait(
-            self._client.score,
-            rows,
-            metadata,
-            prompt_lengths=prompt_lengths,
-            min_version=min_version,
-            exact_version=exact_version,
-        )
-
-    def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
-        """See `AsyncCriticClient.train`."""
-        return self._wait(self._client.train, step, tokens, returns, prev_values, mask)
-
-    def save(self, step: int, *, keep_steps: Sequence[int] | None = None) -> int:
-        """See `AsyncCriticClient.save`."""
-        return self._wait(self._client.save, step, keep_steps=keep_steps)
-
-    def rewind(self, step: int) -> int:
-        """See `AsyncCriticClient.rewind`."""
-        return self._wait(self._client.rewind, step)
-
-    def _wait(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        call: Callable[Concatenate[AsyncCriticClient, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         self._client.check_usable()  # first: in a forked process, another thread may hold the lock forever
         if asyncio._get_running_loop() is not None:
-            raise CriticClientError("this call would block the running event loop; use AsyncCriticClient there")
+            raise RlhfError("this call would block the running event loop; use AsyncCriticClient there")
         with self._closing:
             self._client.check_usable()
-            future = asyncio.run_coroutine_threadsafe(call(*args, **kwargs), self._loop)
+            future = asyncio.run_coroutine_threadsafe(call(self._client, *args, **kwargs), self._loop)
         try:
             return future.result()
         except CancelledError as error:
-            raise CriticClientError("the client was closed before the answer arrived") from error
+            raise RlhfError("the client was closed before the answer arrived") from error
         except BaseException:  # such as Ctrl-C: the request must not go on
             future.cancel()
             raise

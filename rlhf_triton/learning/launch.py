@@ -76,7 +76,7 @@ class AgentFolder:
         self._first, self._end = root / "rank-0", root / "end"
 
     def enter(self) -> bool:
-        """Record this process as rank 0 if it is; return whether the job goes on."""
+        """Record this process as rank 0 if it is; return whether the job continues."""
         if os.environ["RANK"] == "0":
             self._first.write_text(str(os.getpid()))
         return not self._end.exists()

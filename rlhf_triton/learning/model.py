@@ -1,16 +1,58 @@
-"""A model in training: its attention implementation, the parameters that are frozen, activations computed again."""
+"""Prepares a model for training as its settings say: adapters, frozen parameters, precision, attention."""
 
-import contextlib
-import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.python_backend.models.adapters import MergedWeights
+from rlhf_triton.config.trained import TrainedSection
+from rlhf_triton.python_backend.models.adapters import Lora, MergedWeights, named_layers, with_adapters
+from rlhf_triton.python_backend.models.precision import use_bfloat16
+
+
+def prepare(model: Any, settings: TrainedSection, section: str, head: nn.Module, *, task: str | None = None) -> Any:
+    """Prepare a model for training, in place; return peft's wrapper of it if it has adapters, otherwise the model.
+
+    Call it on the CPU, so that the device holds frozen matrices in bfloat16 only.
+
+    Args:
+        section: key of `settings`, for the errors.
+        head: the output layer, which gets no adapter and is not rounded.
+        task: peft's task type; None for a critic, whose head is trained beside its adapters.
+
+    Raises:
+        CheckpointError: the model does not support one of the settings.
+    """
+    adapted = model
+    if settings.lora_rank:
+        adapted = with_adapters(model, _lora(settings, section), head, task=task)
+        if task is None:
+            head.requires_grad_(True)
+    freeze(model, settings.freeze, f"{section}.freeze")
+    if settings.precision == "bfloat16":
+        use_bfloat16(model, head)
+    use_attention(model, settings.attention, f"{section}.attention")
+    return adapted
+
+
+def check_lora_targets(
+    settings: TrainedSection, section: str, describe: Callable[[], Any], head_of: Callable[[Any], nn.Module]
+) -> None:
+    """Raise CheckpointError if a name in `lora_targets` matches no layer.
+
+    Args:
+        describe: returns the model, on the meta device.
+        head_of: returns its output layer.
+    """
+    if settings.lora_targets != "all-linear":
+        model = describe()
+        named_layers(model, _lora(settings, section), head_of(model))
+
+
+def _lora(settings: TrainedSection, section: str) -> Lora:
+    return Lora(section, settings.lora_rank, settings.lora_alpha, settings.lora_targets)
 
 
 def use_attention(model: Any, attention: str, key: str) -> None:
@@ -59,65 +101,3 @@ def freeze(model: Any, patterns: Sequence[str], key: str) -> None:
             raise CheckpointError(
                 f"{key}: {pattern!r} {problem}; the names of {type(model).__name__} are {examples}, …"
             )
-
-
-# Gradient checkpointing: layers keep only their inputs and recompute their activations in the backward pass.
-#
-# transformers checkpoints a layer only in training mode, and such a layer cannot use a cache, so generation needs eval
-# mode. Layers are therefore put into training mode only within `recomputing`; the computation itself, including
-# dropout, stays in eval mode (see `_compute_again`).
-
-
-def checkpoint_gradients(model: Any, key: str) -> None:
-    """Make the layers recompute their activations in the backward pass, but only within a `recomputing` block.
-
-    Args:
-        key: the configuration key that asked for it, for the error.
-
-    Raises:
-        CheckpointError: transformers has no gradient checkpointing for this model.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise CheckpointError(f"{type(model).__name__} does not support gradient checkpointing; set {key} to false")
-    # transformers 5.20, the last release for Python 3.10, has only the older name, gradient_checkpointing_enable.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-    for layer in _checkpointed_layers(model):
-        layer._gradient_checkpointing_func = functools.partial(
-            _compute_again, layer, layer._gradient_checkpointing_func
-        )
-
-
-def recomputing(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Recompute activations in backward passes within the block; no effect without `checkpoint_gradients`."""
-    return in_training(_checkpointed_layers(model))
-
-
-@contextlib.contextmanager
-def in_training(modules: Sequence[Any]) -> Iterator[None]:
-    """Put these modules, but not those inside them, into training mode within the block, into eval mode afterwards."""
-    try:
-        for module in modules:
-            module.training = True
-        yield
-    finally:
-        for module in modules:
-            module.training = False
-
-
-def _checkpointed_layers(model: Any) -> list[Any]:
-    modules = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    return [module for module in modules if module.gradient_checkpointing]
-
-
-def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Call `checkpoint(forward, *args)`; `forward` runs with the layer in eval mode, so that dropout stays off."""
-
-    def evaluated(*inputs: Any) -> Any:
-        layer.training = False
-        try:
-            return forward(*inputs)
-        finally:
-            layer.training = True
-
-    return checkpoint(evaluated, *args)

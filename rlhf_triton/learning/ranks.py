@@ -15,15 +15,13 @@ import logging
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 
 from rlhf_triton.errors import REPORTED, RlhfError
@@ -72,10 +70,6 @@ class OneRank:
     def gather(self, value: Any) -> list[Any]:
         """Return the value of this rank."""
         return [value]
-
-    def totals(self, values: Sequence[float]) -> list[float]:
-        """Return the values of this rank."""
-        return list(values)
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the values of this rank."""
@@ -141,7 +135,7 @@ class Ranks:
             self.operations.announce(name, **arguments)
 
     def connection(self, name: str) -> Any:
-        """Return a further connection to the store, with keys of its own: another thread can wait on it."""
+        """Return a further connection to the store, with separate keys, for another thread to wait on."""
         return dist.PrefixStore(name, self._store.clone())
 
     def together(self, work: Callable[[], T]) -> T:
@@ -205,10 +199,6 @@ class Ranks:
         self._values.delete_key(f"{self._gathers - KEPT}/{self.rank}")
         dist.barrier()
         return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
-
-    def totals(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of values over all ranks; collective."""
-        return self.summed(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def summed(self, values: Tensor) -> Tensor:
         """Replace CPU values by their sums over all ranks, and return them; collective."""
@@ -306,54 +296,3 @@ class Operations:
             raise RankLost("rank 0 has ended") from error
         self._number += 1
         return name, arguments
-
-
-# Tensors that ranks send one another through their store: unlike a collective, no rank waits for another.
-
-
-ERROR = "error"
-
-
-class Mailbox:
-    """The messages between this rank and the others; each is read once, in the order in which it was sent."""
-
-    def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self._store = rank, store
-        self._sent, self._received = Counter[int](), Counter[int]()
-
-    def send(self, to: int, tensors: Mapping[str, Tensor]) -> None:
-        """Send CPU tensors to rank `to`."""
-        self._store.set(f"{self._rank} to {to}: {self._sent[to]}", save(dict(tensors)))
-        self._sent[to] += 1
-
-    def send_error(self, to: int, error: RlhfError | OSError) -> None:
-        """Make the next `receive` of rank `to` raise RankFailed."""
-        self.send(to, {ERROR: as_tensor(f"rank {self._rank}: {error}")})
-
-    def receive(self, sender: int) -> dict[str, Tensor] | None:
-        """Return the next message of rank `sender`, or None if there is none yet. Raises RankFailed."""
-        key = f"{sender} to {self._rank}: {self._received[sender]}"
-        if not self._store.check([key]):
-            return None
-        tensors = load(self._store.get(key))
-        self._store.delete_key(key)
-        self._received[sender] += 1
-        if ERROR in tensors:
-            raise RankFailed(value_of(tensors[ERROR]))
-        return tensors
-
-
-def as_tensor(value: Any) -> Tensor:
-    """Return a value as JSON, uint8 `[bytes]`; dataclasses become objects, arrays lists, and all else texts."""
-
-    def plain(part: Any) -> Any:
-        if isinstance(part, np.ndarray):
-            return part.tolist()
-        return vars(part) if dataclasses.is_dataclass(part) else str(part)
-
-    return torch.frombuffer(bytearray(json.dumps(value, default=plain).encode()), dtype=torch.uint8)
-
-
-def value_of(tensor: Tensor) -> Any:
-    """Return the value of a tensor that `as_tensor` has made."""
-    return json.loads(tensor.numpy().tobytes())

@@ -265,7 +265,7 @@ TRAINER = (
         query=INCREASE,
     ),
     MetricSpec("skipped_optimizer_steps", "Optimizer steps that were skipped: not finite, or no memory.", "counter"),
-    MetricSpec("out_of_memory", "Micro-batches halved because the card's memory did not suffice.", "counter"),
+    MetricSpec("out_of_memory", "Micro-batches halved because the GPU was out of memory.", "counter"),
     MetricSpec(
         "rejected_versions",
         "Versions that verification or an instance rejected.",
@@ -360,7 +360,7 @@ class Exporter:
                 yield shown
 
     def serve(self, host: str, port: int | None) -> None:
-        """Serve the metrics, and those of the process, in a thread until the process ends; not if `port` is None.
+        """Serve these and the process's metrics in a thread until the process ends; no-op if `port` is None.
 
         If the port is in use, log a warning and serve no metrics: a run must not fail for that.
         """

@@ -19,10 +19,6 @@ STOP_S = 2.0  # longest wait at the end of the process for spans that are not se
 TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class TracingUnavailable(RlhfError):
-    """The packages of the extra `tracing` are not installed."""
-
-
 class _Tracer:
     """The spans of one process. Exports in a background thread, which drops spans that it cannot send."""
 
@@ -35,7 +31,7 @@ class _Tracer:
             from opentelemetry.trace import set_span_in_context
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ModuleNotFoundError as error:
-            raise TracingUnavailable(f"run.trace_endpoint needs {error.name}: pip install '.[tracing]'") from error
+            raise RlhfError(f"run.trace_endpoint needs {error.name}: pip install '.[tracing]'") from error
         self._w3c, self._with_span = TraceContextTextMapPropagator(), set_span_in_context
         resource = Resource.create({"service.name": process, "rlhf.run": run})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -92,7 +88,7 @@ def start(process: str, endpoint: str | None, run: str) -> None:
         run: the run's identity.
 
     Raises:
-        TracingUnavailable: the extra `tracing` is not installed.
+        RlhfError: the extra `tracing` is not installed.
     """
     global _tracer
     if endpoint is not None:
@@ -109,7 +105,7 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def tracing(process: str, endpoint: str | None, run: str) -> Iterator[None]:
-    """Call `start`, and `stop` at the end of the block. Raises TracingUnavailable."""
+    """Call `start`, and `stop` at the end of the block. Raises RlhfError."""
     start(process, endpoint, run)
     try:
         yield
@@ -146,7 +142,7 @@ def traceparent() -> str | None:
 
 
 def end_step(step: int) -> None:
-    """End the span of a training step; those of work that goes on, such as the critic's update, may end later."""
+    """End the span of a training step; child spans, such as the critic's update, may end later."""
     if _tracer is not None:
         _tracer.end_step(step)
 

@@ -4,7 +4,6 @@ Imports only the standard library, so that worker processes start fast.
 """
 
 import collections
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import FunctionError, RlhfError
 
 # Counters of a reward function, which the server adds to its Prometheus metrics.
 
@@ -47,7 +46,7 @@ def count(name: str, amount: float = 1) -> None:
 
 
 def take_counts() -> dict[str, float]:
-    """Return what was counted since the last call."""
+    """Return the counts since the last call."""
     with _lock:
         taken = dict(_counts)
         _counts.clear()
@@ -70,14 +69,6 @@ KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs 
 
 NOT_APPLICABLE = object()  # a function's score of a sample that it leaves out of the sum
 Function = Callable[[Any], Any]  # of a `Sample`; a groupwise function, of a list of them
-
-
-class FunctionError(RlhfError, ValueError):
-    """A reward function cannot be imported, or refuses its options; the message names the function and the cause."""
-
-
-class BadOption(RlhfError, ValueError):
-    """A function refuses an option; the message begins with the option's name. Raised by a class with options."""
 
 
 class BadScore(RlhfError, ValueError):
@@ -104,7 +95,7 @@ class Sample:
 
     @property
     def prompt(self) -> str | None:
-        """The prompt's text, of a chat the content of its last message; None if the caller did not send it."""
+        """The prompt's text; for a chat, the content of its last message; None if the caller did not send it."""
         messages = self.metadata.get(MESSAGES_KEY)
         if not isinstance(messages, list):
             return self.metadata.get(PROMPT_KEY)
@@ -187,7 +178,7 @@ def load_function(
 
     A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
     `options`, and called; a parameter `timeout_s` receives the time limit of a call. A function with TRL's signature is
-    called as TRL calls it. What is awaitable is awaited.
+    called as TRL calls it. An awaitable result is awaited.
 
     Raises FunctionError if that fails for any reason, an option is unknown or missing, or a function with TRL's
     signature needs an argument that is none of `columns`; None: any may be a column.
@@ -221,31 +212,20 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
         return function  # whatever its signature
     try:
         signature = inspect.signature(function)
-        if is_class and TIMEOUT_OPTION in signature.parameters:
-            options[TIMEOUT_OPTION] = timeout_s
-        has_columns = not is_class and COMPLETIONS in signature.parameters  # which are its other arguments
-        _check_names(options, [*signature.parameters.values()][0 if is_class else 1 :], complete=not has_columns)
-        return function(**options) if is_class else functools.partial(function, **options)
-    except BadOption as error:
-        raise FunctionError(f"{spec}: options.{error}") from error
+        if is_class:
+            limit = {TIMEOUT_OPTION: timeout_s} if TIMEOUT_OPTION in signature.parameters else {}
+            return function(**options, **limit)
+        if COMPLETIONS in signature.parameters:  # its other arguments are columns
+            signature.bind_partial(**options)
+        else:
+            signature.bind(None, **options)
+        return functools.partial(function, **options)
+    except FunctionError as error:
+        raise FunctionError(f"{spec}: {error}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code, as above
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
-
-
-def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parameter], *, complete: bool) -> None:
-    """Raise BadOption for an option that is none of `parameters`; if `complete`, also for one that is missing."""
-    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    valid = [each.name for each in named]
-    unknown = sorted(options.keys() - set(valid))
-    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        near = difflib.get_close_matches(unknown[0], valid, 1)
-        names = ", ".join(name for name in valid if name != TIMEOUT_OPTION) or "none"
-        raise BadOption(f"{unknown[0]}: unknown; " + (f"did you mean {near[0]}?" if near else f"the options: {names}"))
-    for each in named:
-        if complete and each.default is each.empty and each.name not in options:
-            raise BadOption(f"{each.name}: missing")
 
 
 def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:
@@ -280,7 +260,7 @@ def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str
 
 
 def _awaited(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Return what a function returns, or, of a coroutine, its result: as in TRL, on one event loop for all calls."""
+    """Return a function's result; as in TRL, coroutines are awaited on one event loop for all calls."""
     found = function(*arguments, **named)
     return _event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
 
@@ -333,7 +313,7 @@ def _texts(sample: Sample) -> tuple[Any, Any]:
 
 
 def last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the policy's last message, of which there must be one."""
+    """Return the index of the policy's last message; there must be one."""
     return max(i for i, message in enumerate(messages) if message["role"] == "assistant")
 
 

@@ -4,40 +4,35 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import PROMPT_KEY, reply_start
-from rlhf_triton.wire.contract import MESSAGES, METADATA
+from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
 GROUP_KEY = "group"  # reserved metadata key if a reward function is groupwise
 GroupKey = tuple[str, str | int]
 
 
-class BadGroup(RlhfError, ValueError):
-    """A row has no group, or its group is not valid."""
-
-
 def group_key(metadata: Mapping[str, Any]) -> GroupKey:
     """Return what the rows of one group of a request have in common: the group's id, or else the prompt.
 
-    Raises BadGroup if the row has neither, or the id is not a string or an integer.
+    Raises ContractError if the row has neither, or the id is not a string or an integer.
     """
     group = metadata.get(GROUP_KEY)
     if isinstance(group, (str, int)) and not isinstance(group, bool):
         return GROUP_KEY, group
     if group is not None:
-        raise BadGroup(f"{METADATA}.{GROUP_KEY}: {group!r:.80}, must be a string or an integer")
+        raise ContractError(f"{METADATA}.{GROUP_KEY}: {group!r:.80}, must be a string or an integer")
     messages = metadata.get(MESSAGES)  # the gateway leaves a reply there that is not one text
     chat = messages[: reply_start(messages)] or None if isinstance(messages, list) else None
     prompt = metadata.get(PROMPT_KEY, chat)
     if prompt is None:
-        raise BadGroup(
+        raise ContractError(
             f"{METADATA} has neither {GROUP_KEY} nor {PROMPT_KEY}; a groupwise function needs one of them: rows of a "
             "request with the same value are a group"
         )
     try:
         return PROMPT_KEY, json.dumps(prompt, sort_keys=True)
     except RecursionError as error:
-        raise BadGroup(f"{METADATA}.{PROMPT_KEY}: nested too deeply for JSON; send {GROUP_KEY} instead") from error
+        raise ContractError(f"{METADATA}.{PROMPT_KEY}: nested too deeply for JSON; send {GROUP_KEY} instead") from error
 
 
 def grouped(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[int]], dict[int, str]]:
@@ -47,6 +42,6 @@ def grouped(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[int]], dict[in
     for i, metadata in enumerate(rows):
         try:
             groups.setdefault(group_key(metadata), []).append(i)
-        except BadGroup as error:
+        except ContractError as error:
             errors[i] = str(error)
     return [*groups.values()], errors

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import jinja2
 import jinja2.sandbox
 
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.function import BadOption, BadScore, FunctionError, Sample, count, describe
+from rlhf_triton.errors import FunctionError, RlhfError
+from rlhf_triton.rewards.function import BadScore, Sample, count, describe
 from rlhf_triton.rewards.opener import is_loopback
 
 try:
@@ -41,19 +41,15 @@ from {{ low }} to {{ high }}."""
 MARGIN = 0.1, 1.0  # part of the time limit, and its maximum in seconds, in which an expired deadline is reported
 LONGEST_LINE = 400
 LONGEST_EXCERPT = 160  # of an answer, in an error message; its end, which should have the score
+MAX_RETRIES = 4  # after 408, 409, 429, a 5xx, a timeout or a broken connection
 _MARKUP = re.compile(r"[*_`$]")
-_NUMBER = re.compile(r"(?<!\d)[-+−]?(?<!\d)\d+(?:[.,]\d+)*")
-# Between the last two numbers, so that "8/10" is not 10 and "7-8" not 8.
-_OF_SCALE = re.compile(r"\W*(?:points?|stars?)?\W*(?:/|out of|of)\W*", re.IGNORECASE)
-_RANGE = re.compile(r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*(?:/|\bof)\W*", re.IGNORECASE | re.DOTALL)
-LONGEST_BETWEEN = 60  # a longer text has other words; the patterns take a time of its square
 Text = Annotated[str, pydantic.StringConstraints(min_length=1)]
 
 
 class Judge(pydantic.BaseModel):
-    """Scores a sample; the fields are the options. Raises BadOption for an invalid one."""
+    """Scores a sample; the fields are the options. Raises FunctionError for an invalid one."""
 
-    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
     model: Text
     """Name of the model, as the endpoint knows it."""
@@ -71,15 +67,7 @@ class Judge(pydantic.BaseModel):
     scale: Annotated[list[int | float], pydantic.Field(min_length=2, max_length=2)] = [1, 10]
     """Lowest and highest score."""
     pattern: str | None = None
-    """Regular expression whose only group is the score; the last match counts. Default: the answer's last number."""
-    json_key: str | None = None
-    """Key of the score in the answer's last JSON object."""
-    samples: pydantic.PositiveInt = 1
-    """Number of answers per sample, one after the other; their mean is the score."""
-    max_retries: pydantic.NonNegativeInt = 4
-    """Repetitions of a request that failed with 408, 409, 429, a 5xx, a timeout or a broken connection."""
-    request_timeout_s: pydantic.PositiveFloat | None = None
-    """Time limit for one request; default: half of `timeout_s`."""
+    """Regular expression whose only group is the score; the last match counts. Default: the last line's only number."""
     body: dict[str, Any] = {}
     """Further fields of the request, such as `top_p`; null removes one that it has by default."""
     _client: Any
@@ -92,7 +80,7 @@ class Judge(pydantic.BaseModel):
             super().__init__(**options)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
-            raise BadOption(f"{first['loc'][0]}: {first['input']!r:.80}: {first['msg']}") from None
+            raise FunctionError(f"options.{first['loc'][0]}: {first['input']!r:.80}: {first['msg']}") from None
         self._check()
         key = _key(self.api_key_env)
         # A redirect, or a proxy for this machine, would take the key to another address.
@@ -102,40 +90,36 @@ class Judge(pydantic.BaseModel):
         self._client = openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=key or "none",  # without one, the client would take OPENAI_API_KEY
-            max_retries=self.max_retries,
-            timeout=self.request_timeout_s or self.timeout_s / 2,
+            max_retries=MAX_RETRIES,
+            timeout=self.timeout_s / 2,
             http_client=http,
         )
         self._headers = {} if key else {"Authorization": openai.Omit()}
         self._hide = (lambda text: text.replace(key, "***")) if key else str
 
     def _check(self) -> None:
-        """Compile the rubric. Raises BadOption for what types do not say; no message has a URL, with its password."""
+        """Compile the rubric. Raises FunctionError for what types do not say, without the URL and its password."""
         if not re.fullmatch(r"https?://[^\s@?#]+", self.base_url):
-            raise BadOption(
-                "base_url: must be http://host/v1 or https://host/v1; a key belongs into the variable of api_key_env"
+            raise FunctionError(
+                "options.base_url: must be http://host/v1 or https://host/v1; name a key in api_key_env"
             )
         if self.scale[0] >= self.scale[1]:
-            raise BadOption(f"scale: {self.scale}, must be the lowest and the highest score")
-        if self.pattern is not None and self.json_key is not None:
-            raise BadOption("pattern: set together with json_key; choose one")
+            raise FunctionError(f"options.scale: {self.scale}, must be the lowest and the highest score")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:
             if self.pattern is not None and re.compile(self.pattern).groups != 1:
-                raise BadOption(
-                    f"pattern: {self.pattern!r:.80}, must be a regular expression with one group, the score"
-                )
+                raise FunctionError(f"options.pattern: {self.pattern!r:.80}, must have one group, the score")
             self._template = environment.from_string(self.rubric)
         except re.error as error:
-            raise BadOption(f"pattern: {self.pattern!r:.80}: {error}") from error
+            raise FunctionError(f"options.pattern: {self.pattern!r:.80}: {error}") from error
         except jinja2.TemplateSyntaxError as error:
-            raise BadOption(f"rubric: line {error.lineno}: {error}") from error
+            raise FunctionError(f"options.rubric: line {error.lineno}: {error}") from error
 
     async def __call__(self, sample: Sample) -> float:
         """Return the score. Raises BadScore, without the key, whatever goes wrong."""
         limit_s = self.timeout_s - min(MARGIN[0] * self.timeout_s, MARGIN[1])
         try:
-            return await asyncio.wait_for(self._score(self._message(sample)), limit_s)
+            return await asyncio.wait_for(self._ask(self._message(sample)), limit_s)
         except asyncio.TimeoutError:
             cause = f"{self.base_url}: no answer within {limit_s:g} s"
         except openai.OpenAIError as error:
@@ -155,13 +139,8 @@ class Judge(pydantic.BaseModel):
         except jinja2.TemplateError as error:
             raise BadScore(f"the rubric cannot be rendered for this row: {error}") from error
 
-    async def _score(self, message: str) -> float:
-        """Return the mean score of `samples` answers."""
-        scores = [self.read(await self._ask(message)) for _ in range(self.samples)]
-        return sum(scores) / self.samples
-
-    async def _ask(self, message: str) -> str:
-        """Return an answer. Raises BadScore if it has no text, or was cut off."""
+    async def _ask(self, message: str) -> float:
+        """Return the score of an answer. Raises BadScore if it has no text, or was cut off."""
         body = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.body}
         started = time.monotonic()
         try:
@@ -184,60 +163,30 @@ class Judge(pydantic.BaseModel):
             raise BadScore(f"{self.base_url}: the reply has no text")
         if choices[0].finish_reason == "length":
             raise BadScore(f"the judge's answer reached max_tokens ({self.max_tokens}): {_excerpt(text)}")
-        return str(text)
+        return self.read(text)
 
     def read(self, answer: str) -> float:
         """Return an answer's score. Raises BadScore, with an excerpt of the answer, if it has none on the scale."""
         low, high = self.scale
-        try:
-            score = _number(self._find(answer))
-            if not low <= score <= high:
-                raise BadScore(f"the judge's score {score:g} is outside {low:g} to {high:g}")
-        except BadScore as error:
-            raise BadScore(f"{error}: {_excerpt(answer)}") from None
-        return score
-
-    def _find(self, answer: str) -> str:
-        if self.pattern is not None:
-            pattern, lacks = self.pattern, "does not match options.pattern"
-        elif self.json_key is not None:
-            pattern = rf'"{re.escape(self.json_key)}"\s*:\s*"?([-+.\dEe]+)"?\s*[,}}]'
-            lacks = f"has no number as {self.json_key!r} of a JSON object"
+        if self.pattern is None:
+            last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-LONGEST_LINE:]
+            of_scale = rf"(?:\D*(?:/|\bof)\s*{high:g})?"  # as "8/10" or "8 out of 10"
+            found = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
         else:
-            return _last_number(_MARKUP.sub("", answer), self.scale[1])
-        found = re.findall(pattern, answer)
-        if not found:
-            raise BadScore(f"the judge's answer {lacks}")
-        return str(found[-1])
+            found = re.findall(self.pattern, answer)
+        try:
+            score = float(found[-1].replace("−", "-"))
+        except (IndexError, ValueError):
+            raise BadScore(f"the judge's answer does not end with one score: {_excerpt(answer)}") from None
+        if not low <= score <= high:
+            raise BadScore(f"the judge's score {score:g} is outside {low:g} to {high:g}: {_excerpt(answer)}")
+        return score
 
 
 async def _count_request(request: Any) -> None:
     count("requests")
     if request.headers["x-stainless-retry-count"] != "0":
         count("retries")
-
-
-def _last_number(text: str, high: float) -> str:
-    """Return the last number, or the one before it if the last is the top of the scale, as in "8 out of 10"."""
-    found = [*_NUMBER.finditer(text)][-2:]
-    if not found:
-        raise BadScore("the judge's answer has no number")
-    first, last = found[0], found[-1]
-    between = text[first.end() : last.start()]
-    if first is last or len(between) > LONGEST_BETWEEN:
-        return last[0]
-    if _OF_SCALE.fullmatch(between) and _number(last[0]) == high:
-        return first[0]
-    if _RANGE.fullmatch(between):
-        raise BadScore(f"the judge's answer ends with {text[first.start() : last.end()]!r:.60}, not one score")
-    return last[0]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text.strip().replace("−", "-"))
-    except ValueError:
-        raise BadScore(f"the judge's score {text!r:.40} is not a number") from None
 
 
 def _excerpt(answer: str) -> str:
@@ -247,12 +196,12 @@ def _excerpt(answer: str) -> str:
 
 
 def _key(variable: str | None) -> str | None:
-    """Return the key from the environment. Raises BadOption, without the key, if a header cannot carry it."""
+    """Return the key from the environment. Raises FunctionError, without the key, if a header cannot carry it."""
     if variable is None:
         return None
     key = os.environ.get(variable, "")
     if not key:
-        raise BadOption(f"api_key_env: the environment variable {variable} is not set")
+        raise FunctionError(f"options.api_key_env: the environment variable {variable} is not set")
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise BadOption(f"api_key_env: {variable} has spaces or characters that a header cannot carry")
+        raise FunctionError(f"options.api_key_env: {variable} has spaces or characters that a header cannot carry")
     return key

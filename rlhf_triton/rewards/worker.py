@@ -1,4 +1,4 @@
-"""Worker process of a reward function: `python -m rlhf_triton.rewards.worker SPEC FD MEMORY_MIB`.
+"""Worker process of a reward function: `python -m rlhf_triton.rewards.worker SPEC FD`.
 
 Receives the function's settings over the socket `FD`, then groups of samples, one group at a time (a group has one
 sample unless the function is groupwise), and replies with what the function has counted and, for each sample, with
@@ -9,11 +9,10 @@ when its parent ends. The function runs in the main thread and may crash the pro
 import sys
 from typing import Any
 
-from rlhf_triton.python_backend.workers.child import Parent, receive_frame
+from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import (
     NOT_APPLICABLE,
     Function,
-    FunctionError,
     Sample,
     checked,
     describe,
@@ -21,6 +20,7 @@ from rlhf_triton.rewards.function import (
     load_function,
     take_counts,
 )
+from rlhf_triton.workers.child import Parent, receive_frame
 
 
 def score_group(function: Function, samples: list[Sample], *, groupwise: bool) -> list[dict[str, Any]]:
@@ -48,9 +48,9 @@ def main(argv: list[str]) -> int:
             parent.spec, settings["options"], timeout_s=settings["timeout_s"], columns=settings["columns"]
         )
     except FunctionError as error:
-        parent.reply(settings, {"error": str(error)})
+        parent.reply(settings, {"refused": str(error)})
         return 1
-    parent.reply(settings, {})
+    parent.reply(settings, {"ready": True})
     while True:
         try:
             message = receive_frame(parent.channel)

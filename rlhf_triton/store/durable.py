@@ -176,7 +176,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Finish what a crash interrupted in `root`: writes, replacements and removals of folders, and temporary files.
+    """Finish operations on `root` that a crash interrupted: writes, replacements, removals, temporary files.
 
     Folders are not locked, so only the process that writes the folders in `root` may call this. Temporary files are
     locked by their writers: those of live writers are kept.

@@ -121,7 +121,7 @@ class NewLines:
                 yield line
 
     def read_objects(self) -> Iterator[dict[str, Any]]:
-        """Yield those of the lines that are JSON objects."""
+        """Yield the lines that are JSON objects."""
         for line in self.read():
             with contextlib.suppress(ValueError):
                 if isinstance(row := json.loads(line), dict):

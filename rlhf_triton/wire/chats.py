@@ -125,7 +125,7 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
-    """Yield place and value of what messages say: all texts but those that link calls and results, and arguments."""
+    """Yield place and value of the messages' content: arguments and texts, except ids that link calls and results."""
 
     def found(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
         if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):
@@ -142,7 +142,7 @@ def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
 
 
 def _kind(messages: Messages, options: Mapping[str, Any], template: str) -> str:
-    """Return what decides whether a template writes the messages: all but their texts."""
+    """Return a key of everything but the texts, which decides whether a template writes the messages."""
     keys = [[message["role"], sorted(message)] for message in messages]
     places = [(place, THOUGHT_END in value) for place, value in texts_in(messages)]
     return json.dumps([keys, places, sorted(options.items()), template], sort_keys=True, default=str)
@@ -220,7 +220,7 @@ def _check_texts(
 
 
 def _marked(value: Any, mark: str) -> Any:
-    """Return what a message says with a mark at its end, and one at the end of its reasoning."""
+    """Return a message's content with a mark at its end, and one at the end of its reasoning."""
     if not isinstance(value, str):
         return {**value, mark: mark}
     return value.replace(THOUGHT_END, f"{mark[:-1]}t{THOUGHT_END}", 1) + mark

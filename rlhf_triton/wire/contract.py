@@ -169,7 +169,7 @@ FORWARD_OUTPUTS = frozenset(output.name for output in OUTPUTS if output.needs_fo
 
 
 def outputs_of(*models: str, traits: Collection[str] = ()) -> list[Output]:
-    """Return the outputs that the models declare, of a reward model with these traits."""
+    """Return the outputs that `models` declare; outputs that need a trait only if it is in `traits`."""
     ours = [output for output in OUTPUTS if not set(models).isdisjoint(output.models.split())]
     return [output for output in ours if output.trait is None or output.trait in traits]
 
@@ -204,7 +204,7 @@ class VersionRange(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The parameters of a request that demands it."""
+        """Request parameters that demand this version."""
         return {EXACT_VERSION if self.most == self.least else MIN_VERSION: self.least}
 
     def includes(self, version: int) -> bool:
@@ -228,7 +228,7 @@ class RowSteps:
 
 
 class TokenRow(NamedTuple):
-    """A row to score. It is ragged from the request to the forward pass, and padded there and in the reply alone."""
+    """A row to score. It is ragged up to the forward pass, and padded only there and in the reply."""
 
     tokens: np.ndarray  # int64 [length]
     prompt_length: int | None = None  # number of leading prompt tokens, in [1, length]

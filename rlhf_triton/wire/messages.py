@@ -17,8 +17,8 @@ class BadMessages(RlhfError, ValueError):
 def plain_messages(value: Any) -> list[dict[str, Any]]:
     """Return a conversation whose contents are texts, without keys that are null and `tool_calls` that are empty.
 
-    Arrow gives every message the keys of all, and clients write null for what a message does not have, but templates
-    ask whether a key is there. A content is null only beside tool calls, as in OpenAI's format.
+    Arrow gives every message the union of all keys, and clients write null for absent fields, but templates test
+    whether a key is present. A content is null only beside tool calls, as in OpenAI's format.
 
     Raises:
         BadMessages: the value is not a list of messages with a role and a content.

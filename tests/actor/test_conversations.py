@@ -2,9 +2,9 @@
 
 import asyncio
 import copy
+import itertools
 import string
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Rules
-from rlhf_triton.actor.run.collection import group_metrics, has_spread
+from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
@@ -99,22 +99,26 @@ def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: 
 def talk_in_rows(
     agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True, tokenizer: Any = TOKENIZER
 ) -> tuple[Conversation, list[int]]:
-    """Lead a conversation with a policy that says `replies`; return it, and the tokens that it has seen before each."""
-    left, seen = [*replies], list[Sequence[int]]()
+    """Lead a conversation with a policy that says `replies`; return it, and the tokens before the last turn.
+
+    Each look at the clock is 10 s after the one before.
+    """
+    left, seen = [*replies], list[int]()
+    times = itertools.count(0.0, 10.0)
 
     class Scripted:
-        clock = staticmethod(time.monotonic)
+        clock = staticmethod(lambda: next(times))
 
-        async def sampled(self, before: Sequence[int]) -> PolicyTurn:
-            seen.append(before)
+        async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
+            seen[:] = tokens
             reply = ids(left.pop(0), tokenizer) + [EOS] * ends
             return PolicyTurn(reply, ends, [-1.0] * len(reply))
 
         def renew(self) -> None:
-            seen.clear()
+            """Nothing: the rows are the agent's."""
 
     found = asyncio.run_coroutine_threadsafe(agent.talk(prompt, 5, Scripted()), agent.loop).result()
-    return found, [token for part in seen for token in part]
+    return found, seen
 
 
 def sampled_of(row: SampledRow) -> list[int]:
@@ -148,7 +152,7 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
     [
         ({"max_turns": 2}, "environment.max_turns"),
         ({"max_tokens": 60}, "environment.max_tokens"),
-        ({"timeout_s": 1e-9}, "environment.timeout_s"),
+        ({"timeout_s": 25.0}, "environment.timeout_s"),
     ],
 )
 def test_limits_end_it_and_say_so(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
@@ -327,7 +331,7 @@ def test_a_template_that_removes_thoughts_begins_another_row(
         assert text + "\n" == FORGETFUL.apply_chat_template(messages[:until], tokenize=False)
         assert len(row.turns) == 2
         assert row.prompt.metadata["messages"] == messages[:given]
-    assert seen == found.tokens[~found.sampled].tolist()
+    assert seen == found.tokens[: found.turns[-1].start].tolist()
     assert [turn.number for row in (first, found) for turn in row.turns] == [1, 2, 3, 4]
     left_out, another = caplog.messages
     assert "leaves out the reasoning in contents" in left_out
@@ -387,10 +391,9 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Callable[..., 
     done: dict[int, Conversation] = {}
     talks = agent.begin({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
     while not done:
-        for row, before in talks.next(wait=True):
-            if before is not None:
-                reply = [*ids("<|extra|>"), EOS]
-                talks.take(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
+        for row, _ in talks.next(wait=True):
+            reply = [*ids("<|extra|>"), EOS]
+            talks.take(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
@@ -413,10 +416,13 @@ def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
 
 
-def generated(model: Any, agent: Agent | None, prompts: list[Prompt], **settings: Any) -> list[SampledRow]:
+def generated(
+    model: Any, agent: Agent | None, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
+) -> list[SampledRow]:
     """The last row of a conversation about each prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    engine.uses_slots = uses_slots
     engine.agent = agent
     rows: dict[int, SampledRow] = {}
     engine.run(prompts, lambda i, found: rows.update({i: found[-1]}), seed=3, greedy=bool(settings.get("greedy")))
@@ -428,9 +434,9 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
     return [(replace(row, score=Score()),) for row in rows]
 
 
-@pytest.mark.parametrize("engine", ["slots", "transformers"])
-def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, engine: str):
-    rows = generated(model, agents("Countdown"), prompts_of(9), engine=engine)
+@pytest.mark.parametrize("uses_slots", [True, False])
+def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[..., Agent], model: Any, uses_slots: bool):
+    rows = generated(model, agents("Countdown"), prompts_of(9), uses_slots)
     assert {row.truncated for row in rows} == {"", "actor.generation.max_new_tokens"}
     assert max(len(row.turns) for row in rows) > 2
     for i, row in enumerate(rows):
@@ -440,16 +446,14 @@ def test_every_engine_samples_each_turn_from_the_whole_row(agents: Callable[...,
             assert row.tokens[turn.start : turn.end].tolist() == one_response(decoder, before, draws, 8)
             inside[turn.start : turn.end] = True
         assert (row.sampled == inside).all()
-        assert (row.logprobs is None) == (engine == "transformers")
-        assert row.logprobs is None or not row.logprobs[~inside].any()
+        assert not row.logprobs[~inside].any()
 
 
 @pytest.mark.parametrize(
-    ("engine", "in_step", "slots"),
-    [("slots", False, 3), ("slots", True, 2), ("slots", True, 9), ("transformers", True, 3)],
+    ("uses_slots", "in_step", "slots"), [(True, False, 3), (True, True, 2), (True, True, 9), (False, True, 3)]
 )
 def test_every_row_of_a_conversation_is_sampled_by_itself(
-    agents: Callable[..., Agent], model: Any, engine: str, in_step: bool, slots: int
+    agents: Callable[..., Agent], model: Any, uses_slots: bool, in_step: bool, slots: int
 ):
     """A template that writes every reply anew, so that each turn begins a row, with draws of its own."""
     said = "{{ '-' if m.role == 'assistant' and not loop.last else m.content }}"
@@ -458,8 +462,9 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
     )
     agent, prompts, found = agents("Countdown", tokenizer), prompts_of(9), dict[int, Conversation]()
     agent.in_step = in_step
-    actor = actor_section(max_new_tokens=8, generation_batch_size=slots, engine=engine)
+    actor = actor_section(max_new_tokens=8, generation_batch_size=slots)
     generation = Generation(model, tokenizer, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    generation.uses_slots = uses_slots
     generation.agent = agent
     generation.run(prompts, lambda i, rows: found.update({i: rows}), seed=3)
     assert sorted(found) == [*range(9)]
@@ -469,7 +474,7 @@ def test_every_row_of_a_conversation_is_sampled_by_itself(
             decoder = Decoder(model, Rules(8, [EOS], BANNED), slots=1)
             draws = uniform_draws(3, i + number * ROW_STEP)
             assert sampled_of(row) == one_response(decoder, row.prompt.tokens, draws, 8)
-            assert (row.logprobs is None) == (engine == "transformers")
+            assert row.logprobs is not None
 
 
 def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
@@ -489,15 +494,21 @@ def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_keep_their_place_when_they_begin_again(agents: Callable[..., Agent], model: Any):
-    agent = agents("Fragile", options={"losses": 2}, concurrent=1)
+def test_conversations_in_step_keep_their_place_when_they_begin_again(
+    agents: Callable[..., Agent], model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
+    agent = agents("Fragile", options={"losses": 2})
     agent.in_step = True
     assert [row.error for row in generated(model, agent, prompts_of(3))] == [""] * 3
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_do_not_await_those_that_have_no_room(agents: Callable[..., Agent], model: Any):
-    agent = agents("Countdown", concurrent=2)
+def test_conversations_in_step_do_not_await_those_that_have_no_room(
+    agents: Callable[..., Agent], model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
+    agent = agents("Countdown")
     agent.in_step = True
     one = generated(model, agent, prompts_of(5))
     assert all(row.turns for row in one)
@@ -519,21 +530,21 @@ def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], 
     rows = generated(model, agents("Countdown"), prompts)
     assert [bool(row.error) for row in rows] == [i in (1, 4) for i in range(6)]
     assert not rows[1].sampled.any()
-    found = [with_environment(conversation, 1.0) for conversation in unscored(rows)]
+    found = [with_environment(conversation) for conversation in unscored(rows)]
     assert [bool(failure_of(each)) for each in found] == [i in (1, 4) for i in range(6)]
     assert "2 of 6 rewards" in failures(found)
     assert all(np.isnan(found[i][0].score.components["environment"]) for i in (1, 4))
 
 
-@pytest.mark.parametrize(("losses", "failed"), [(4, 0), (1000, 6)])
+@pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
 def test_a_conversation_whose_environment_is_lost_begins_again(
     agents: Callable[..., Agent], model: Any, losses: int, failed: int
 ):
-    rows = generated(model, agents("Fragile", options={"losses": losses}, restarts=4), prompts_of(6))
+    rows = generated(model, agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
-    assert sum(row.restarts for row in rows) == (4 * 6 if failed else losses)
+    assert sum(row.restarts for row in rows) == (2 * 6 if failed else losses)
     metrics = text_metrics(unscored(rows))
-    assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 4 if failed else losses / 6)
+    assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 2 if failed else losses / 6)
 
 
 def test_closing_ends_a_generation_that_waits(agents: Callable[..., Agent], model: Any):
@@ -558,7 +569,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
     return a_sample([5, 6, *[9] * (length - 2)], 2, ended=not truncated, **about, **known)
 
 
-def scored_of(*rows: SampledRow | Conversation, served: float = 0.0, weight: float = 1.0) -> list[Conversation]:
+def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Conversation]:
     """Conversations with a served reward, and the value 0.1 times its place for each token."""
     found = []
     for given in rows:
@@ -568,12 +579,12 @@ def scored_of(*rows: SampledRow | Conversation, served: float = 0.0, weight: flo
             for each in conversation
         ]
         end = valued[-1].scored(reward=served, outcome=served)
-        found.append(with_environment((*valued[:-1], end), weight))
+        found.append(with_environment((*valued[:-1], end)))
     return found
 
 
 def batch_of(scored: Sequence[Conversation], name: str, **settings: Any) -> PPOBatch:
-    plain = {"responses_per_prompt": 2, "rollout_size": 2, "whiten_advantages": False, "mask_unfinished": False}
+    plain = {"responses_per_prompt": 2, "rollout_size": 2, "mask_unfinished": False}
     return make_batch(scored, **{"algorithm_name": name, "kl_coef": 0.0, **plain, **settings})
 
 
@@ -582,29 +593,29 @@ SECOND = row((2, 5, 3.0), length=5), row((2, 3, 0.0), (5, 6, 4.0), length=6)
 
 
 def test_a_turns_reward_stands_at_its_last_token():
-    scored = scored_of(*ROWS, served=0.5, weight=2.0)
-    assert [end.score.reward for (end,) in scored] == [6.5, 8.5]
+    scored = scored_of(*ROWS, served=0.5)
+    assert [end.score.reward for (end,) in scored] == [3.5, 4.5]
     batch = batch_of(scored, "reinforce++")
     assert batch.mask.tolist() == [[0, 1, 1, 0, 0, 1], [0, 1, 0, 0, 1, 0]]
-    assert batch.returns.tolist() == [[0, 6.5, 6.5, 0, 0, 4.5], [0, 8.5, 0, 0, 8.5, 0]]
+    assert batch.returns.tolist() == [[0, 3.5, 3.5, 0, 0, 2.5], [0, 4.5, 0, 0, 4.5, 0]]
     compared = batch_of(scored, "rloo")
-    assert compared.advantages.tolist() == [[0, -2, -2, 0, 0, -2], [0, 2, 0, 0, 2, 0]]
+    assert compared.advantages.tolist() == [[0, -1, -1, 0, 0, -1], [0, 1, 0, 0, 1, 0]]
 
 
-@pytest.mark.parametrize(("reward", "weight"), [(3e38, 1.0), (1e39, 1.0), (1e30, 1e10)])
-def test_rewards_beyond_float32_fail_their_conversation(reward: float, weight: float):
+@pytest.mark.parametrize("reward", [3e38, 1e39])
+def test_rewards_beyond_float32_fail_their_conversation(reward: float):
     """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
-    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3), weight=weight)
+    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
     assert ["beyond float32" in failure_of(each) for each in scored] == [True, False]
-    assert scored[1][0].score.reward == weight
+    assert scored[1][0].score.reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
 def test_all_rows_of_a_conversation_train(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
-    scored, dropped = scored_of(ROWS[0], SECOND, served=0.5, weight=2.0), scored_of(*ROWS, served=0.5)
-    assert scored[1][1].score.reward == 14.5
-    assert scored[1][1].score.components == {"environment": 14.0}
+    scored, dropped = scored_of(ROWS[0], SECOND, served=0.5), scored_of(*ROWS, served=0.5)
+    assert scored[1][1].score.reward == 7.5
+    assert scored[1][1].score.components == {"environment": 7.0}
     in_groups = name != "ppo"
     given = {"responses_per_prompt": 1 + in_groups, "num_dropped": 2 - in_groups, "lam": 1.0}
     batch = batch_of([*scored, *dropped], name, **given)
@@ -613,7 +624,7 @@ def test_all_rows_of_a_conversation_train(name: str):
     if name == "grpo":
         assert batch.policy_weights[:3].sum(-1).tolist() == pytest.approx([1, 3 / 5, 2 / 5])
     if name == "ppo":
-        assert float(batch.returns[1, 3]) == pytest.approx(14.5)
+        assert float(batch.returns[1, 3]) == pytest.approx(7.5)
     else:
         assert batch.groups.tolist() == [0, 0, 0, 1, 1]
         mine = float(batch.advantages[2].max())
@@ -653,9 +664,9 @@ def test_metrics_count_all_rows_of_the_conversations_in_the_update():
 
 def test_lines_and_metrics_say_how_conversations_ended():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
-    scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1], weight=2.0)
+    scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1])
     metrics = text_metrics(scored)
-    by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 20 / 3}
+    by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 10 / 3}
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
     lines = read_texts(scored, TOKENIZER)
     assert (lines[0]["turn_rewards"], lines[0]["turn_values"]) == ([1.0, 2.0], pytest.approx([0.15, 0.5]))
@@ -711,7 +722,6 @@ def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unf
     settings = actor_section(algorithm=given, rollout_size=4).algorithm
     (group,) = groups_of(scored, 4)
     assert has_spread(group, settings, truncated) == differs
-    assert group_metrics([group], settings, truncated, None) == {"train_rollouts/useful_prompts": float(differs)}
     more = {"responses_per_prompt": 4, "rollout_size": 4, "mask_unfinished": mask_unfinished}
     batch = batch_of(scored, "grpo", truncated=truncated, **more)
     assert bool(batch.advantages.any()) == differs

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.inputs import ClipRange
 from rlhf_triton.actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.algorithms import KL_ESTIMATORS, LOSSES
@@ -18,7 +17,7 @@ from rlhf_triton.config.required_files import check_files
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.rewards.function import import_function
-from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome, sample
+from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome
 from tests.support.policy_training import random_batch, trainable_policy, update_of
 from tests.support.samples import make_batch, method_of, scored_samples
 
@@ -43,59 +42,30 @@ def test_a_loss_is_masked_and_has_the_policy_gradient(loss, seed: int, batch: in
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "dual", "loss", "slope"),
+    ("name", "ratio", "advantage", "loss", "slope"),
     [  # low 0.2, high 0.3; slope is d loss / d logprob, -A * rho where the gradient survives
-        (1.0, 2.0, None, -2.0, -2.0),
-        (1.25, 2.0, None, -2.5, -2.5),
-        (1.5, 2.0, None, -2.6, 0.0),
-        (0.5, 2.0, None, -1.0, -1.0),
-        (1.5, -2.0, None, 3.0, 3.0),
-        (0.5, -2.0, None, 1.6, 0.0),
-        (0.9, -2.0, None, 1.8, 1.8),
-        # Ye et al. 2020, equation 5: a negative advantage counts at most 3 times.
-        (2.0, -1.0, 3.0, 2.0, 2.0),
-        (5.0, -1.0, 3.0, 3.0, 0.0),
-        (5.0, 1.0, 3.0, -1.3, 0.0),
-        (0.5, -1.0, 3.0, 0.8, 0.0),
-        (1.0, -1.0, 3.0, 1.0, 1.0),
-        (5.0, -1.0, 1e9, 5.0, 5.0),
+        ("clipped", 1.0, 2.0, -2.0, -2.0),
+        ("clipped", 1.25, 2.0, -2.5, -2.5),
+        ("clipped", 1.5, 2.0, -2.6, 0.0),
+        ("clipped", 0.5, 2.0, -1.0, -1.0),
+        ("clipped", 1.5, -2.0, 3.0, 3.0),
+        ("clipped", 0.5, -2.0, 1.6, 0.0),
+        ("clipped", 0.9, -2.0, 1.8, 1.8),
+        ("dis", 1.25, 2.0, -2.5 * math.log(1.25), -2.5),  # weighs the log-prob, whose own value counts
+        ("dis", 1.5, 2.0, 0.0, 0.0),
+        ("dis", 0.5, 2.0, 0.0, 0.0),
+        ("dis", 0.5, -2.0, 0.0, 0.0),
     ],
 )
-def test_each_side_of_the_clip(ratio: float, advantage: float, dual: float | None, loss: float, slope: float):
-    inputs = loss_inputs(f64([math.log(ratio)]), f64([0]), f64([advantage]), f64([1]), clip=ClipRange(0.2, 0.3, dual))
-    found, stats, (gradient,) = outcome(clipped, inputs)
+def test_each_side_of_the_clip(name: str, ratio: float, advantage: float, loss: float, slope: float):
+    function = import_function(LOSSES[name].function)
+    found, stats, (gradient,) = outcome(
+        function, loss_inputs(f64([math.log(ratio)]), f64([0]), f64([advantage]), f64([1]))
+    )
     assert [found.item(), gradient.item()] == pytest.approx([loss, slope])
     assert bool(stats["clip_fraction"]) == (slope == 0)
-    assert stats["ppo_ratio_clamped"].item() == pytest.approx(min(max(ratio, 0.8), 1.3))
+    assert stats["ppo_ratio"].item() == pytest.approx(ratio)
     assert stats["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
-
-
-def slope(name: str, rho: float, p: float, q: float, a: float) -> float:
-    """The gradient of a token's loss with respect to its log-prob, of a range of 0.2 and 0.3."""
-    kept, weight = {
-        "clipped": (not (a > 0 and rho > 1.3) and not (a < 0 and rho < 0.8), rho),
-        "gspo": (not (a > 0 and rho > 1.3) and not (a < 0 and rho < 0.8), rho),
-        "reinforce": (True, 1.0),
-        "cispo": (True, min(max(rho, 0.8), 1.3)),
-        "dis": (0.8 <= rho <= 1.3, rho),
-        "dppo": (p - q <= 0.3 if a > 0 else p - q >= -0.2, min(rho, 20.0)),
-    }[name]
-    return -a * weight * kept
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@property_test
-@given(**sizes)
-def test_gradients_equal_a_loop(name: str, seed: int, batch: int, width: int):
-    logprobs, old, advantages, mask = sample(seed, batch, width)
-    _, _, (gradient,) = outcome(import_function(LOSSES[name].function), loss_inputs(logprobs, old, advantages, mask))
-    expected = torch.zeros_like(mask)
-    for row, t in mask.nonzero().tolist():
-        places = [t] if name != "gspo" else mask[row].nonzero().flatten().tolist()
-        rho = math.exp(sum(float(logprobs[row, i] - old[row, i]) for i in places) / len(places))
-        p, q = math.exp(logprobs[row, t]), math.exp(old[row, t])
-        expected[row, t] = slope(name, rho, p, q, float(advantages[row, t])) / float(mask.sum())
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9)
 
 
 def test_banned_prompt_tokens_give_no_nan_to_the_model():
@@ -196,7 +166,7 @@ def test_the_documented_loss_is_masked_and_trains_and_so_is_the_advantage(tmp_pa
     assert found["train_optim/minibatches"] == 2
     assert 0 <= found["train_optim/truncated"] <= 1
     own = {"algorithm_name": "reinforce++", "advantage": f"{documented}:advantage", "responses_per_prompt": 4}
-    batch = make_batch(scored_samples(), **own, whiten_advantages=False, mask_unfinished=False, kl_coef=0.0)
+    batch = make_batch(scored_samples(), **own, whitens=False, mask_unfinished=False, kl_coef=0.0)
     assert batch.advantages.amax(-1).tolist() == pytest.approx([1 - 2.5 / 4, 2 - 2.5 / 4, 0.0, 0.0])
 
 

@@ -72,9 +72,7 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
     algorithm = ALGORITHMS[name]
     groups = {"algorithm_name": name, **({"responses_per_prompt": 2} if algorithm.needs_groups else {})}
     yield groups
-    dual = {"dual_clip": 3.0} if algorithm.loss == "clipped" else {}
-    terms = {"kl_penalty_in": "loss", "kl_estimator": "k3", "entropy_bonus": 0.01, "positive_nll": 0.1}
-    yield {**groups, **dual, **terms}
+    yield {**groups, "kl_penalty_in": "loss", "kl_estimator": "k3", "entropy_bonus": 0.01}
 
 
 @pytest.mark.device
@@ -159,12 +157,12 @@ def test_the_constant_counts_conversations_not_rows(checkpoint: Path):
 
 def test_the_likelihood_of_positive_examples_rises(checkpoint: Path):
     """Advantages of 0: the term alone moves the policy, by the mean over the tokens of these responses."""
-    policy = make_policy(checkpoint, positive_nll=1.0, algorithm_name="reinforce++")
+    policy = make_policy(checkpoint, algorithm_name="vapo")
     batch = make_batch(policy, advantages=torch.zeros(6, 11))
     of_positive = batch.mask * batch.positive[:, None]
     nll = -float((batch.logprobs * of_positive).sum() / of_positive.sum())
     before, after = (updated(policy, batch, kl_coef=0.0)[0]["scaled_nll"] for _ in range(2))
-    assert before == pytest.approx(nll, rel=1e-4)
+    assert before == pytest.approx(0.1 * nll, rel=1e-4)
     assert after < before
 
 
@@ -200,7 +198,7 @@ def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
     for limits in ({}, {"update_max_kl": 1e-4}):
         policy = make_policy(checkpoint, update_epochs=4, minibatch_size=3, **limits)
         minibatches.append(updated(policy, make_batch(policy))[0]["minibatches"])
-        assert policy.optimizer_step == minibatches[-1]
+        assert policy.trained.optimizer_step == minibatches[-1]
         assert all(p.grad is None for p in policy.model.parameters())
     assert 1 <= minibatches[1] < minibatches[0] == 8
 
@@ -244,7 +242,7 @@ def test_rows_and_minibatches_without_weight_are_left_out(checkpoint: Path, monk
     weights = make_batch(policy).mask
     rows.clear()
     stats, found = updated(policy, make_batch(policy, policy_weights=0 * weights))
-    assert (stats["minibatches"], policy.optimizer_step) == (0, 0)
+    assert (stats["minibatches"], policy.trained.optimizer_step) == (0, 0)
     assert torch.equal(found, before)
     weights[[1, 3]] = 0
     batch = make_batch(policy, policy_weights=weights)
@@ -281,11 +279,5 @@ def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Pa
     load_checkpoint(tmp_path, 1, states(other))
     (stats, weights), (resumed_stats, resumed_weights) = updated(one, batch), updated(other, batch)
     assert stats == resumed_stats
-    assert stats["lr"] == one.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
+    assert stats["lr"] == one.trained.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
     assert torch.equal(weights, resumed_weights)
-    # The step, too, is on the device of its parameter: fused AdamW refuses it elsewhere. `meta` stands for CUDA.
-    one.model.to("meta")
-    load_checkpoint(tmp_path, 1, states(one))
-    state = [tensor for parameter in one.optimizer.state.values() for tensor in parameter.values()]
-    assert len(state) == 3 * len(list(one.model.parameters()))
-    assert {tensor.device.type for tensor in state} == {"meta"}

@@ -45,7 +45,7 @@ from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.dialects import RewardInput
 from rlhf_triton.tools.gateway.rows import reply_row
-from rlhf_triton.trainer.live import read_pairs
+from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
     VALUES,
@@ -538,23 +538,14 @@ def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(tmp_pa
     assert run.make_batch(groups).mask.any(-1).tolist() == are_scored(rows)
 
 
-@pytest.mark.parametrize(
-    ("settings", "known"),
-    [({"kl_reference": "actor"}, (False, False)), ({}, (False, False)), ({"kl_every": 2}, (False, True))],
-    ids=str,
-)
-def test_without_a_kl_penalty_the_reference_is_asked_only_every_nth_step(
-    tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any], known: tuple[bool, ...]
-):
+def test_without_a_kl_penalty_there_is_no_reference(tmp_path: Path, checkpoints: Checkpoints):
     server = ReferenceServer()
-    run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0, **settings)
+    run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0)
     assert run.policy.reference is None
-    for step, measured in enumerate(known, 1):
-        groups = collected(run, step)
-        assert all((row.ref_logprobs is not None) == measured for (row,) in conversations_of(groups))
-        metrics = rollout_metrics(groups, run.make_batch(groups), kl_coef=0.0)
-        assert any("kl_per_seq" in name for name in metrics) == measured
-    assert len(server.rows) == 8 * sum(known)
+    groups = collected(run)
+    assert all(row.ref_logprobs is None for (row,) in conversations_of(groups))
+    assert not any("kl_per_seq" in name for name in rollout_metrics(groups, run.make_batch(groups), kl_coef=0.0))
+    assert not server.rows
 
 
 # ---- one rendering: a reward model reads its own, whichever way a prompt and a reply come in ----

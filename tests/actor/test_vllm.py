@@ -1,7 +1,6 @@
 """`actor.generation.engine: vllm`, against fake servers that fail on demand; test_vllm_run.py has a real one."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_vllm import FakeVllm
-from safetensors.numpy import load_file
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -130,7 +128,6 @@ async def test_sampling_settings_reach_the_server(setup: Setup):
         ),
         ({"generation": VLLM | {"top_k": 5}, "algorithm": {"correction": {"high": 2}}}, r"generation.top_k \(5\)"),
         ({"generation": VLLM | {"min_new_tokens": 3}, "algorithm": {"old_logprobs": "sampler"}}, r"new_tokens \(3\)"),
-        ({"generation": {"engine": "transformers"}, "algorithm": {"old_logprobs": "sampler"}}, "does not return"),
         (
             {"generation": VLLM, "algorithm": {"old_logprobs": "sampler", "correction": {"high": 2}}},
             "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler",
@@ -256,70 +253,6 @@ async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Set
         with pytest.raises(asyncio.CancelledError):
             await running
         assert server.calls[-1] == "/resume"
-
-
-# ---- the server's weights against the published ones ----
-
-
-def engine(folder: Path, change: Callable[[dict[str, np.ndarray]], object] = lambda tensors: None) -> dict[str, str]:
-    """The digests of what vLLM makes of a Llama, whose published tensors `change` changes first."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    for whole, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
-        for name in [name for name in tensors if parts[0] in name]:
-            rows = [tensors.pop(name.replace(parts[0], part)) for part in parts]
-            tensors[name.replace(parts[0], whole)] = np.concatenate(rows)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = np.pad(tensors[name], [(0, -len(tensors[name]) % 64), (0, 0)])
-    return {f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(tensor).hexdigest() for name, tensor in tensors.items()}
-
-
-async def test_a_version_generates_once_the_server_has_its_weights(setup: Setup):
-    async with FakeVllm() as server:
-        server.checksums = engine
-        here = setup(server, generation={"vllm": {"compare_weights": True}})
-        for number in ("1", "2"):
-            await run(here)
-            loading = server.calls[-9:-3]
-            assert loading == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/weight_checker", *RENAMED]
-            assert server.loaded[-1].name == number
-            here.update()
-
-
-RENAMED = ["/update_weight_version", "/resume"]
-KEY, VALUE = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("checksums", "words"),
-    [
-        (lambda folder: engine(folder, lambda t: t.update({KEY: t[KEY] + 1})), "1 of 15 .*0.self_attn.qkv_proj.weight"),
-        (
-            lambda folder: engine(folder, lambda t: t.update({KEY: t[VALUE], VALUE: t[KEY]})),
-            "1 of 15 .*0.self_attn.qkv_proj.weight",
-        ),
-        (
-            lambda folder: engine(folder, lambda t: t["model.norm.weight"].fill(0)),
-            "1 of 15 .*such as model.norm.weight",
-        ),
-        (lambda folder: dict.fromkeys(engine(folder), hashlib.sha256().hexdigest()), "0 of 0 comparable parameters"),
-        (
-            lambda folder: {"dp0:pp0:pcp0:tp1:model.norm.weight": ""},
-            "set actor.generation.vllm.compare_weights to false",
-        ),
-    ],
-    ids=["stale projection", "exchanged projections", "zeroed norm", "packed", "tensor parallel"],
-)
-async def test_a_server_without_the_published_weights_generates_nothing(
-    setup: Setup, checksums: Callable[[Path], dict[str, str]], words: str
-):
-    async with FakeVllm() as server:
-        server.checksums = checksums
-        here = setup(server, generation={"vllm": {"compare_weights": True}}, max_outage_s=0.05)
-        with pytest.raises(RlhfError, match=words):
-            await run(here)
-        assert (server.requests, server.weights) == ([], "initial")
-        assert [call for call in server.calls if call.startswith(("/pause", "/resume"))][-1] == "/resume"
 
 
 async def test_no_request_goes_out_on_a_connection_that_was_idle_for_long(monkeypatch: pytest.MonkeyPatch):

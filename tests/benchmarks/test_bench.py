@@ -28,8 +28,8 @@ def bench(out: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], st
 @pytest.mark.timeout(600)
 def test_scoring_compares_contenders_round_by_round_and_their_scores_with_transformers(tmp_path: Path) -> None:
     names = ["ours", "pytriton_padded"]
-    sizes = ["--models", "tiny", "--rows", "2", "--concurrency", "1,8", "--splits", "1x1", "--seconds", "0.1"]
-    result, report = bench(tmp_path, "scoring", *sizes, "--contenders", ",".join(names), "--repeats", "2")
+    sizes = ["--models", "tiny", "--rows", "2", "--concurrency", "1", "8", "--splits", "1x1", "--seconds", "0.1"]
+    result, report = bench(tmp_path, "scoring", *sizes, "--contenders", *names, "--repeats", "2")
     rounds = [[s["contender"] for s in result["samples"] if s["round"] == i and s["concurrency"] == 8] for i in (0, 1)]
     assert rounds == [names, names[::-1]]
     ours, padded = (row for row in result["rows"] if row["concurrency"] == 8)
@@ -51,7 +51,7 @@ def test_scoring_compares_contenders_round_by_round_and_their_scores_with_transf
 @pytest.mark.timeout(600)
 def test_reload_counts_failures_on_both_sides_and_times_swaps(tmp_path: Path) -> None:
     few = ["--swaps", "4", "--triton-reloads", "1", "--cycles", "1", "--quiet-s", "0.5", "--publishes", "2"]
-    result, _ = bench(tmp_path, "reload", "--models", "tiny", "--parts", "a,b", "--clients", "4", *few)
+    result, _ = bench(tmp_path, "reload", "--models", "tiny", "--parts", "a", "b", "--clients", "4", *few)
     swaps, reloads, publish = result["rows"]
     assert (swaps["reloads"], reloads["reloads"], publish["reloads"]) == (4, 1, 2)
     assert [swaps["failed_by_clients"], swaps["failed_by_server"]] == [0, 0]
@@ -59,7 +59,6 @@ def test_reload_counts_failures_on_both_sides_and_times_swaps(tmp_path: Path) ->
     assert min(swaps["p99_ms"], swaps["p99_ms_without"], reloads["p99_ms"]) > 0
     alone = publish["hash_ms"] + publish["load_ms"] + publish["canary_ms"]
     assert publish["ratio"] == pytest.approx(publish["reload_ms"] / alone)
-    assert (tmp_path / "reload.png").stat().st_size > 5_000
 
 
 @pytest.mark.slow
@@ -77,8 +76,8 @@ def test_trl_runs_both_algorithms_and_says_what_is_missing(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_gpu_runs_on_a_cpu_and_a_part_that_takes_too_long_fails_it(tmp_path: Path) -> None:
-    result, report = bench(tmp_path, "gpu", "--device", "cpu", "--parts", "environment,device_tests,tritonserver")
-    assert [sample["state"] for sample in result["samples"]] == ["passed"] * 3
+    result, report = bench(tmp_path, "gpu", "--device", "cpu", "--parts", "environment", "scoring")
+    assert [sample["state"] for sample in result["samples"]] == ["passed"] * 2
     assert "its speeds say nothing about a real GPU" in report
     assert any(row["number"] == "tiny: tokens/s" and row["value"] > 0 for row in result["rows"])
     late, report = bench(tmp_path / "late", "gpu", "--device", "cpu", "--parts", "swap", "--minutes", "0.01", code=1)
@@ -87,8 +86,8 @@ def test_gpu_runs_on_a_cpu_and_a_part_that_takes_too_long_fails_it(tmp_path: Pat
 
 
 def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    _, error = bench(tmp_path / "out", "scoring", "--contenders", "ours,theirs", code=2)
-    assert "unknown 'theirs'; known: ours" in error
+    _, error = bench(tmp_path / "out", "scoring", "--contenders", "ours", "theirs", code=2)
+    assert "invalid choice: 'theirs'" in error
     assert not (tmp_path / "out").exists()
 
 

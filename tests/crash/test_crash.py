@@ -1,7 +1,6 @@
 """The crash test of the live critic: processes are killed at named moments, and nothing may differ from a calm run.
 
-`make test-all` kills every victim once. `make crash` kills CRASH_KILLS (50) times; CRASH_RANKS=2 trains on two ranks,
-CRASH_FREEZES=N stops models N times for a few seconds, and with CRASH_HUNG=1 some victims hang until they are replaced.
+`make test-all` kills every victim once. `make crash` kills CRASH_KILLS (50) times; CRASH_RANKS=2 trains on two ranks.
 """
 
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from crash_kills import VICTIMS, Killer, freeze_models, plan_kills, stop_accepting
+from crash_kills import VICTIMS, Killer, plan_kills, stop_accepting
 from crash_system import DisturbedSystem, make_crash_run
 from crash_traffic import RequestRecord, Traffic, probes
 from live_system import Checkpoints, direct_rewards, direct_values
@@ -30,8 +29,6 @@ from rlhf_triton.store.weights import Manifest
 KILLS = int(os.environ.get("CRASH_KILLS", len(VICTIMS)))
 SEED = int(os.environ.get("CRASH_SEED", 1))
 RANKS = int(os.environ.get("CRASH_RANKS", 1))
-FREEZES = int(os.environ.get("CRASH_FREEZES", 0))
-IS_HUNG = os.environ.get("CRASH_HUNG") == "1"
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6  # steps trained after the last kill
 TOLERANCE = 1e-5  # of rewards and values: the server shares forward passes among rows
@@ -87,11 +84,10 @@ def test_no_kill_changes_what_is_trained_and_served(tmp_path: Path, checkpoints:
     system = DisturbedSystem(make_crash_run(tmp_path / "disturbed", checkpoints, RANKS), random.Random(SEED + 1))
     traffic = Traffic(system.config.server.http_url, system.config.run.identity, SEED, partial(stop_accepting, system))
     plan = plan_kills(KILLS, SEED, ranks=RANKS)
-    killer = Killer(system, traffic, plan, random.Random(SEED + 2), hung=IS_HUNG)
+    killer = Killer(system, traffic, plan, random.Random(SEED + 2))
     try:
         drive(system, traffic, killer, STEPS_AFTER)
-        system.stop_program("sidecar")  # it may still reload a model, and a frozen process would then end the server
-        freeze_models(system, FREEZES, random.Random(SEED + 4), killer.thread.given_up)
+        system.stop_program("sidecar")
     finally:
         killer.thread.give_up()  # first, so that nothing is killed while the system stops
         traffic.thread.give_up()

@@ -1,20 +1,11 @@
-"""The soak test of the whole loop, actor included: a PPO run in which processes are killed, and then left alone.
+"""The soak test of the whole loop, actor included: a PPO run of SOAK_MINUTES (2) whose processes are killed."""
 
-In the first 60 % of SOAK_MINUTES (2) a random process is killed from time to time; in the rest, what the processes use
-may not grow, from the median of its first quarter to that of its last one, within the life of one process.
-"""
-
-import contextlib
 import os
 import random
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from crash_system import DisturbedSystem
 from live_system import Checkpoints, make_run
@@ -22,28 +13,16 @@ from live_system import Checkpoints, make_run
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.store.jsonl import NewLines, read_jsonl
 from rlhf_triton.store.sealed_folder import read_state
-from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 2))
 SEED = int(os.environ.get("CRASH_SEED", 1))
-KILLS_UNTIL = 0.6  # of the duration
-SETTLED_AFTER = 0.7  # of the duration: from here on growth is measured
-LEAST_CALM = 0.25  # of the duration: growth is measured for at least this long
+KILLS_UNTIL = 0.8  # of the duration
 NUM_KILLS = 20
 LEAST_PAUSE_S = 10.0  # between the step after a kill and the next kill
-NUM_SAMPLES = 600
 LOOK_EVERY_S = 0.1
 LONGEST_UNTIL_S = 600.0  # until the next step after a kill
 ROWS = 16  # responses per step
 MOST_REQUESTS = 32  # in flight
-LONG_S = 900.0  # of calm, after which allocators and caches have settled
-MEMORY_SHARE, SHORT_MEMORY_SHARE = 0.05, 0.5  # allowed growth after a long and a short calm
-MEMORY_MB = 16.0  # in addition
-FILES, THREADS = 4, 4  # a sample may include short-lived ones
-FLAT_MB = 2.0
-FLAT_FILES = 16  # versions, entries or checkpoints that are being replaced
-QUARTER = 4
-ON_DISK = "on disk"
 
 
 def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
@@ -54,7 +33,6 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
             "global_batch_size": ROWS,
             "checkpoint_every": 10,
             "max_steps": 10**6,
-            "reload_on_save": "none",
             "publish": {"every": 1, "keep": 4},
         },
         "actor": {
@@ -62,20 +40,18 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
             "rollout_size": ROWS,
             "checkpoint_every": 20,
             "keep_checkpoints": 3,
-            "stop_grace_s": 60,
             "validation_size": 0,
-            "client": {"max_in_flight": MOST_REQUESTS, "backoff_s": 0.1, "deadline_s": 20, "retries": 6},
+            "client": {"max_in_flight": MOST_REQUESTS, "deadline_s": 20},
         },
     }
     return make_run(folder, checkpoints, **sections).path
 
 
 class Soak:
-    """One soak test: kills processes and takes samples while the system runs."""
+    """One soak test: kills processes while the system runs."""
 
     def __init__(self, system: DisturbedSystem, minutes: float, generator: random.Random) -> None:
         self.kills: list[dict[str, Any]] = []
-        self.samples: list[UsageSample] = []
         self._system = system
         self._seconds = minutes * 60
         self._random = generator
@@ -85,23 +61,13 @@ class Soak:
         self._step = 0
         self._victims: list[str] = []
         self._next_kill_s = 0.0  # set once the first step is complete
-        self._next_sample_s = 0.0
-
-    @property
-    def calm_from_s(self) -> float:
-        """When growth begins to be measured, in seconds since the start; later if the last kill lasted."""
-        ends = [kill["time_s"] + (kill["until_s"] or 0.0) for kill in self.kills]
-        return max([SETTLED_AFTER * self._seconds, *ends])
 
     def run(self) -> None:
-        """Run for the whole duration, longer if growth was not measured for long enough."""
+        """Run for the whole duration, longer if a step is awaited after a kill."""
         while not self._is_over(now := time.monotonic() - self._started):
             self._system.look()
             for line in self._new_lines.read_objects():
                 self._step = line["step"]
-            if now >= self._next_sample_s:
-                self._next_sample_s = now + max(1.0, self._seconds / NUM_SAMPLES)
-                self.samples.append(take_sample(self._system, now))
             self._look_at_kills(now)
             time.sleep(LOOK_EVERY_S)
 
@@ -109,7 +75,7 @@ class Soak:
         pending = self._pending
         if pending is not None:
             return now > self._seconds and now - pending["time_s"] > LONGEST_UNTIL_S
-        return now > max(self._seconds, self.calm_from_s + LEAST_CALM * self._seconds)
+        return now > self._seconds
 
     @property
     def _pending(self) -> dict[str, Any] | None:
@@ -143,83 +109,9 @@ class Soak:
             print(f"{now / 60:6.1f} min  step {self._step}  killed the {victim}")
 
 
-@dataclass(frozen=True)
-class UsageSample:
-    """What the system uses at one moment."""
-
-    time_s: float
-    pids: dict[str, int]
-    """Of the processes by name; a model of several processes or none is left out."""
-    numbers: dict[tuple[str, str], float]
-    """By process (or ON_DISK) and kind."""
-
-
-def take_sample(system: DisturbedSystem, time_s: float) -> UsageSample:
-    """Return what the system uses now; a process that ends meanwhile is left out."""
-    run, journal = system.config.run, system.config.run.journal_dir / system.config.run.identity
-    folders = [run.weights_dir, journal / "entries", run.dir / "checkpoints"]
-    found: dict[tuple[str, str], float] = {
-        (ON_DISK, "shared memory MB"): _megabytes(SHARED_MEMORY, system.region_prefix),
-        (ON_DISK, "versions"): len(system.store.versions()),
-        (ON_DISK, "journal entries"): _num_files(journal / "entries"),
-        (ON_DISK, "checkpoints"): sum(_num_files(run.dir / "checkpoints" / role) for role in ("actor", "critic")),
-        # Metrics and logs grow with the number of steps.
-        (ON_DISK, "MB"): sum(map(_megabytes, folders)),
-    }
-    pids = {}
-    for name in system.victims:
-        processes = system.processes_of(name)
-        if len(processes) == 1:
-            with contextlib.suppress(psutil.Error):
-                pids[name] = processes[0].pid
-                found[name, "memory MB"] = processes[0].memory_info().rss / 1e6
-                found[name, "files"] = processes[0].num_fds() - len(processes[0].net_connections("all"))
-                found[name, "threads"] = processes[0].num_threads()
-    return UsageSample(round(time_s, 2), pids, found)
-
-
-def _num_files(folder: Path) -> int:
-    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
-
-
-def _megabytes(root: Path, prefix: str = "") -> float:
-    """Return the size on disk of the files below `root` whose names begin with `prefix`."""
-    total = 0
-    for folder, _, names in os.walk(root):  # which ignores a folder that was removed since it was listed
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += (Path(folder) / name).stat().st_blocks * 512 if name.startswith(prefix) else 0
-    return total / 1e6
-
-
-def growth(calm: Sequence[UsageSample]) -> list[str]:
-    """Return what has grown between the first and the last quarter, within the life of one process."""
-    share = MEMORY_SHARE if calm[-1].time_s - calm[0].time_s >= LONG_S else SHORT_MEMORY_SHARE
-    allowed = {
-        "memory MB": (share, MEMORY_MB),
-        "files": (0.0, FILES),
-        "threads": (0.0, THREADS),
-        "shared memory MB": (0.0, FLAT_MB),
-        "MB": (0.25, FLAT_MB),
-    }
-    found = []
-    for name, kind in calm[-1].numbers:
-        values = [
-            sample.numbers[name, kind]
-            for sample in calm
-            if (name, kind) in sample.numbers and sample.pids.get(name) == calm[-1].pids.get(name)
-        ]
-        size = max(1, len(values) // QUARTER)
-        before, after = statistics.median(values[:size]), statistics.median(values[-size:])
-        slope, slack = allowed.get(kind, (0.0, FLAT_FILES))
-        if after > before * (1 + slope) + slack:
-            found.append(f"{name}: {before:g} {kind}, and {after:g} later")
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900 + 180 * MINUTES)
-def test_kills_cost_no_update_and_nothing_grows(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_kills_cost_no_update(tmp_path: Path, checkpoints: Checkpoints) -> None:
     system = DisturbedSystem(make_soak_run(tmp_path, checkpoints), random.Random(SEED + 1), ("actor", "sidecar"))
     soak = Soak(system, MINUTES, random.Random(SEED + 2))
     try:
@@ -244,6 +136,3 @@ def test_kills_cost_no_update_and_nothing_grows(tmp_path: Path, checkpoints: Che
     assert [line["step"] for line in read_jsonl(run_dir / "metrics.jsonl")] == list(range(1, last + 1))
     assert [line for line in read_jsonl(run_dir / "critic_metrics.jsonl") if "error" in line] == []
     assert actor["masked_samples"] == 0, "every response was scored"
-    calm = [sample for sample in soak.samples if sample.time_s >= soak.calm_from_s]
-    assert calm
-    assert growth(calm) == []

@@ -6,12 +6,10 @@
 import contextlib
 import json
 import os
-import random
 import re
 import socket
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import yaml
 from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_server, stop_process, wait_for
 from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
 
+from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import is_open
@@ -75,7 +74,7 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
     assert specs["rlhf-server"]["terminationGracePeriodSeconds"] >= stopping_s
     trainer = specs["rlhf-trainer"]["containers"][0]
     assert str(config.run.journal_dir / "heartbeat.json") in trainer["readinessProbe"]["exec"]["command"][-1]
-    assert specs["rlhf-actor"]["terminationGracePeriodSeconds"] > config.actor.stop_grace_s + 5
+    assert specs["rlhf-actor"]["terminationGracePeriodSeconds"] > STOP_GRACE_S + 5
     assert config.actor.client.servers == ("dns:rlhf-server:8000",)
     assert config.trainer.servers == ["dns:rlhf-server:8001"]
 
@@ -98,22 +97,9 @@ def test_a_pod_gets_only_the_keys_that_it_needs(overlay: str) -> None:
     assert found == ({"rlhf-run": [None]} if overlay == "single" else several)
 
 
-# ---- starting runs: torchrun lines and the Slurm script, on loopback ----
+# ---- starting runs: torchrun lines, on loopback ----
 
-SBATCH = DEPLOY / "slurm" / "run.sbatch"
 # Starts as many processes as nodes are asked for, and forwards SIGTERM, as srun does. The server stays on loopback.
-SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do [[ $1 == --nodes=* ]] && nodes=${1#*=}; shift; done
-pids=()
-for ((i = 0; i < nodes; i++)); do "${@/server.host=0.0.0.0/server.host=127.0.0.1}" & pids+=($!); done
-trap 'kill -TERM "${pids[@]}"' TERM
-code=0
-for pid in "${pids[@]}"; do until wait "$pid"; do code=$?; kill -0 "$pid" 2>/dev/null || break; done; done
-exit $code
-"""
-SCONTROL = """#!/usr/bin/env bash
-if [[ $1 == show ]]; then printf '127.0.0.1\\n%.0s' $(seq "$SLURM_JOB_NUM_NODES"); else echo "$@"; fi
-"""
 TORCHRUN = "torch.distributed.run"
 STEPS = 4
 
@@ -212,8 +198,7 @@ class Nodes:
 @pytest.mark.timeout(600)
 def test_the_torchrun_lines_train_and_what_dies_is_replaced(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """The trainer loses a rank, the actor a node."""
-    client = {"retries": 60, "backoff_s": 0.2}
-    settings = {"ranks": 2, "steps": STEPS, "client": client}
+    settings = {"ranks": 2, "steps": STEPS}
     run = make_run(tmp_path, checkpoints, actor=settings, trainer={"ranks": 2})
     with contextlib.ExitStack() as stack:
         server = start_server(run)
@@ -235,85 +220,6 @@ def test_the_torchrun_lines_train_and_what_dies_is_replaced(tmp_path: Path, chec
         assert trainer.stop() == [1, 1], "torchrun's own exit code after SIGTERM"
         logs = "".join(agent.log_path.read_text() for agent in trainer.agents)
         assert "forcefully" not in logs, "SIGTERM did not end the ranks"
-
-
-class Job(subprocess.Popen[bytes]):
-    """The script on a cluster of which this machine is every node: one server, ranks of the trainer and the actor."""
-
-    def __init__(self, folder: Path, run: LiveRun, *, trainers: int, actors: int) -> None:
-        for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        first = consecutive_ports(4)
-        environment = {
-            **os.environ,
-            **ENVIRONMENT,
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "PYTHON": sys.executable,
-            "SLURM_JOB_NODELIST": "node[1-9]",
-            "SLURM_JOB_NUM_NODES": str(1 + trainers + actors),
-            "SLURM_JOB_ID": "7",
-            "SERVERS": "1",
-            "TRAINERS": str(trainers),
-            "ACTORS": str(actors),
-            "GPUS": "1",
-            "TMPDIR": str(folder),
-            "HTTP_PORT": str(first),
-            "GRPC_PORT": str(first + 1),
-            "RENDEZVOUS_PORT": str(first + 2),
-            "PET_LOCAL_ADDR": "127.0.0.1",
-        }
-        self._log = folder / "log"
-        with self._log.open("wb") as log:
-            super().__init__([SBATCH, run.path], env=environment, stdout=log, stderr=log)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def __exit__(self, *_: object) -> None:
-        """Kill what is left of it."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(self.pid).children(recursive=True), self]:
-                each.kill()
-        self.wait()
-
-
-def consecutive_ports(count: int) -> int:
-    """The first of `count` free ports in a row, below those that the kernel gives to outgoing connections."""
-    while True:
-        first = random.randrange(20_000, 32_000)
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
-
-
-def assert_order(text: str, *lines: str) -> None:
-    """Fail unless the last occurrences of the lines are in this order."""
-    positions = [text.rfind(line) for line in lines]
-    assert -1 not in positions, (lines, text)
-    assert positions == sorted(positions), (lines, text)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-class TestSlurm:
-    def test_before_the_time_limit_it_stops_in_order_and_is_queued_again(
-        self, tmp_path: Path, checkpoints: Checkpoints
-    ) -> None:
-        run = make_run(tmp_path, checkpoints, actor={"ranks": 2, "steps": 1000})
-        with Job(tmp_path, run, trainers=1, actors=2) as job:
-            while run.journal.last_step() < 2:
-                assert job.poll() is None, job.log
-                time.sleep(0.1)
-            job.terminate()
-            assert job.wait() != 0
-        ends = ["whose checkpoint is written", "SignalException", "draining", "stopped", "requeue 7"]
-        assert_order(job.log, *ends)
-        assert {line["step"] for line in run.critic_metrics() if "loss_mean" in line} >= {1}
 
 
 # ---- Dockerfile.triton, without a Docker engine ----

@@ -45,7 +45,7 @@ def generate(policy: Policy, **settings: Any) -> list[SampledRow]:
 
 def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
     """What is counted in each step of decoding."""
-    step, traces = Decoder._write_on, []
+    step, traces = Decoder._decode_step, []
 
     def traced(decoder: Decoder) -> None:
         with Trace() as trace:
@@ -53,7 +53,7 @@ def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
         traces.append(trace)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "_write_on", traced)
+        patch.setattr(Decoder, "_decode_step", traced)
         generate(policy, **settings)
     return traces
 
@@ -63,8 +63,8 @@ def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
     [
         ({}, False),
         ({"precision": "float32"}, True),
-        ({"repetition_penalty": 1.3, "min_new_tokens": 4, "temperature": 0.7, "top_k": 20, "top_p": 0.9}, False),
-        ({"lora_rank": 2, "repetition_penalty": 1.3, "min_new_tokens": 4}, True),
+        ({"min_new_tokens": 4, "temperature": 0.7, "top_k": 20, "top_p": 0.9}, False),
+        ({"lora_rank": 2, "min_new_tokens": 4}, True),
     ],
     ids=str,
 )
@@ -119,7 +119,7 @@ def test_lack_of_memory_in_the_proof_does_not_choose_the_slower_engine(checkpoin
         generate(policy)
     policy.generation.memory.size = 4
     generate(policy)
-    assert policy.generation._decodes
+    assert policy.generation.uses_slots
 
 
 def test_a_copy_generates_on_a_stream_of_its_own_which_waits_and_is_waited_for(

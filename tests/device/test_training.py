@@ -21,8 +21,8 @@ from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run import policies
 from rlhf_triton.config import RunConfig
+from rlhf_triton.learning.merged_slices import MergedSlices
 from rlhf_triton.learning.ranks import Ranks
-from rlhf_triton.learning.sharding import MergedSlices
 from rlhf_triton.python_backend.models.canary import CANARY_TOKENS
 from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
@@ -66,7 +66,7 @@ def traced(work: Callable[[], Any]) -> Trace:
 def num_shared(policy: TrainablePolicy, batch: PPOBatch) -> int:
     """The number of micro-batches whose prompts are shared."""
     found = 0
-    for rows in policy.plan(batch.lengths):
+    for rows in policy.trained.plan(batch.lengths.tolist()):
         width = int(batch.lengths[rows].max())
         inside = batch.mask[rows, : width - 1] != 0
         found += policy._shares_prompts and bool(shared_passes(batch.tokens[rows, :width], batch.lengths[rows], inside))
@@ -84,13 +84,13 @@ def weights_of(policy: Policy) -> Tensor:
     "settings",
     [
         {"precision": "float32", "entropy_bonus": 0.01},
-        {"lora_rank": 2, "lora_dropout": 0.1},
+        {"lora_rank": 2},
         {"gradient_checkpointing": True, "kl_penalty_in": "loss", "entropy_bonus": 0.01},
     ],
 )
 def test_a_policy_update_waits_for_its_statistics_and_its_norm(checkpoint: Path, settings: dict[str, Any]):
     policy, batch = make_policy(checkpoint, **settings), make_batch()
-    assert len(policy.plan(batch.lengths)) == 3
+    assert len(policy.trained.plan(batch.lengths.tolist())) == 3
     trace = traced(lambda: update_of(policy).run(batch, seed=0, kl_coef=0.1))
     assert trace.num_waits <= num_shared(policy, batch) * WAITS_OF_AN_UPDATE + WAITS_OF_A_STEP, trace.where
     assert {parameter.device for parameter in policy.model.parameters()} == {torch.device("cuda:2")}
@@ -103,7 +103,7 @@ def test_log_probs_wait_once_a_micro_batch_and_for_the_inspection_of_shared_mask
     assert trace.num_waits == 1
     policy, batch = make_policy(checkpoint, kl_reference="actor"), make_batch()
     trace = traced(lambda: policy.logprobs(samples_of(batch, prompt=PROMPT), reference=True))
-    most = len(policy.plan(batch.lengths)) * WAITS_OF_A_REFERENCE + num_shared(policy, batch)
+    most = len(policy.trained.plan(batch.lengths.tolist())) * WAITS_OF_A_REFERENCE + num_shared(policy, batch)
     assert trace.num_waits <= most, trace.where
     served = load_language_model(checkpoint, device="cuda:1", dtype="bfloat16", banned_token_ids=[3, 4])
     trace = traced(lambda: served.logprobs([np.arange(5, 5 + n) for n in (4, 7, 1)]))
@@ -175,7 +175,7 @@ def devices_of(policy: Policy) -> set[str]:
     """The devices of all weights and of the optimizer's state."""
     models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    moments = [tensor for state in policy.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+    moments = [tensor for state in policy.trained.optimizer.state.values() for tensor in state.values() if tensor.ndim]
     return {str(tensor.device) for tensor in (*tensors, *moments)}
 
 

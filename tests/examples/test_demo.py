@@ -14,8 +14,6 @@ import torch
 import transformers as hf
 from synthetic_run import write_run
 
-from rlhf_triton.actor.run.settings import flat_settings
-from rlhf_triton.config import load_config
 from rlhf_triton.python_backend.models.modeling import load_critic, load_reward
 from rlhf_triton.rewards.function import Sample, checked, load_function
 from rlhf_triton.store.jsonl import read_jsonl
@@ -182,17 +180,6 @@ def test_without_a_package_index_the_demo_says_what_to_do(tmp_path: Path) -> Non
     assert "connect to a package index" in error
 
 
-def test_grpo_and_sao_differ_only_in_algorithm_critic_and_learning_rate() -> None:
-    grpo, ours = (flat_settings(load_config(ROOT / f"configs/{name}.yaml")) for name in ("rlvr", "sao"))
-    differing = {key for key in grpo if key.startswith("actor.") and grpo[key] != ours[key]}
-    kept = {key for key in differing if not key.startswith("actor.algorithm.")} - {
-        "actor.optimizer.lr",
-        "actor.optimizer.min_lr",
-    }
-    assert kept <= {"actor.kl.penalty_in", "actor.kl.estimator"}  # without effect: the coefficient is 0
-    assert grpo["actor.kl.coef"] == ours["actor.kl.coef"] == 0
-
-
 class TestGold:
     """Run folders that are small enough to count by hand."""
 
@@ -224,11 +211,6 @@ class TestGold:
         assert figures["gold_before"] == 0.0
         assert figures["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
         assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
-
-    def test_of_a_chat_the_reply_alone_is_scored(self, tmp_path: Path) -> None:
-        chat = {"question": "How was it?", "prompt": "Be helpful, great and good."}
-        assert self.figures(tmp_path / "chat", (" a list", " a great thing."), **chat)["gold_before"] == 0.0
-        assert load_run(write_run(tmp_path / "no texts", validated=False, report=GOLD)).sections == []
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ class Gateway:
 def gateway(guarded: Stage, policy: FakeVllm) -> Iterator[Gateway]:
     section = {"port": free_port(), "key_env": GATEWAY_KEY_VARIABLE}
     model = str(guarded.run.config.actor.policy.model)
-    section["policy"] = {"model": model, "servers": [policy.url], "max_session_tokens": 50_000}
+    section["policy"] = {"model": model, "servers": [policy.url]}
     child = guarded.run.start("gateway", f"gateway={json.dumps(section)}", module="rlhf_triton.tools gateway")
     url = f"127.0.0.1:{section['port']}"
     try:

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_triton.learning import sharding
-from rlhf_triton.learning.ranks import Ranks
-from rlhf_triton.learning.sharding import read_tensors, shard, write_checkpoint, write_slices
+from rlhf_triton.learning import slices
+from rlhf_triton.learning.ranks import ALONE, Ranks
+from rlhf_triton.learning.sharding import shard
+from rlhf_triton.learning.slices import read_tensors, write_checkpoint, write_slices
 from tests.support.ranks import on_ranks, whole_tensors
 
 
@@ -38,7 +39,7 @@ def write(ranks: Ranks, folder: Path) -> int:
     shard(model, ranks)
     for name in ("slices", "checkpoint", "again"):
         ranks.together(lambda name=name: (folder / name).mkdir(exist_ok=True))
-    write_slices(model.state_dict(), folder / "slices")
+    write_slices(model.state_dict(), folder / "slices", ranks)
     for name in ("checkpoint", "again"):
         write_one_file_per_rank(model.state_dict(), folder / name, ranks)
     dist.barrier()
@@ -60,11 +61,11 @@ def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
         raise OSError(errno.ENOSPC, "disk full")
 
     if ranks.rank == 1:
-        sharding.sync_file = sharding.raw_bytes = full  # type: ignore[attr-defined]
+        slices.sync_file = slices.raw_bytes = full  # type: ignore[attr-defined]
         HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
-    for write in (write_slices, lambda tensors, folder: write_one_file_per_rank(tensors, folder, ranks)):
+    for write in (write_slices, write_one_file_per_rank):
         try:
-            write(model.state_dict(), folder)
+            write(model.state_dict(), folder, ranks)
         except OSError as error:
             seen.append(error.errno)
     return seen
@@ -74,7 +75,7 @@ def read(ranks: Ranks, folder: Path) -> bool:
     """Return whether a sharded model that reads the files has the weights that were written."""
     model = a_model(1)
     shard(model, ranks)
-    read_tensors(model.state_dict(), folder)
+    read_tensors(model.state_dict(), folder, ranks)
     wanted = a_model(0).state_dict()
     return all(torch.equal(tensor, wanted[name]) for name, tensor in whole_tensors(model.state_dict()))
 
@@ -95,7 +96,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path):
 
 def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path):
     model = a_model(1)
-    read_tensors(model.state_dict(), written / "slices", no_dist=True)
+    read_tensors(model.state_dict(), written / "slices", ALONE)
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in a_model(0).state_dict().items())
     assert {path.suffix for path in (written / "slices").iterdir()} == {".safetensors"}
 

@@ -4,7 +4,10 @@ import json
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +123,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, mess
         inspect_checkpoint(tmp_path)
 
 
+def test_inspecting_imports_no_torch(tmp_path: Path):
+    save_tiny(tmp_path, "llama", "reward")
+    script = (
+        "import sys, pathlib; from rlhf_triton.checkpoints.inspection import inspect_checkpoint;"
+        "inspect_checkpoint(pathlib.Path(sys.argv[1])); assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
 # ---- fingerprints ----
 
 
@@ -166,6 +178,32 @@ def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, fami
         assert end_of_sequence(tmp_path) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("ids", "eos", "vocab_size", "expected"),
+    [
+        ((1, 2, 0), None, None, ([1], 2, [0, 2])),
+        ((1, 1, 1), 5, None, ([1, 5], 1, [])),  # one token for all three, as GPT-2 has it
+        ((1, 10, 11), None, 10, ([1], 1, [])),  # added to the tokenizer alone
+        ((10, None, 0), 3, 10, ([3, 10], 3, [0])),
+        ((None, 0, 0), None, None, None),
+    ],
+)
+def test_tokens_with_a_role(
+    ids: tuple[int | None, ...],
+    eos: Any,
+    vocab_size: int | None,
+    expected: tuple[list[int], int, list[int]] | None,
+):
+    tokenizer: Any = SimpleNamespace(**dict(zip(("eos_token_id", "pad_token_id", "bos_token_id"), ids, strict=True)))
+    tokenizer.get_vocab = lambda: {str(i): i for i in range(13)}
+    if expected is None:
+        with pytest.raises(ValueError, match="define no end-of-sequence token"):
+            special_tokens(tokenizer, eos)
+    else:
+        special = special_tokens(tokenizer, eos, vocab_size=vocab_size)
+        assert (special.eos_ids, special.pad_id, special.banned_ids) == expected
+
+
 NO_EOS = {"eos_token": "<|endoftext|>"}  # which pads, too; the template ends turns with <|im_end|>
 BY_PLACE = CHATS["qwen2"].replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}")
 
@@ -194,7 +232,6 @@ def test_tokenizer_embeddings_generation_config_and_template_are_compared(
     special = special_tokens_in(tmp_path)
     assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert (special.eos_ids, special.banned_ids, special.template_end) == (ends, banned, template_end)
-    assert special.pad_id == 0
 
 
 def test_gaps_in_a_vocabulary_are_no_entries_and_equal_texts_are():

@@ -18,18 +18,18 @@ from rlhf_triton.critic_client import (
     ClientSection,
     ContractError,
     CriticClient,
-    CriticClientError,
     RequestFailed,
     RequestRefused,
     ServerFailed,
 )
-from rlhf_triton.critic_client.client import training_arrays
+from rlhf_triton.critic_client.rows import training_arrays
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import Limits, VersionRange
 from rlhf_triton.wire.training_payload import train_payload
 
 ROWS = [[5, 6, 7]]
 UPDATE = (ROWS, [[1.0, 2.0]], [[0.5, 1.5]], [[0, 1]])  # tokens, returns, prev_values, mask
-QUICK = ClientSection(retries=1, backoff_s=0.001, max_outage_s=0.0)
+QUICK = ClientSection(max_outage_s=0.0)
 Call = Callable[[CriticClient], Any]
 
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_a_row_is_named(change: dict[int, Any], told: str) ->
 def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(critic: CriticClient) -> None:
         monkeypatch.setattr(critic._client._client, "score", not_finite)
-        with pytest.raises(CriticClientError, match=r"values\[0\]: the critic returned numbers that are not finite"):
+        with pytest.raises(RlhfError, match=r"values\[0\]: the critic returned numbers that are not finite"):
             critic.values(ROWS)
 
     async def not_finite(rows: list[np.ndarray], outputs: tuple[str, ...], **_: object) -> dict[str, np.ndarray]:
@@ -136,14 +136,14 @@ def test_values_updates_checkpoints_and_rewinds() -> None:
             for scored in threads.map(lambda _: critic.values(ROWS), range(32)):
                 assert ([row.tolist() for row in scored.values], scored.weights_version) == ([[0.5, 1.5, 2.5]], 7)
         for early in (lambda: critic.train(1, *UPDATE), lambda: critic.save(1)):
-            with pytest.raises(CriticClientError, match=r"call rewind first: rewind\(0\) begins a run"):
+            with pytest.raises(RlhfError, match=r"call rewind first: rewind\(0\) begins a run"):
                 early()
         assert critic.rewind(0) == 7
         answer = critic.train(1, *UPDATE)
         assert (answer.loss_mean, answer.weights_version) == (0.25, 7)
         assert critic.save(1, keep_steps=[1]) == 7
         critic.close()
-        with pytest.raises(CriticClientError, match="the client is closed; make another one"):
+        with pytest.raises(RlhfError, match="the client is closed; make another one"):
             critic.values(ROWS)
 
     play(call)
@@ -159,7 +159,7 @@ def test_async_calls_overlap() -> None:
                 await critic.rewind(0)
                 server.go.set()
                 assert [found.weights_version for found in await asyncio.gather(*asked)] == [7] * 3
-            with pytest.raises(CriticClientError, match="the client is closed"):
+            with pytest.raises(RlhfError, match="the client is closed"):
                 await critic.values(ROWS)
 
     asyncio.run(run())
@@ -186,7 +186,7 @@ def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: st
 
 def test_a_server_without_a_critic_is_told_apart() -> None:
     def call(critic: CriticClient) -> None:
-        with pytest.raises(CriticClientError, match=r"serves no critic: its YAML needs a section `critic`.*not found"):
+        with pytest.raises(RlhfError, match=r"serves no critic: its YAML needs a section `critic`.*not found"):
             critic.values(ROWS)
 
     play(call, server=NoCritic)
@@ -197,7 +197,7 @@ def test_the_blocking_client_refuses_to_block_an_event_loop() -> None:
         async def inside() -> None:
             critic.values(ROWS)
 
-        with pytest.raises(CriticClientError, match="would block the running event loop; use AsyncCriticClient"):
+        with pytest.raises(RlhfError, match="would block the running event loop; use AsyncCriticClient"):
             asyncio.run(inside())
 
     play(call)
@@ -207,7 +207,7 @@ def test_the_client_of_one_loop_is_refused_in_another() -> None:
     async def run() -> None:
         async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
             await critic.values(ROWS)
-            with pytest.raises(CriticClientError, match="used in another event loop"):
+            with pytest.raises(RlhfError, match="used in another event loop"):
                 await asyncio.to_thread(lambda: asyncio.run(critic.values(ROWS)))
 
     asyncio.run(run())
@@ -219,7 +219,7 @@ def test_a_forked_process_needs_a_client_of_its_own() -> None:
         if pid == 0:
             try:
                 critic.values(ROWS)
-            except CriticClientError as error:
+            except RlhfError as error:
                 critic.close()  # as a `with` does; it does not wait for the parent's thread
                 os._exit(0 if "another process" in str(error) else 2)
             finally:
@@ -234,7 +234,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
             while not sent.wait(0.001):
                 pass
             critic.close()
-            with pytest.raises(CriticClientError, match="closed before the answer arrived"):
+            with pytest.raises(RlhfError, match="closed before the answer arrived"):
                 waiting.result()
 
     def behaviour(model: str, number: int) -> str:
@@ -253,7 +253,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
     [
         ("wrong", RequestRefused, "critic_train at .* refused: tokens: missing"),
         ("failed", ServerFailed, "critic_train at .* refused: the gradients are not finite"),
-        ("busy", RequestFailed, "critic_train at .* refused after 2 attempts: no room"),
+        ("busy", RequestFailed, "critic_train at .* refused after 7 attempts: no room"),
     ],
 )
 def test_failures_are_of_one_kind_each(what: str, kind: type[RequestFailed], told: str) -> None:
@@ -272,7 +272,7 @@ def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
         critic.values(ROWS)
 
     async def run() -> None:
-        hasty = ClientSection(retries=0, deadline_s=0.5)
+        hasty = ClientSection(deadline_s=0.5)
         async with (
             FakeTriton(lambda *_: "hang") as server,
             AsyncCriticClient(server.url, run_id="mine", settings=hasty) as critic,

@@ -531,7 +531,8 @@ HOUR_S = 3600.0
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
     """critic_save of run `run`; 0.4 s of silence are too long."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
-    parameters = {"journal": str(tmp_path), "run_id": "run", "integrity": "xxh3", "heartbeat_timeout_s": "0.4"}
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", 0.4)
+    parameters = {"journal": str(tmp_path), "run_id": "run", "integrity": "xxh3"}
     config = {"name": "critic_save", "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     model = TritonPythonModel()
     model.initialize({"model_config": json.dumps(config)})

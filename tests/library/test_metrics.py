@@ -20,10 +20,11 @@ import triton_python_backend_utils as stub
 from prometheus_client.parser import text_string_to_metric_families
 from span_collector import Collector, Span, collector
 
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring import log_lines, tracing
 from rlhf_triton.monitoring.log_lines import JsonFormatter, parsed, set_log_position
 from rlhf_triton.monitoring.metrics import SHARED, Exporter, MetricSpec, Values
-from rlhf_triton.monitoring.tracing import TracingUnavailable, end_step, parsed_traceparent, span, traceparent
+from rlhf_triton.monitoring.tracing import end_step, parsed_traceparent, span, traceparent
 from rlhf_triton.process import StopRequested, StopSignals, long_lived_imports
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters
 from rlhf_triton.tools.server.ports import free_port
@@ -353,9 +354,7 @@ def test_nothing_happens_without_an_endpoint() -> None:
 def test_a_missing_extra_is_named() -> None:
     with (
         mock.patch.dict(sys.modules, {"opentelemetry.sdk.trace": None}),
-        pytest.raises(
-            TracingUnavailable, match=r"run\.trace_endpoint needs opentelemetry.*pip install '\.\[tracing\]'"
-        ),
+        pytest.raises(RlhfError, match=r"run\.trace_endpoint needs opentelemetry.*pip install '\.\[tracing\]'"),
     ):
         tracing.start("actor", "http://localhost:4318", "my-run")
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,22 +24,22 @@ from chat_server import ChatServer
 from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
+from rlhf_triton.errors import FunctionError
 from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
 from rlhf_triton.rewards import count
-from rlhf_triton.rewards import pool as pool_module
 from rlhf_triton.rewards.function import (
     NOT_APPLICABLE,
     BadScore,
-    FunctionError,
     Sample,
     checked,
     load_function,
     take_counts,
 )
-from rlhf_triton.rewards.groups import BadGroup, group_key
+from rlhf_triton.rewards.groups import group_key
 from rlhf_triton.rewards.judge import Judge
-from rlhf_triton.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
-from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR
+from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR, ContractError
+from rlhf_triton.workers import pool as workers_module
 
 FILE = Path(reward_functions.__file__)
 TRL_FILE = Path(trl_functions.__file__)
@@ -61,9 +60,17 @@ def make_pool() -> Iterator[MakePool]:
     made: list[WorkerPool] = []
     before = workers()
 
-    def make(spec: str = "by_row", *, num_workers: int = 1, timeout_s: float = 60.0, **call: Any) -> WorkerPool:
+    def make(
+        spec: str = "by_row",
+        *,
+        num_workers: int = 1,
+        timeout_s: float = 60.0,
+        most_waiting: float = math.inf,
+        **call: Any,
+    ) -> WorkerPool:
         spec = spec if ":" in spec else f"{FILE}:{spec}"
-        made.append(WorkerPool(FunctionCall(spec, timeout_s, **call), num_workers=num_workers))
+        settings = FunctionCall(spec=spec, timeout_s=timeout_s, **call)
+        made.append(WorkerPool(settings, num_workers=num_workers, most_waiting=most_waiting))
         return made[-1]
 
     yield make
@@ -75,7 +82,7 @@ def make_pool() -> Iterator[MakePool]:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Two workers, for samples that kill none."""
-    pool = WorkerPool(FunctionCall(f"{FILE}:by_row", 60.0), num_workers=2)
+    pool = WorkerPool(FunctionCall(spec=f"{FILE}:by_row", timeout_s=60.0), num_workers=2)
     yield pool
     pool.close()
 
@@ -86,7 +93,7 @@ def limit_passes_when_these_hang(monkeypatch: pytest.MonkeyPatch, files: Sequenc
     def monotonic() -> float:
         return LIMIT_S * sum(file.is_file() and file.stat().st_size > 0 for file in files)
 
-    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(workers_module, "time", SimpleNamespace(monotonic=monotonic))
 
 
 def workers() -> list[psutil.Process]:
@@ -106,18 +113,7 @@ def responses(*texts: str, **metadata: object) -> list[Sample]:
 
 def scored(pool: WorkerPool, *groups: Sequence[Sample]) -> list[list[ScoreOutcome]]:
     """The outcomes of each group of one request."""
-    results: dict[int, list[ScoreOutcome]] = {}
-    left = threading.Semaphore(0)
-
-    def done(number: int, outcomes: list[ScoreOutcome]) -> None:
-        assert number not in results
-        results[number] = outcomes
-        left.release()
-
-    pool.submit([(list(group), lambda found, i=i: done(i, found)) for i, group in enumerate(groups)])
-    for _ in groups:
-        assert left.acquire(timeout=120)
-    return [results[number] for number in range(len(groups))]
+    return pool.submit([[*group] for group in groups]).result(timeout=120)
 
 
 def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[ScoreOutcome]:
@@ -184,7 +180,7 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
         assert psutil.Process().children() == others
     finally:
         prctl(subreaper, 0)
-    assert errors_of(killed) == ["took longer than 60 s (its timeout_s) and was killed"] * 3
+    assert errors_of(killed) == ["took longer than 60 s and was killed"] * 3
     assert first.score != second.score
     assert last == ScoreOutcome(1.0)
     pids = [int(first.score), *(int(path.read_text()) for path in files)]
@@ -193,23 +189,21 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
 
 def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool) -> None:
     pool = make_pool()
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    for bad in (*doing("garbled frame", "foreign frame", "two results"), Sample("", [], {"deep": deep})):
+    for bad in doing("garbled frame", "foreign frame", "two results"):
         before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
         assert failed.error
         assert (before.error, after.error) == ("", "")
         assert before.score != after.score, "it has been killed"
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    failed, after = outcomes(pool, [Sample("", [], {"deep": deep}), *doing(None)])
+    assert (failed.error != "", after.error) == (True, "")
 
 
-def test_a_worker_that_is_killed_while_idle_and_a_callback_that_raises_cost_at_most_one_sample(
-    make_pool: MakePool,
-) -> None:
+def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool: MakePool) -> None:
     pool = make_pool()
-    pool.submit([(doing(None), lambda _: [][0])])
     (worker,) = outcomes(pool, doing("pid"))
-    assert worker.error == "", "its thread goes on"
     os.kill(int(worker.score), signal.SIGKILL)
     found = outcomes(pool, doing(*[None] * 20))
     assert sum(bool(outcome.error) for outcome in found) <= 1
@@ -244,25 +238,21 @@ def test_secrets_are_not_inherited_but_for_the_functions_own(
     assert outcomes(make_pool(**call), asked) == [ScoreOutcome(0.0), ScoreOutcome(len(inherited))]
 
 
-def test_a_request_of_many_groups_lets_one_of_a_few_pass() -> None:
-    waiting = FairQueue()
-    long, short = doing(*[None] * 200), doing(None, None)
-    waiting.put([(long[i : i + 2], print) for i in range(0, 200, 2)])
-    waiting.put([([sample], print) for sample in short])
-    assert waiting.size == 202
-    taken = [item[0][0] for _ in range(4) if (item := waiting.get()) is not None]
-    assert [any(sample is mine for mine in short) for sample in taken] == [False, True, False, True]
-    assert waiting.size == 196
-    waiting.close()
-    assert waiting.get() is None
+def test_a_request_of_many_groups_lets_one_of_a_few_pass(make_pool: MakePool) -> None:
+    pool = make_pool(most_waiting=202)
+    long, short = (pool.submit([[sample] for sample in doing(*[None] * number)]) for number in (200, 2))
+    with pytest.raises(RuntimeError, match=r"samples are waiting, 200 more exceed the limit of 202; send fewer rows"):
+        pool.submit([doing(*[None] * 200)]).result(120)
+    assert short.result(120) == [[ScoreOutcome(0.0)], [ScoreOutcome(1.0)]]
+    assert not long.done()
+    assert len(long.result(120)) == 200
 
 
-def test_closing_ends_a_running_function_and_drops_the_queue(make_pool: MakePool) -> None:
+def test_closing_ends_a_running_function_and_fails_what_waits(make_pool: MakePool) -> None:
     pool = make_pool()
-    finished: list[list[ScoreOutcome]] = []
-    pool.submit([([sample], finished.append) for sample in doing("loop", None)])
+    pending = pool.submit([[sample] for sample in doing("loop", None)])
     pool.close()
-    assert (finished, [thread.is_alive() for thread in pool._threads]) == ([], [False])
+    assert [bool(outcome.error) for (outcome,) in pending.result(0)] == [True, True]
 
 
 def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> None:
@@ -271,9 +261,9 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
         "import sys, time\n"
         "from rlhf_triton.rewards.pool import FunctionCall, WorkerPool\n"
         "from rlhf_triton.rewards.function import Sample\n"
-        "pool = WorkerPool(FunctionCall(sys.argv[1], 600.0), num_workers=2)\n"
+        "pool = WorkerPool(FunctionCall(spec=sys.argv[1], timeout_s=600.0), num_workers=2)\n"
         "for action in ({'do': 'daemon', 'pid_file': sys.argv[2]}, {'do': 'loop'}):\n"
-        "    pool.submit([([Sample('', [], action)], lambda outcome: None)])\n"
+        "    pool.submit([[Sample('', [], action)]])\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, f"{FILE}:by_row", str(pid_file)], cwd=ROOT) as parent:
@@ -303,9 +293,10 @@ def test_a_function_that_cannot_be_imported_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(text)
-    before, limit_s = workers(), 1.0 if "sleep" in text else 60.0
+    before = workers()
+    monkeypatch.setattr(workers_module, "START_LIMIT_S", 1.0 if "sleep" in text else 60.0)
     with pytest.raises(FunctionError, match=re.escape(cause)):
-        WorkerPool(FunctionCall(spec, 1.0), num_workers=2, start_limit_s=limit_s)
+        WorkerPool(FunctionCall(spec=spec, timeout_s=1.0), num_workers=2)
     assert workers() == before
 
 
@@ -337,7 +328,7 @@ def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
     [
         (f"{FILE}:Scaled", {"factr": 1}, "options.factr: unknown; did you mean factor?"),
         (f"{FILE}:Scaled", {}, "options.factor: missing"),
-        (f"{FILE}:Scaled", {"factor": -1}, "options.factor: -1, must be above 0"),
+        (f"{FILE}:Scaled", {"factor": -1}, "cannot be used with its options: ValueError: factor: -1, must be above 0"),
         (f"{FILE}:Scaled", {"factor": "x"}, "cannot be used with its options: TypeError: "),
         (f"{FILE}:num_tokens", {"x": 1}, "options.x: unknown; the options: none"),
         (f"{TRL_FILE}:needs_ids", {}, "completion_ids: not available"),
@@ -348,8 +339,7 @@ def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
         (SPEC, {"temperature": -1}, "options.temperature: -1: Input should be greater than or equal to 0"),
         (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be the lowest and the highest score"),
         (SPEC, {"pattern": "("}, "options.pattern: '(': missing )"),
-        (SPEC, {"pattern": "a"}, "options.pattern: 'a', must be a regular expression with one group"),
-        (SPEC, {"pattern": "(a)", "json_key": "b"}, "options.pattern: set together with json_key"),
+        (SPEC, {"pattern": "a"}, "options.pattern: 'a', must have one group"),
         (SPEC, {"rubric": "a\n{% if %}"}, "options.rubric: line 2: "),
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
@@ -363,7 +353,7 @@ def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], caus
 
 def test_a_class_gets_its_options_once_and_its_counts_reach_the_server() -> None:
     counted: list[Any] = []
-    call = FunctionCall(f"{FILE}:Scaled", 2.0, False, {"factor": 10})
+    call = FunctionCall(spec=f"{FILE}:Scaled", timeout_s=2.0, options={"factor": 10})
     pool = WorkerPool(call, num_workers=1, counted=counted.append)
     *found, failed = outcomes(pool, [*responses("a", "bbb"), *responses("c", do="raise")])
     pool.close()
@@ -396,7 +386,7 @@ def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(
     causes = {
         "raise": "RuntimeError: no verdict on None",
         "die": "the worker process ended with exit code 3",
-        "loop": "took longer than 60 s (its timeout_s) and was killed",
+        "loop": "took longer than 60 s and was killed",
         "few": "the function returned 2 scores for a group of 3",
         "many": "the function returned 4 scores for a group of 3",
         "number": f"the function returned 1.0, {must}",
@@ -440,7 +430,7 @@ def test_any_metadata_has_a_group_or_a_cause() -> None:
     causes = {f"metadata.group: {bad!r}, must be": {"group": bad, "prompt": "p"} for bad in (True, 1.5, [1], {})}
     causes |= {"metadata has neither group nor prompt": {"messages": []}, "nested too deeply": {"prompt": prompt}}
     for cause, metadata in causes.items():
-        with pytest.raises(BadGroup, match=re.escape(cause)):
+        with pytest.raises(ContractError, match=re.escape(cause)):
             group_key(metadata)
 
 
@@ -509,7 +499,7 @@ def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool) -> No
         ScoreOutcome(2.0),
     ]
     (hanging,) = outcomes(make_pool(f"{TRL_FILE}:hangs", timeout_s=1.0), group[:1])
-    assert "took longer than 1 s (its timeout_s) and was killed" in hanging.error
+    assert "took longer than 1 s and was killed" in hanging.error
 
 
 def test_a_column_that_a_row_lacks_is_none_for_a_function_of_trl() -> None:
@@ -563,7 +553,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
 ) -> None:
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     bounds = ("max_waiting_rows", "max_request_tokens")
-    given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1", "memory_mib": "4096"}
+    given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}
     given |= {"tokenizer": str(tmp_path), **dict.fromkeys(bounds, "100")}
     parameters = {name: {"string_value": value} for name, value in given.items()}
     model = importlib.import_module("rlhf_triton.python_backend.serving.function_reward").TritonPythonModel()
@@ -652,53 +642,39 @@ def row(response: str, prompt: str | None = "Why?", **metadata: Any) -> Sample:
     return Sample(f"{prompt}{response}", [], {**metadata, **texts})
 
 
-def test_an_answer_of_slashes_is_read_at_once() -> None:
-    """A cubic pattern would not end here."""
-    for between in ("/" * 100_000 + "x", " " * 50_000 + "/" * 50_000 + "x ", "of " * 30_000 + "x", "-" * 100_000 + "x"):
-        assert reader().read(f"8 {between} 10") == 10
-
-
-JSON, PATTERN = {"json_key": "grade"}, {"pattern": r"VERDICT: (\w+)"}
+PATTERN = {"pattern": r"VERDICT: (\w+)"}
 
 
 @pytest.mark.parametrize(
     ("settings", "answer", "score"),
     [
         ({}, "7", 7),
-        ({}, "Score: 8/10", 8),
         ({}, "**Score: 8**/10", 8),
         ({}, "8.5 out of 10.", 8.5),
         ({}, "8 points (out of 10)", 8),
         ({}, "1. Good. 2. Bad.\nGrade: 3", 3),
         ({}, "10/10", 10),
-        ({}, "from 1 to 10: 4", 4),
         ({}, "$\\boxed{9}$", 9),
         ({}, "+5", 5),
-        ({}, "no score", "has no number"),
-        ({}, "", "has no number"),
+        ({}, "no score", "does not end with one score"),
+        ({}, "", "does not end with one score"),
+        ({}, "3\nis the grade", "does not end with one score"),
         ({}, "11", "score 11 is outside 1 to 10"),
         ({}, "-3", "score -3 is outside"),
-        ({}, "4/5", "ends with '4/5'"),
-        ({}, "7-8", "ends with '7-8'"),
-        ({}, "7 to 8", "ends with '7 to 8'"),
-        ({}, "1 (worst) to 10 (best)", "not one score"),
-        ({}, "8,5", "score '8,5' is not a number"),
-        ({}, "9 on a scale of 100", "not one score"),
-        ({}, "8/10 (80%)", "score 80 is outside"),
+        *(
+            ({}, text, "does not end with one score")
+            for text in ("4/5", "7-8", "7 to 8", "1 (worst) to 10 (best)", "8,5", "8/10 (80%)")
+        ),
         ({}, "9" * 400, "score inf"),
-        (JSON, '{"grade": 4}', 4),
-        (JSON, '```json\n{"grade": "4.5", "why": "{x}"}\n```', 4.5),
-        (JSON, '{"grade": 2} {"grade": 3}', 3),
-        (JSON, '{"a": {"b": 1}, "grade": 5} {"other": 1}', 5),
-        (JSON, "4", "no number as 'grade' of a JSON object"),
-        *((JSON, f'{{"grade": {value}', "no number as 'grade'") for value in ("null}", "true}", "NaN}", "", "[4]}")),
-        (JSON, '{"grade": 99}', "score 99 is outside 1 to 10"),
+        ({}, "8 " + "/" * 100_000, "does not end with one score"),  # a cubic pattern would not end here
         (PATTERN, "VERDICT: 9 or rather VERDICT: 2 3", 2),
-        (PATTERN, "1", "does not match options.pattern"),
-        (PATTERN, "VERDICT: yes", "'yes' is not a number"),
+        (PATTERN, "1", "does not end with one score"),
+        (PATTERN, "VERDICT: yes", "does not end with one score"),
     ],
 )
-def test_the_last_score_on_the_scale(settings: dict[str, Any], answer: str, score: float | str) -> None:
+def test_the_score_is_the_only_number_of_the_last_line(
+    settings: dict[str, Any], answer: str, score: float | str
+) -> None:
     if not isinstance(score, str):
         assert reader(**settings).read(answer) == score
     else:
@@ -721,9 +697,9 @@ def test_the_request(server: ChatServer) -> None:
         "body": {"top_p": 0.9, "max_tokens": None, "max_completion_tokens": 7},
     }
     rubric = "{{ metadata.answer }}|{{ prompt }}|{{ low }}-{{ high }}\n{{ response }}"
-    assert judge(server, rubric=rubric, scale=[0, 5], **options)(row("{{ 7 * 7 }} Score: 5", answer="é")) == 5
+    assert judge(server, rubric=rubric, scale=[0, 5], **options)(row("{{ 'a' }} Score: 5", answer="é")) == 5
     sent = server.requests[-1]
-    message = "é|Why?|0-5\n{{ 7 * 7 }} Score: 5"
+    message = "é|Why?|0-5\n{{ 'a' }} Score: 5"
     assert sent == {
         "model": "m",
         "messages": [{"role": "user", "content": message}],
@@ -735,7 +711,7 @@ def test_the_request(server: ChatServer) -> None:
 
 
 def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
-    with pytest.raises(BadScore, match="not one score"):  # the server repeats the rubric's last line
+    with pytest.raises(BadScore, match="with one score"):  # the server repeats the rubric's last line
         shipped_judge(server)(row("Because.", "Why not?"))
     message = server.requests[-1]["messages"][0]["content"]
     assert "# Prompt\nWhy not?\n\n# Response\nBecause.\n" in message
@@ -749,7 +725,7 @@ def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
 
 @pytest.mark.parametrize("what", ["busy once", "half once", "slow once"])
 def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
-    assert judge(server, request_timeout_s=1.0 if what == "slow once" else 60.0)(row(what)) == 7
+    assert judge(server, timeout_s=4.0 if what == "slow once" else 60.0)(row(what)) == 7
     counts = take_counts()
     assert (counts["requests"], counts["retries"]) == (2, 1)
     assert "failures" not in counts
@@ -758,21 +734,20 @@ def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "requests", "cause"),
     [
-        ("broken", 3, "Error code: 503 - overloaded"),
+        ("broken", 5, "Error code: 503 - overloaded"),
         ("garbage", 1, "not a chat completion"),
         ("no choices", 1, "not a chat completion"),
-        ("hang", 3, "Request timed out."),
         ("wrong", 1, "Error code: 400 - max_tokens is too large"),
         ("redirect", 1, "302"),  # the key would go along
         ("no text", 1, "the reply has no text"),
         ("cut", 1, "the judge's answer reached max_tokens (512): 'Score: 1'"),
-        ("no grade at all", 1, "the judge's answer has no number: 'no grade at all'"),
+        ("no grade at all", 1, "the judge's answer does not end with one score: 'no grade at all'"),
     ],
 )
 def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str) -> None:
     before = len(server.requests)
     with pytest.raises(BadScore, match=re.escape(cause)):
-        judge(server, max_retries=2, request_timeout_s=0.2 if what == "hang" else 60.0)(row(what))
+        judge(server)(row(what))
     counts = take_counts()
     assert (counts["requests"], counts["failures"]) == (requests, 1)
     assert len(server.requests) == before + requests
@@ -780,23 +755,23 @@ def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests:
 
 def test_no_answer_is_awaited_beyond_the_deadline_or_from_a_dead_endpoint(server: ChatServer) -> None:
     server.retry_after = "30"
-    for what, settings in (("broken", {}), ("hang", {"request_timeout_s": 30.0})):
+    for what in ("broken", "hang"):
         with pytest.raises(BadScore, match=r"/v1: no answer within 0\.45 s"):
-            judge(server, timeout_s=0.5, **settings)(row(what))
+            judge(server, timeout_s=0.5)(row(what))
     assert take_counts()["failures"] == 2
     server.retry_after = "0"
     dead = ChatServer()
     dead.stop()
     with pytest.raises(BadScore, match=r"Connection error\. \(All connection attempts failed\)"):
-        judge(dead, max_retries=1)(row("7"))
-    assert take_counts()["requests"] == 2
+        judge(dead)(row("7"))
+    assert take_counts()["requests"] == 5
 
 
-def test_the_mean_of_several_answers_and_their_tokens(server: ChatServer) -> None:
-    assert judge(server, samples=3)(row("Score: 6")) == 6
+def test_requests_and_tokens_are_counted(server: ChatServer) -> None:
+    assert judge(server)(row("Score: 6")) == 6
     counts = take_counts()
     assert counts.pop("request_seconds") > 0
-    assert counts == {"requests": 3, "prompt_tokens": 300, "completion_tokens": 30}
+    assert counts == {"requests": 1, "prompt_tokens": 100, "completion_tokens": 10}
 
 
 def test_the_key_is_sent_and_never_shown(

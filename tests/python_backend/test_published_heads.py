@@ -33,6 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from rlhf_triton.checkpoints.heads import GATES
 from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config.labels import attribute_weights
+from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.python_backend.models import loading
 from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -849,17 +851,41 @@ def test_a_live_version_with_labels_in_another_order_is_refused(tmp_path: Path):
         served.with_weights(tmp_path / "other")
 
 
-def test_of_two_labels_the_second_means_right_unless_they_have_names(tmp_path: Path):
-    given, logits = labelled(tmp_path, "LABEL_0", "LABEL_1")
-    model = load_process_reward(tmp_path, score="logit")
-    odds = [scores[-1] for scores in model.token_scores(given)]
-    np.testing.assert_allclose(odds, logits[:, 1] - logits[:, 0], atol=1e-4)
-    change_config(tmp_path, {"id2label": {0: "correct", 1: "incorrect"}})
-    with pytest.raises(CheckpointError, match=r"which of its 2 labels \(correct, incorrect\).*attribute_weights"):
-        load_process_reward(tmp_path)
-    change_config(tmp_path, {"label2id": {"correct": 1, "incorrect": 0}})
+LABELS: list[tuple[tuple[str, str], int | None]] = [
+    (("incorrect", "correct"), 1),
+    (("correct", "incorrect"), 0),
+    (("Good", "BAD"), 0),
+    (("NEGATIVE", "POSITIVE"), 1),
+    (("not_correct", "correct"), 1),
+    (("+", "-"), 0),
+    (("LABEL_0", "LABEL_1"), 1),  # unnamed: as published
+    (("LABEL_1", "LABEL_0"), 0),
+    (("1", "0"), 0),
+    (("A", "B"), None),
+    (("good", "excellent"), None),
+    (("correct", "right"), None),
+]
+
+
+@pytest.mark.parametrize(
+    ("labels", "good"), quick(LABELS, *LABELS[::3]), ids=[" ".join(labels) for labels, _ in LABELS]
+)
+def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
+    tmp_path: Path, labels: tuple[str, str], good: int | None
+):
+    given, logits = labelled(tmp_path, *labels)
+    with pytest.raises(CheckpointError, match=re.escape(f"(the log-odds of {labels[0 if good == 0 else 1]}, if")):
+        attribute_weights(RewardSection(model=tmp_path))
+    weights = [1, -1] if good == 0 else [-1, 1]
+    if good is None:
+        with pytest.raises(CheckpointError, match=rf"which of its 2 labels \({', '.join(labels)}\).*attribute_weights"):
+            load_process_reward(tmp_path)
+    steps = load_process_reward(tmp_path, score="logit", attribute_weights=None if good is not None else weights)
+    odds = [scores[-1] for scores in steps.token_scores(given)]
+    np.testing.assert_allclose(odds, logits @ np.float32(weights), atol=1e-4)
+    change_config(tmp_path, {"label2id": {labels[0]: 1, labels[1]: 0}})
     with pytest.raises(CheckpointError, match=r"id2label .* and label2id .* contradict each other"):
-        load_process_reward(tmp_path, attribute_weights=[1, -1])
+        load_process_reward(tmp_path)
 
 
 def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):

@@ -636,7 +636,7 @@ def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask],
     with pytest.raises(CheckpointError, match="must be one"):
         serve(tmp_path, logit=LOGIT, process={"separator": "the words"})
     merges = serve(tmp_path, logit=LOGIT, process={"separator": "e"})
-    assert_refused(merges, [({"sentences": ["the words are here"]}, "as a token of its own")])
+    assert_refused(merges, [({"sentences": ["the words are here"]}, "as a separate token")])
 
 
 BAD_ENDS: list[tuple[Any, str]] = [

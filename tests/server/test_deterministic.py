@@ -36,7 +36,6 @@ def outcome(folder: Path) -> list[Any]:
 
 def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
     """Few steps, several optimizer steps and micro-batches in each, on two ranks."""
-    client = {"retries": 60, "backoff_s": 0.2}
     return make_run(
         folder,
         checkpoints,
@@ -51,7 +50,6 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
             "max_new_tokens": 24,
             "token_budget": 128,
             "update_epochs": 2,
-            "client": client,
             "kl_coef": 0.1,
             "kl_target": 0.01,
             "kl_horizon": 100,

@@ -134,11 +134,11 @@ def test_servers_that_drain_or_die_cost_an_actor_no_request_and_the_last_one_a_p
     servers = (pair.run, pair.other)
     pair.start_second()
     pair.first.stop_sidecar()
-    pair.first.start_sidecar("trainer.reload_on_save=none")
+    pair.first.start_sidecar()
     before = [num_answered(server, CRITIC_INFER) for server in servers]
     num_updates = sum("loss_mean" in line for line in pair.run.critic_metrics())
     urls = json.dumps([server.url for server in servers])
-    settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000", "actor.stop_grace_s=2"]
+    settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000"]
     actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="rlhf_triton.actor")
 
     def log() -> str:
@@ -227,7 +227,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
     Where the sidecar cannot write its heartbeat either, the server looks for itself.
     """
     with small_disk(tmp_path / "run", 64) as disk:
-        run = make_run(disk.folder, checkpoints, trainer={"heartbeat_timeout_s": 4, "publish": {"keep": 50}})
+        run = make_run(disk.folder, checkpoints, trainer={"publish": {"keep": 50}})
         run.config.run.weights_dir.mkdir(parents=True)
         with small_disk(run.config.run.weights_dir, 4) as weights_disk:
             system = start_system(run)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from live_system import wait_for
 from settled import settled_statistics
 from tiny_models import (
     regions,
@@ -25,21 +26,14 @@ from tiny_models import (
     write_scoring_model,
 )
 
-from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelFailed
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import shared_memory
-from rlhf_triton.tools.server.child import readable, stub_failure, tail
+from rlhf_triton.tools.server.child import stub_failure, tail
 from rlhf_triton.tools.server.ports import check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import server_command
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +90,8 @@ def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path)
     ("host", "told"),
     [
         ("192.0.2.1", "server.host: '192.0.2.1' is not an address of this machine (Cannot assign requested address)"),
-        ("no.such.host.invalid", "server.host: 'no.such.host.invalid' has no IPv4 address, as tritonserver needs one"),
+        ("no.such.host.invalid", "server.host: 'no.such.host.invalid' has no IPv4 address, which tritonserver needs"),
         ("::1", "server.host: '::1' has no IPv4 address"),
-        ("[::]", "server.host: '[::]' has no IPv4 address"),
-        ("127.0.0.1:8000", "server.host: '127.0.0.1:8000' has no IPv4 address"),
-        ("*", "server.host: '*' has no IPv4 address"),
         ("a" * 70, "has no IPv4 address"),
     ],
 )
@@ -188,7 +179,6 @@ def write_loading(statement: str) -> Callable[[Path], None]:
             write_loading("raise ValueError('3 labels, must be 1')"),
             r"^critic could not be loaded: ValueError: 3 labels, must be 1 \(model.py line 10\); the whole log is in /",
         ),
-        (write_loading("os._exit(3)"), "critic could not be loaded: its process has died"),
         (write_loading("os.kill(os.getppid(), 9)"), "was killed by SIGKILL"),
         (
             lambda repository: write_journal_model(repository, "critic_train", refuse=False),
@@ -229,39 +219,15 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
     write_scoring_model(tmp_path / "repository", "critic", on_load=noise, on_request="raise RuntimeError('no luck')")
     with tiny_server(tmp_path, lines.append) as server, ControlPlane(server.section.grpc_url) as control:
-        until(control.is_live)
+        wait_for(control.is_live)
         assert control.is_ready("critic")
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
             control.probe("critic", 120.0, ("values",))
-        assert type(caught.value) is ModelFailed
+        assert caught.value.kind is Failure.FAILED
         with pytest.raises(ServerStartError, match="no luck"):
             server.wait_ready()
-        until(lambda: any("caf\\xe9 \\xff" in line for line in lines))
+        wait_for(lambda: any("caf\\xe9 \\xff" in line for line in lines))
         assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        (b'I1120 14:09:03.269166 4092 model.py:6] "serving version 3"\n', "  | serving version 3"),
-        (b'W1120 14:09:03.269520 4092 model.py:7] "a slow disk"\n', "  | warning: a slow disk"),
-        (
-            b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: no\\n\\nAt:\\n  /m.py(3): f\\n"',
-            "  | error: ERROR: no",
-        ),
-        (
-            b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: Failed to create instance: ValueError: 3 labels"',
-            None,
-        ),
-        (b"printed by a library", "  | printed by a library"),
-        (b'I1120 14:08:58.930 4092 grpc_server.cc:2558] "Started GRPCInferenceService"\n', None),
-        (b"I1120 14:08:58.927979 4092 server.cc:604] \n", None),
-        (b"| Backend | Path | Config |\n", None),
-        (b'E1120 14:08:58.927743 4092 server.cc:241] "CudaDriverHelper has not been initialized."\n', None),
-    ],
-)
-def test_readable_log_lines(line: bytes, text: str | None) -> None:
-    assert readable(line) == text
 
 
 def test_a_stub_that_cannot_find_its_python(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
-from rlhf_triton.tools.server.vllm import VllmServer
+from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.vllm import start_vllm
 from tests.support.samples import tokens_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -95,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
     served = {"model": str(models / "critic"), "threads": 1, "token_budget": 1024}
-    generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120, "compare_weights": True}
+    generation = {"command": str(vllm), "arguments": ARGUMENTS}
     return {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
@@ -125,9 +126,8 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
     """Start vLLM for a run; yield the run's configuration with its address."""
     for name, value in KV_CACHE.items():
         monkeypatch.setenv(name, value)
-    server = VllmServer(config, log=print)
+    server = start_vllm(config, f"127.0.0.1:{free_port()}", lambda: None)
     try:
-        server.await_ready(lambda: time.sleep(0.5))
         actor = config.actor.model_dump(mode="json")
         actor["generation"]["vllm"]["servers"] = [server.url]
         yield RunConfig.model_validate({**config.model_dump(mode="json"), "actor": actor})
@@ -142,7 +142,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
     """Greedy responses of three versions differ, and equal those of the actor's own decoder, also where these stop."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy.of(config.actor)
+        policy = Policy(config.actor)
         own, policy.generation = policy.generation, VllmGeneration(config, policy)
         seen = []
         for _ in range(3):
@@ -153,7 +153,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
-            policy.optimizer_step += 1
+            policy.trained.optimizer_step += 1
         policy.renew_sampler()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
         rows, again = (rows_of(policy.generate(PROMPTS, seed=5)) for _ in range(2))
@@ -187,7 +187,7 @@ def test_conversations_are_sampled_turn_by_turn(
     data["actor"]["generation"]["stop_strings"] = ["e"]
     environment = EnvironmentSection.model_validate({"class": f"{CLASSES}:Countdown", "max_tokens": 120})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy.of(config.actor, longest_row=(120, ""))
+        policy = Policy(config.actor, longest_row=(120, ""))
         policy.generation = VllmGeneration(config, policy)
         policy.generation.agent = Agent(environment, policy.tokenizer, max_prompt_tokens=60)
         try:

@@ -17,15 +17,12 @@ from crash_traffic import Traffic
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 
 VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
-MODELS = VICTIMS[1:5]
 POINTS = ("journal write", "training", "verify", "CURRENT", "reload", "checkpoint", "idle")
 LASTS_S = {"training": 0.1, "reload": 4.0}  # about, of the kill points that are not over at once
 STOP_S = 3.0  # longest temporary stop: too short for the supervisor to replace the process
-HUNG_S = 120.0  # time limit for a hung process to be replaced
 CATCH_S = 5.0  # longest wait for critic_train to write
 RECOVERY_S = 300.0  # time limit for the system to recover
 ATTEMPTS = 3  # per kill: a kill point may not come in time, or a victim may end just before it is hit
@@ -45,11 +42,6 @@ def plan_kills(num_kills: int, seed: int, *, ranks: int = 1) -> list[tuple[str, 
     generator.shuffle(points)
     # 6 victims (8 with two ranks) and 7 points have no common divisor, so stepping through both covers all pairs.
     return [(victims[i % len(victims)], points[i % len(points)]) for i in range(num_kills)]
-
-
-def ways_of(num_kills: int, *, hung: bool) -> list[str]:
-    """Return how each victim is hit: one in four is stopped for a while and, with `hung`, one in four permanently."""
-    return ["stopped" if i % 4 == 3 else "hung" if hung and i % 4 == 1 else "killed" for i in range(num_kills)]
 
 
 class Points:
@@ -109,30 +101,6 @@ def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) 
     return True
 
 
-def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
-    """Stop the process and wait until it has been replaced; return False if that takes longer than HUNG_S.
-
-    In that case the process continues, so that the run can end.
-    """
-    deadline = time.monotonic() + HUNG_S
-    _signal([process], signal.SIGSTOP)
-    while is_alive(process):
-        if time.monotonic() > deadline or give_up.wait(0.2):
-            _signal([process], signal.SIGCONT)
-            return give_up.is_set()
-    return True
-
-
-def freeze_models(system: DisturbedSystem, number: int, generator: random.Random, give_up: threading.Event) -> None:
-    """Stop processes of models for a few seconds while no request waits for them; a replacement is a trouble."""
-    for _ in range(number):
-        model, seconds = generator.choice(MODELS), generator.uniform(1.0, 5.0)
-        for process in system.processes_of(model)[-1:]:
-            stop_for(process, seconds, give_up)
-            if process not in system.processes_of(model):
-                system.troubles.append(f"the process of {model} was replaced as it was stopped for {seconds:.1f} s")
-
-
 def stop_accepting(system: DisturbedSystem) -> Callable[[], None]:
     """Stop critic_train during a journal write, if one comes within CATCH_S; return a function that continues it."""
     entries = system.config.run.journal_dir / system.config.run.identity / "entries"
@@ -171,14 +139,11 @@ class Killer:
         traffic: Traffic,
         plan: Sequence[tuple[str, str]],
         generator: random.Random,
-        *,
-        hung: bool = False,
     ) -> None:
         self.kills: list[dict[str, Any]] = []
         self.done: list[tuple[str, str]] = []
         """(victim, kill point) of each kill that was carried out or given up after its last attempt."""
         self._system, self._traffic, self._plan, self._random = system, traffic, plan, generator
-        self._ways = ways_of(len(plan), hung=hung)
         self._points = Points(system.config, SHARED_MEMORY, system.region_prefix)
         self.thread = Background("killer", self._run)
         self._give_up = self.thread.given_up
@@ -186,7 +151,8 @@ class Killer:
     def _run(self) -> None:
         try:
             self._until(lambda: self._traffic.last_step >= 3, "step 3 was not trained")
-            for (victim, point), way in zip(self._plan, self._ways, strict=True):
+            for number, (victim, point) in enumerate(self._plan):
+                way = "stopped" if number % 4 == 3 else "killed"
                 if len(self.done) % REWIND_EVERY == REWIND_EVERY - 1:
                     self._traffic.rewind_now.set()
                 for _ in range(ATTEMPTS):
@@ -220,7 +186,7 @@ class Killer:
         kill = {"number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim}
         kill |= {"point": point, "way": way, "seen": seen, "step": self._traffic.last_step}
         is_there = seen is not None and bool(processes)  # it may have ended between two looks
-        kill["hit"] = hit = is_there and self._hit(victim, self._random.choice(processes), way, trains=trains)
+        kill["hit"] = hit = is_there and self._hit(self._random.choice(processes), way)
         if hit and way == "killed" and trains:
             kill["ranks_gone_s"] = self._system.await_end(ranks)
         self._traffic.hold.clear()
@@ -231,14 +197,10 @@ class Killer:
         )
         return hit
 
-    def _hit(self, victim: str, process: psutil.Process, way: str, *, trains: bool) -> bool:
+    def _hit(self, process: psutil.Process, way: str) -> bool:
         if way == "stopped":
             return stop_for(process, self._random.uniform(0, STOP_S), self._give_up)
-        if way == "killed" or trains:  # a hung sidecar has no supervisor to replace it
-            return self._system.kill(process)
-        if not stop_for_good(process, self._give_up):
-            self._system.troubles.append(f"the {victim} hung for {HUNG_S:g} s, and nothing replaced it")
-        return True
+        return self._system.kill(process)
 
     def _processes(self, victim: str) -> list[psutil.Process]:
         self._until(lambda: bool(self._system.processes_of(victim)), f"there is no {victim} to kill")

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from crash_system import Background
@@ -29,8 +29,8 @@ LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepti
 REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, whose checkpoint replaces older entries
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
-WRITING = ClientSection(retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
-SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
+IMPATIENT = ClientSection(deadline_s=5.0, max_outage_s=0)
+WRITING: dict[str, Any] = {"retries": 2, "train_deadline_s": 10.0}
 
 
 StopAccepting = Callable[[], Callable[[], None]]
@@ -66,8 +66,6 @@ class RequestRecord:
     """(step, time, weights_version) of rewinds; answers that a rewind invalidated are removed from the lists above."""
     served: Counter[Served] = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
-    latencies: list[tuple[float, float]] = field(default_factory=list)
-    """(time of the answer, latency in seconds) of each answered scoring request."""
     stale: list[tuple[float, int, int]] = field(default_factory=list)
     """(time, version, served version) of scores by a version older than one that the server had reported as served."""
     failures: list[tuple[float, str, str]] = field(default_factory=list)
@@ -145,7 +143,10 @@ class Traffic:
         return self.record.trained[-1][0] if self.record.trained else 0
 
     async def _converse(self) -> None:
-        async with TritonClient(self._url, SCORING) as scoring, TritonClient(self._url, WRITING) as writing:
+        async with (
+            TritonClient(self._url, IMPATIENT, retries=1) as scoring,
+            TritonClient(self._url, IMPATIENT, **WRITING) as writing,
+        ):
             scorers = [asyncio.create_task(self._score(scoring, number)) for number in range(SCORERS)]
             try:
                 await self._write(writing)
@@ -184,7 +185,7 @@ class Traffic:
     async def _rewind(self, client: TritonClient, step: int) -> int:
         """Rewind while the next step is being accepted, as if an actor died and resumed; return the new last step."""
         target = int(self._choice.integers(self.earliest_rewind(step), step, endpoint=True))
-        async with TritonClient(self._url, WRITING) as earlier:
+        async with TritonClient(self._url, IMPATIENT, **WRITING) as earlier:
             sent = asyncio.ensure_future(self._training(earlier, step + 1)())
             resume = await asyncio.to_thread(self._stop_accepting)
             try:
@@ -229,7 +230,7 @@ class Traffic:
             await asyncio.sleep(SCORER_PAUSE_S)
 
     async def _score_once(self, client: TritonClient, probe: int) -> None:
-        sent, promised = self.record.now(), self._promised
+        promised = self._promised
         try:
             answer = await client.score(self._probes[probe], (REWARDS, VALUES, WEIGHTS_VERSION))
         except RequestFailed as error:
@@ -240,6 +241,5 @@ class Traffic:
         values = np.ascontiguousarray(answer[VALUES], np.float32).tobytes()
         rewards = np.ascontiguousarray(answer[REWARDS], np.float32).tobytes()
         self.record.served[Served(probe, versions, rewards, values)] += 1
-        self.record.latencies.append((now, now - sent))
         if min(versions) < promised:
             self.record.stale.append((now, min(versions), promised))

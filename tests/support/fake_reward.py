@@ -13,14 +13,14 @@ import pytest
 import uvicorn
 from aiohttp import web
 from fake_triton import Behaviour, FakeTriton
-from fastapi import APIRouter
+from starlette.routing import Route
 from tritonclient.utils import deserialize_bytes_tensor
 
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.retry import RETRIES
 from rlhf_triton.config import ClientSection, GatewaySection
-from rlhf_triton.tools.gateway.app import create_app
-from rlhf_triton.tools.gateway.command import bounded, close_silent
-from rlhf_triton.tools.gateway.scoring import ROWS_PER_REQUEST
+from rlhf_triton.tools.gateway import app, scoring
+from rlhf_triton.tools.gateway.command import bounded
 from rlhf_triton.wire.contract import REWARD_MODEL
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
@@ -149,26 +149,29 @@ async def gateway(
     *urls: str,
     key: str | None = None,
     client: dict[str, Any] | None = None,
+    retries: int = RETRIES,
     expected: dict[str, str | None] | None = None,
-    rows_per_request: int = ROWS_PER_REQUEST,
-    more: Sequence[APIRouter] = (),
-    **settings: Any,
+    more: Sequence[Route] = (),
+    **limits: Any,
 ) -> AsyncIterator[Caller]:
     """Run the gateway in this event loop, in front of the servers at `urls`.
 
-    `client`: changes of its client. `expected`: parameters that the reward model must have. `more`: further routes.
+    `client`: changes of its client; `retries`: of one request. `expected`: parameters that the reward model must have.
+    `more`: further routes. `limits`: constants of the gateway, by name.
     """
-    calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 120.0, "servers": urls, **(client or {})})
-    section = GatewaySection(**{"port": 0, **settings})
+    calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
+    section, patch = GatewaySection(port=0), pytest.MonkeyPatch()
+    for name, limit in limits.items():
+        for module in (app, scoring):
+            patch.setattr(module, name, limit, raising=False)
     named = {REWARD_MODEL: expected} if expected else None
-    triton = TritonClient("unused:1", calling, expected=named) if urls else None  # else the policy alone is served
-    app = create_app(triton, section, key, more=more)
-    server = uvicorn.Server(bounded(app, section))
+    triton = None  # the policy alone is served
+    if urls:
+        triton = TritonClient("unused:1", calling, retries=retries, expected=named)
+    application = app.create_app(triton, key, more=more)
+    server = uvicorn.Server(bounded(application, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))
-    silent = asyncio.create_task(close_silent(server.server_state.connections))
-    patch = pytest.MonkeyPatch()
-    patch.setattr("rlhf_triton.tools.gateway.scoring.ROWS_PER_REQUEST", rows_per_request)
     try:
         while not server.started:
             assert not task.done(), task.result()
@@ -177,7 +180,6 @@ async def gateway(
             yield Caller(f"http://127.0.0.1:{bound.getsockname()[1]}", session)
     finally:
         patch.undo()
-        silent.cancel()
         server.should_exit = True
         await task
         bound.close()

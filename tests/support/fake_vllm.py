@@ -26,8 +26,6 @@ class FakeVllm(FakeServer):
         """Paths without a route."""
         self.logprobs_mode = "processed_logprobs"
         self.answer: Answer = lambda request: {}
-        self.checksums: Callable[[Path], dict[str, str]] = lambda folder: {}
-        """SHA-256 of the engine's parameters, given the folder that it has loaded."""
         self.drops = 0
         """Number of generation requests whose connection is broken."""
         self.is_hanging = False
@@ -53,8 +51,6 @@ class FakeVllm(FakeServer):
             return self._adapter(request.path, body)
         if request.path == "/collective_rpc":
             self.loaded.append(Path(body["kwargs"]["weights_path"]))
-        elif request.path == "/weight_checker":
-            return web.json_response({"checksums": self.checksums(self.loaded[-1])})
         elif request.path == "/update_weight_version":
             self.weights = body["new_version"]
         elif request.path == "/server_info":

@@ -256,7 +256,6 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
         "trainer": {
             "lr": 1e-3,
             "warmup_steps": 0,
-            "constant_steps": 10,
             "max_steps": 100,
             "checkpoint_every": 100,
             "publish": {"keep": 12},
@@ -275,7 +274,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
             "lr": 1e-3,
             "mask_unfinished": False,
             "prompts_max_tokens": 64,
-            "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 120, "train_deadline_s": 120},
+            "client": {"deadline_s": 120},
         },
     }
     for name, section in sections.items():

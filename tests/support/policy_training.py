@@ -29,7 +29,7 @@ class TrainablePolicy(Policy):
 def trainable_policy(**settings: Any) -> TrainablePolicy:
     """Load a policy with these settings of the actor, named as in `tests.support.settings`."""
     actor = actor_section(**settings)
-    policy = cast(TrainablePolicy, TrainablePolicy.of(actor))
+    policy = cast(TrainablePolicy, TrainablePolicy(actor))
     policy.actor = actor
     return policy
 
@@ -37,7 +37,7 @@ def trainable_policy(**settings: Any) -> TrainablePolicy:
 def update_of(policy: TrainablePolicy) -> PolicyUpdate:
     """Return the update of this policy, by the algorithm of its section."""
     method = Method.of(policy.actor.algorithm, policy.actor.kl)
-    return PolicyUpdate.of(policy.actor, policy, method)
+    return PolicyUpdate(policy.actor, policy, method)
 
 
 def train(policy: Policy, rows: Sequence[SampledRow]) -> None:
@@ -45,9 +45,7 @@ def train(policy: Policy, rows: Sequence[SampledRow]) -> None:
     tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
     logprobs, _ = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
     (-logprobs.clamp(min=-50).mean()).backward()
-    policy.optimizer.step()
-    policy.optimizer.zero_grad()
-    policy.optimizer_step += 1
+    policy.trained.step()
 
 
 def states(policy: Policy) -> RunState:

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from rlhf_triton.rewards import BadOption, Sample, count
+from rlhf_triton.rewards import Sample, count
 
 
 def num_tokens(sample: Sample) -> float:
@@ -70,7 +70,7 @@ class Scaled:
 
     def __init__(self, factor: float, *, timeout_s: float) -> None:
         if factor <= 0:
-            raise BadOption(f"factor: {factor}, must be above 0")
+            raise ValueError(f"factor: {factor}, must be above 0")
         self.factor, self.timeout_s = factor, timeout_s
 
     def __call__(self, sample: Sample) -> float:
@@ -85,7 +85,7 @@ class Keyed:
 
     def __init__(self, api_key_env: str) -> None:
         if api_key_env not in os.environ:
-            raise BadOption(f"api_key_env: {api_key_env} is not set")
+            raise ValueError(f"api_key_env: {api_key_env} is not set")
 
     def __call__(self, sample: Sample) -> Any:
         """Score one sample."""

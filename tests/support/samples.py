@@ -67,19 +67,26 @@ def logprobs_of(policy: Policy, rows: Sequence[SampledRow], **more: bool) -> tor
     return padded(policy.logprobs(rows, **more))[:, 1:]
 
 
-def method_of(**settings: Any) -> Method:
+def method_of(*, whitens: bool = True, **settings: Any) -> Method:
+    """The algorithm under these settings of the actor; `whitens`: leave that to the algorithm."""
     actor = actor_section(**settings)
-    return Method.of(actor.algorithm, actor.kl)
+    method = Method.of(actor.algorithm, actor.kl)
+    return method if whitens else replace(method, whitens=False)
 
 
 def make_batch(
-    rows: Sequence[SampledRow | Conversation], *, num_dropped: int = 0, truncated: str = "score", **settings: Any
+    rows: Sequence[SampledRow | Conversation],
+    *,
+    num_dropped: int = 0,
+    truncated: str = "score",
+    whitens: bool = True,
+    **settings: Any,
 ) -> PPOBatch:
     """The batch under these settings of the actor."""
     actor = actor_section(**settings)
     return batches.make_batch(
         groups_of(rows, actor.algorithm.responses_per_prompt),
-        method_of(**settings),
+        method_of(whitens=whitens, **settings),
         RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens),
         kl_coef=actor.kl.coef,
         truncated=truncated,

@@ -11,7 +11,7 @@ from fake_reward import Caller, gateway
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
-from rlhf_triton.actor.capture.app import add_trainer_routes, capture_router
+from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
 from rlhf_triton.actor.capture.sessions import Sampled, Sampling, Sessions
 
 TEMPLATE = (
@@ -69,7 +69,7 @@ async def scripted_gateway(
 ) -> AsyncIterator[tuple[Caller, Sessions]]:
     """Run the gateway with the policy's routes; `most`: bounds of the sessions."""
     sessions = Sessions(tokenizer, **{"most": 1000, "most_tokens": 1_000_000, "idle_s": 600.0, **most})
-    router = capture_router(sessions, sampler, model="policy", max_tokens=500)
-    add_trainer_routes(router, sessions, export)
-    async with gateway("unused:1", key=key, more=[router]) as caller:
+    routes = capture_routes(sessions, sampler, model="policy", max_tokens=500)
+    routes += trainer_routes(sessions, export)
+    async with gateway("unused:1", key=key, more=routes) as caller:
         yield caller, sessions

@@ -45,8 +45,7 @@ class Rig(ServerPool[Scripted]):
 
     def __init__(self, *addresses: str, **settings: Any) -> None:
         self.counters = RequestCounters()
-        section = ClientSection(**{"backoff_s": 0.001, **settings})
-        super().__init__(addresses or ("a:1", "b:1"), Scripted, section, self.counters)
+        super().__init__(addresses or ("a:1", "b:1"), Scripted, ClientSection(**settings), self.counters)
 
     async def __aenter__(self) -> Rig:
         return self

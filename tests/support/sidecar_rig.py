@@ -79,11 +79,9 @@ class Rig:
         trainer = {
             "lr": 1e-2,
             "warmup_steps": 2,
-            "constant_steps": 0,
             "max_steps": 100,
             "global_batch_size": 4,
             "checkpoint_every": 100,
-            "reload_on_save": "none",
             **settings,
         }
         self.config = RunConfig.model_validate(

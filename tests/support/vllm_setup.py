@@ -30,23 +30,23 @@ class VllmSetup:
     """A policy in `folder` that generates with fake servers."""
 
     def __init__(self, folder: Path, checkpoint: Path, servers: list[str], **changes: Any) -> None:
-        generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers, "deadline_s": 120}}
+        generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers}}
         given = changes.pop("generation", {})
         generation |= {**given, "vllm": {**generation["vllm"], **given.get("vllm", {})}}
         actor = {
             "policy": {"model": str(checkpoint), **changes.pop("policy", {})},
             "generation": generation,
             "prompts": {"max_tokens": 8},
-            "client": {"backoff_s": 0.001, "max_outage_s": 120, **changes},
+            "client": {"max_outage_s": 120, **changes},
         }
         self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
-        self.policy = Policy.of(self.config.actor)
+        self.policy = Policy(self.config.actor)
         self.generation = self.policy.generation = VllmGeneration(self.config, self.policy)
         self.policy.renew_sampler()
 
     def update(self) -> None:
         """Make a new version of the policy, as an update does."""
-        self.policy.optimizer_step += 1
+        self.policy.trained.optimizer_step += 1
         self.policy.renew_sampler()
 
     def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:

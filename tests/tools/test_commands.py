@@ -1,4 +1,4 @@
-"""`rlhf-triton`, the installed form of `rlhf-triton`: help, exit codes, completion; and what `status` prints."""
+"""`rlhf-triton`: help, exit codes; and what `status` prints."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,6 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -14,10 +13,8 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from live_system import Checkpoints, FinishedRun, make_run
 from shebang import SHEBANG
 
@@ -30,10 +27,9 @@ from rlhf_triton.store.run_lock import only_run
 from rlhf_triton.store.weights import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
 from rlhf_triton.tools import run as tools_run
-from rlhf_triton.tools import serve as tools_serve
 from rlhf_triton.tools import status, weights
 from rlhf_triton.tools.__main__ import COMMANDS
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.server.child import readable
 
@@ -51,20 +47,6 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "export": ["{folder}"],
     "init": ["models", "--reward", "{folder}", "--no-load"],
 }
-BASH = """\
-eval "$REGISTRATION"
-COMP_LINE=$1 COMP_POINT=${#1}
-_python_argcomplete rlhf-triton
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
-ZSH = """\
-compdef() { }
-_describe() { print -l -- ${(P)2} }
-eval "$REGISTRATION"
-BUFFER=$1 CURSOR=${#1}
-words=(${(z)1})
-_python_argcomplete
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +62,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def registration() -> str:
-    """What a user's shell evaluates."""
-    command = [str(Path(sys.executable).with_name("register-python-argcomplete")), "rlhf-triton"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the program; stderr then has a line for each imported module."""
     command = [sys.executable, "-X", "importtime", str(program), *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment_of(**environment), capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False)
 
 
 def environment_of(**more: str) -> dict[str, str]:
@@ -120,40 +93,6 @@ def test_help_of_a_command_is_quick_to_import(name: str, program: Path) -> None:
     done = run(program, name, "--help")
     assert (done.returncode, done.stdout.startswith(f"usage: rlhf-triton {name} ")) == (0, True)
     assert not imported(done) & HEAVY
-
-
-COMPLETIONS = [
-    ("we", {"weights"}, {"run"}),
-    ("", set(COMMANDS), {"--config"}),
-    ("weights ", {"list", "verify", "publish", "rollback", "ready"}, {"weights", "--model"}),
-    ("weights rollback --", {"--config", "--model", "--to"}, {"--server"}),
-    ("weights list --model ", {"critic", "reward"}, {"list"}),
-    ("bench trl --r", {"--rounds"}, {"--steps"}),
-    ("run --config ", {"my.yaml", "folder/"}, {"notes.txt"}),
-    ("export --step ", set(), {"my.yaml", "notes.txt"}),
-    ("run --config my.yaml trainer.publish.", {"trainer.publish.keep="}, {"trainer.lr=", "trainer.publish="}),
-]
-
-
-@pytest.mark.parametrize(
-    ("shell", "line", "offered", "withheld"), [*(("bash", *case) for case in COMPLETIONS), ("zsh", *COMPLETIONS[2])]
-)
-def test_a_shell_completes(
-    shell: str, line: str, offered: set[str], withheld: set[str], program: Path, registration: str, tmp_path: Path
-) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (tmp_path / "folder").mkdir()
-    for name in ("my.yaml", "notes.txt"):
-        (tmp_path / name).touch()
-    path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
-    environment = environment_of(PATH=path, REGISTRATION=registration)
-    script = {"bash": BASH, "zsh": ZSH}[shell]
-    command = [shell, "-c", script, shell, f"rlhf-triton {line}"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    answers = {answer.partition(":")[0].strip() for answer in done.stdout.splitlines()}  # zsh's have an explanation
-    assert offered <= answers, done.stderr
-    assert not withheld & answers
 
 
 @pytest.mark.parametrize(
@@ -208,9 +147,9 @@ def test_overrides_stand_on_both_sides_of_options() -> None:
     add_run_arguments(commands.add_subparsers().add_parser("list"))
     for parser, first in ((whole, []), (commands, ["list"])):
         for words in ("a=1 --config x.yaml b=2", "--config x.yaml a=1 b=2", "a=1 b=2 --config x.yaml"):
-            assert parse_or_complete(parser, [*first, *words.split()]).overrides == ["a=1", "b=2"]
+            assert parse(parser, [*first, *words.split()]).overrides == ["a=1", "b=2"]
         with pytest.raises(SystemExit):
-            parse_or_complete(parser, [*first, "--config", "x.yaml", "a=1", "--unknown"])
+            parse(parser, [*first, "--config", "x.yaml", "a=1", "--unknown"])
 
 
 @pytest.mark.parametrize(
@@ -230,7 +169,7 @@ def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     with pytest.raises(SystemExit):
-        parse_or_complete(parser, words.split())
+        parse(parser, words.split())
     assert told in capsys.readouterr().err
 
 
@@ -325,36 +264,6 @@ def test_the_newest_policy_is_named_after_an_error(
         assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
 
 
-@pytest.mark.parametrize("command", [tools_run, tools_serve], ids=["run", "serve"])
-def test_settings_without_effect_are_named_once_at_the_start(
-    command: Any,
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = make_run(tmp_path, checkpoints, trainer={"lora_alpha": 3}).path
-    if command is tools_serve:  # for another trainer
-        data = {name: section for name, section in yaml.safe_load(path.read_text()).items() if name != "actor"}
-        path.write_text(yaml.safe_dump(data))
-
-    def start(*_: object) -> None:
-        raise RlhfError("that is enough")
-
-    monkeypatch.setattr(command, "ensure_first_version", start)
-    assert command.main(["--config", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out.count("settings without effect in this run: trainer.lora_alpha (trainer.lora_rank is 0)\n") == 1
-    assert "error: that is enough" in shown.err
-
-
-@pytest.mark.parametrize("pause", ["-1", "0", "nan", "often"])
-def test_a_pause_must_be_positive(pause: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        status.main(["--config", "none.yaml", "--watch", pause])
-    assert f"'{pause}' is not a positive number of seconds" in capsys.readouterr().err
-
-
 def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert status.main(["--config", str(config)]) == 0
     return capsys.readouterr().out.splitlines()
@@ -382,7 +291,6 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
     assert lines[0].partition(": ")[2] == "running: starting tritonserver"
     text = "\n".join(lines)
     assert "step 8 of 77 ended" in text, "the settings are those that the run was started with"
-    assert "reward: 2 instances x 3 threads, token budget 512" in text
     (tmp_path / "checkpoints" / "actor" / "6").mkdir(parents=True)
     assert lines_of(run.path, capsys)[0].endswith(": not running; the next start begins with step 7"), "it was killed"
     (tmp_path / "actor_summary.json").write_text('{"steps": 8}')
@@ -403,24 +311,20 @@ def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_
     hours_ago = time.time() - 3 * 3600
     os.utime(store.root / "serving" / silent.file_name, (hours_ago, hours_ago))
     try:
-        waiting, lines = [], []
-        for line in lines_of(run.path, capsys):
-            (waiting if "requests waiting: " in line else lines).append(line)
+        lines = lines_of(run.path, capsys)
         weights.show(store)
         assert f"{silent.name} (silent)" in capsys.readouterr().out
     finally:
         store.records.withdraw(silent)
     assert lines[1] == f"server    http://{run.url} is up"
-    assert "reward_model 0" in waiting[0]
-    assert [line.split(":")[0].strip() for line in lines[2:4]] == ["reward", "critic"]
-    assert lines[4].startswith(f"actor     step {last['step']} of 3 ended ")
-    assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[4]
-    reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[5])
+    assert lines[2].startswith(f"actor     step {last['step']} of 3 ended ")
+    assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[2]
+    reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[3])
     assert reported is not None
     assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
-    assert lines[6] == f"reward    {run.config.reward.model}, without versions"
-    assert lines[7] == f"critic    CURRENT is version {current} (step {store.manifest(current).step})"
-    assert any(f"serves version {current}" in line for line in lines[8:] if silent.name not in line)
+    assert lines[4] == f"reward    {run.config.reward.model}, without versions"
+    assert lines[5] == f"critic    CURRENT is version {current} (step {store.manifest(current).step})"
+    assert any(f"serves version {current}" in line for line in lines[6:] if silent.name not in line)
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
 
 
@@ -456,16 +360,3 @@ def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
     assert lines_of(run.path, capsys)[3].startswith("sidecar   publishing at step 7, heartbeat ")
     problems = [line for line in lines if line.startswith("problem")]
     assert problems == ["problem   actor.log: 10:00:01 ERROR the second", "problem   sidecar.log: ERROR no disk"]
-
-
-def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """SIGINT is ignored in a background job."""
-    run = make_run(tmp_path, checkpoints)
-    command = [sys.executable, "-m", "rlhf_triton.tools", "status", "--config", str(run.path), "--watch", "0.01"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        shown = [line for line, _ in zip(watching.stdout, range(12), strict=False)]
-        assert shown.count("actor     no step has ended\n") > 1
-        watching.send_signal(signal.SIGINT)
-        assert watching.communicate(timeout=120)[1] == ""
-    assert watching.returncode == 0

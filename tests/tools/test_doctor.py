@@ -24,8 +24,9 @@ from small_disk import small_disk
 
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools import doctor
-from rlhf_triton.tools.checks import Finding, Level, found_by
+from rlhf_triton.tools.checks import Finding, Level
 from rlhf_triton.tools.server.container import BODY_LIMIT
+from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.triton_home import (
     STUB,
     ServerStartError,
@@ -122,29 +123,6 @@ def test_packages_that_are_not_installed_are_named() -> None:
     assert "\nok       clock" in found
 
 
-def test_what_no_run_can_work_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Few open files, a Python without libpython or of another version, tritonservers that do not start."""
-    wheel = find_tritonserver(None)
-    broken = copy_of(wheel, tmp_path / "broken", {PYTHON: PYTHON})
-    broken.write_text("#!/bin/sh\necho 'libre2.so.5: cannot open shared object file' >&2\nexit 127\n")
-    other = copy_of(wheel, tmp_path / "other", {OTHER: OTHER})
-    found = [each for binary in (broken, other) for each in found_by("tritonserver", doctor.tritonserver, binary)]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
-    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
-    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
-    found += [*found_by("open files", doctor.open_files), *found_by("python", doctor.python)]
-    assert {each.level for each in found} == {Level.FAILED}
-    expected = [
-        "does not start: libre2.so.5: cannot",
-        f"there are stubs for {OTHER}",
-        "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536",
-        "3.9.1, must be 3.10 to 3.12",
-        "apt install libpython",
-    ]
-    assert [each.text for each, part in zip(found, expected, strict=True) if part not in each.text] == []
-
-
 def test_disks_shared_memory_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path / "disk", 4) as disk:
         monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
@@ -195,29 +173,6 @@ def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path) 
     assert f"monitoring.actor_port: {port} is taken, so there would be no metrics" in taken_alone.text
 
 
-def test_weights_that_are_gone(config: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """A link leads nowhere."""
-    shutil.copytree(checkpoints.policy, tmp_path / "dangling")
-    weights = tmp_path / "dangling" / "model.safetensors"
-    weights.unlink()
-    weights.symlink_to(tmp_path / "none")
-    policy = f"actor.policy.model={weights.parent}"
-    found = findings(str(config), policy)
-    assert (found["files"].level, found["disk"].level) == (Level.FAILED, Level.OK)
-    assert "dangling" in found["files"].text
-
-
-def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) -> None:
-    other = [f"{key}.model={checkpoints.other_policy}" for key in ("actor.policy", "critic")]  # adds BOS
-    for overrides, level, told in (
-        ([], Level.OK, "text prompts begin with no special token"),
-        (other, Level.OK, "text prompts begin with <s>"),
-        ([*other, "actor.prompts.add_special_tokens=false"], Level.WARNING, "text prompts lack <s>, with which"),
-    ):
-        found = findings(str(config), *overrides)["prompts"]
-        assert (found.level, found.text[: len(told)]) == (level, told)
-
-
 def test_settings_without_effect(config: Path) -> None:
     found = findings(str(config), "actor.kl.horizon=9")["settings"]
     assert (found.level, found.text) == (
@@ -246,13 +201,6 @@ def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_pa
     assert unknown["disk"].level is Level.OK
 
 
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE  # until tritonserver reaps it
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_named_with_its_log(live: System) -> None:
     found = findings(str(live.run.path))
     assert found["ports"].text == "used by this run's server"
@@ -262,10 +210,10 @@ def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_nam
         (stub,) = [
             process
             for process in psutil.Process(live.server.process.pid).children(recursive=True)
-            if not has_ended(process) and f"{os.sep}{CRITIC_SAVE}{os.sep}" in " ".join(process.cmdline())
+            if is_alive(process) and f"{os.sep}{CRITIC_SAVE}{os.sep}" in " ".join(process.cmdline())
         ]
         stub.kill()
-        wait_for(lambda: has_ended(stub))
+        wait_for(lambda: not is_alive(stub))
         (broken,) = [each for each in findings(str(live.run.path)).values() if each.level is Level.FAILED]
         assert broken.name == CRITIC_SAVE
         assert str(live.run.config.run.logs_dir / "tritonserver.log") in broken.text

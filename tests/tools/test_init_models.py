@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import yaml
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
-from tiny_tokenizers import VOCAB, make_text_tokenizer, save_text_reward
+from tiny_tokenizers import VOCAB, make_text_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -104,12 +103,6 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "already exists" in capsys.readouterr().err
 
 
-def test_the_special_tokens_of_a_sentence_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    save_text_reward(tmp_path, "bert")
-    assert main(["--reward", str(tmp_path)]) == 0
-    assert re.search(r"\n  sentences     'A text.' is tokenised as: \[CLS\] \S.* \[SEP\]\n", capsys.readouterr().out)
-
-
 def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     names = {0: "helpfulness", 1: "verbosity"}
     save_tiny(tmp_path, "llama", "reward", num_labels=2)
@@ -134,18 +127,6 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_the_same_tokenizer_and_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for role in ("reward", "critic"):
-        save_tiny(tmp_path / role, "llama", role)
-        file = tmp_path / role / "model.safetensors"
-        save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
-        save_tokenizer(tmp_path / role, "a", "b")
-    out = tmp_path / "my.yaml"
-    assert main(["--reward", str(tmp_path / "reward"), "--critic", str(tmp_path / "critic"), "--out", str(out)]) == 0
-    assert "tokenizers: reward and critic have the same vocabulary" in capsys.readouterr().out
-    assert (load_config(out).reward.dtype, load_config(out).critic.dtype) == ("bfloat16", "bfloat16")
-
-
 def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     body, reward = tmp_path / "body", tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
@@ -165,21 +146,6 @@ def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path
     file.rename(reward / "pytorch_model.bin")
     assert main(["--reward", str(reward)]) == 2
     assert re.search(r"only pickled weights \(pytorch_model\.bin\).*--convert NEW_FOLDER", capsys.readouterr().err)
-
-
-WRONG = [
-    [],
-    ["--reward", "x", "--policy", "y", "--convert", "z"],
-    ["--critic", "from-reward"],
-    ["--reward", "x", "--out", "no/such/a.yaml"],
-]
-
-
-@pytest.mark.parametrize("arguments", WRONG, ids=str)
-def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert "usage:" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -316,38 +282,22 @@ def test_shards_have_an_index_and_tied_weights_each_of_their_names(
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path).values())
 
 
-def archive(file: Path, entries: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(file, "w") as opened:
-        for name, data in entries.items():
-            opened.writestr(name, data)
-
-
 T = torch.ones(2)
-SHARED = {"c": T}
 REFUSED: dict[str, tuple[Any, str]] = {
     "code": (lambda file: torch.save({"a": T, "b": Danger(file)}, file), r"calls posix\.mkdir, which is no part"),
     "code, legacy": (
         lambda file: torch.save([Danger(file)], file, _use_new_zipfile_serialization=False),
         r"calls posix\.mkdir",
     ),
-    "plain pickle": (lambda file: file.write_bytes(pickle.dumps(Danger(file), 4)), "no file of tensors"),
     "numpy": (lambda file: torch.save({"a": T, "loss": np.float64(1)}, file), r"calls numpy\..*multiarray\.scalar"),
     "module": (lambda file: torch.save(torch.nn.Linear(1, 1), file), r"calls torch\.nn\.modules\.linear\.Linear"),
-    "script": (lambda file: torch.jit.save(torch.jit.script(torch.nn.ReLU()), file), "no file of tensors"),
-    "zip": (lambda file: archive(file, {"a/b": b"c"}), "no file of tensors"),
     "noise": (lambda file: file.write_bytes(b"hello world"), "no file of tensors"),
-    "empty": (lambda file: file.write_bytes(b""), "no file of tensors"),
-    "numbers": (lambda file: torch.save({"a": 1, "b": [2.0]}, file), "has no tensors"),
     "a list": (lambda file: torch.save({"model": {"a": [T, T]}}, file), "a is a list of tensors"),
     "twice": (lambda file: torch.save({"model": {"a": T}, "module": {"a": T}}, file), "it has a twice"),
-    "one dict twice": (lambda file: torch.save({key: SHARED for key in "ab"}, file), "the dict 'b' more than once"),
     "expanded": (lambda file: torch.save({"a": torch.ones(1).expand(10**10)}, file), "a claims 40,000,000,000 bytes"),
-    "sparse": (lambda file: torch.save({"a": torch.eye(3).to_sparse()}, file), "tensor a is not a dense tensor"),
     "no data": (lambda file: torch.save({"a": torch.ones(2, device="meta")}, file), "tensor a is not a dense tensor"),
-    "complex": (lambda file: torch.save({"a": torch.ones(2) * 1j}, file), r"tensor a of type torch\.complex64"),
     "reserved": (lambda file: torch.save({"__metadata__": T}, file), "tensor __metadata__ .* cannot be stored"),
     "a mean": (lambda file: torch.save({"model": {"a": T}, "mean": 0.5}, file), r"mean is 0\.5, no tensor"),
-    "means": (lambda file: torch.save({"a": T, "reward_std": [1.0, 2.0]}, file), r"reward_std is \[1\.0, 2\.0\]"),
     "a scaler": (
         lambda file: torch.save({"a": T, "reward_scaler": {"mean": 1, "count": 7}}, file),
         r"reward_scaler\.mean is 1, no tensor",

@@ -13,7 +13,7 @@ from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.python_backend.models.modeling import load_reward
 from rlhf_triton.tools import memory_table, run, serve
-from rlhf_triton.tools.memory_table import COLUMNS, Held, _moments_8bit, _roles, memory_lines, model_bytes, token_model
+from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model
 from tests.support.settings import nested
 
 ROWS, PROMPT, RESPONSE = 4, 4, 4
@@ -56,12 +56,10 @@ def test_weights_gradients_and_moments_are_those_of_real_models(tmp_path: Path, 
     actor = roles["actor"]
     assert actor.weights == roles["reference"].weights == model_bytes(policy)
     assert actor.gradients == 4 * parameters
-    assert actor.moments == 8 * parameters + 4 * len([*policy.parameters()])  # and a step count for each tensor
+    assert actor.moments == 8 * parameters
     critic, reward = roles["critic"], load_reward(tmp_path / "reward").model
     assert critic.weights == critic.copies == roles["reward"].weights == model_bytes(reward)
     assert roles["reward"].copies == actor.copies == 0
-    assert _moments_8bit(4095) == 8 * 4095  # small tensors keep moments of 32 bits
-    assert _moments_8bit(4096) == 2 * (4096 + 16 * 4)  # and a scale for each block of 256
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -117,8 +115,6 @@ def test_served_models_their_ranks_instances_and_next_versions(tmp_path: Path):
     layers = 4 * sum(p.numel() for name, p in token_model(tmp_path / "reward").named_parameters() if "_proj" in name)
     assert one.weights - held(tmp_path, "reward.tensor_parallel=2")["reward"].weights == layers // 2 > 0
     assert held(tmp_path, "reward.instances=2", "reward.store=true")["reward"] == Held(2 * one.weights, 2 * one.weights)
-    on_gpus = held(tmp_path, *ON_GPUS, "trainer.reload_on_save=triton")["critic"]
-    assert on_gpus.copies == 2 * on_gpus.weights
 
 
 def test_the_sum_of_each_device_beside_its_free_memory(
@@ -138,7 +134,7 @@ def test_the_sum_of_each_device_beside_its_free_memory(
     for command in (run, serve):
         assert command.main(arguments) == 1
         assert re.search(
-            r"error: cpu has 1 KiB free and the models need .* \(reward 19\.9 KiB, ", capsys.readouterr().err
+            r"error: cpu has 1 KiB free and the models need .* \(reward 19.91 KiB, ", capsys.readouterr().err
         )
     assert not (tmp_path / "run").exists()
 

@@ -91,7 +91,6 @@ def test_settings_reach_the_files():
         },
         server={"max_request_tokens": 6000, "queue_timeout_s": 1.5},
         reward={"standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
-        trainer={"heartbeat_timeout_s": 2.5},
         run={"dir": "runs/x", "run_id": "name", "integrity": "sha256"},
     )
     critic, reward, train = configs["critic"], configs["reward_model"], configs["critic_train"]
@@ -108,7 +107,7 @@ def test_settings_reach_the_files():
     sent = {"store": store, "device": "cuda:1", "threads": "5", "token_budget": "99", "max_length": "33"}
     assert parameters(critic).items() >= {**sent, "reload": "triton", "max_request_tokens": "6000"}.items()
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
-    expected = {"store": store, "heartbeat_timeout_s": "2.5", "run_id": "name", "integrity": "sha256"}
+    expected = {"store": store, "run_id": "name", "integrity": "sha256"}
     assert parameters(train).items() >= expected.items()
     assert parameters(configs["critic_save"])["run_id"] == "name"
 
@@ -274,7 +273,7 @@ def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> N
 
 # ---- rewards ----
 
-LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}
+LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3}
 LABEL = {"function": "package.verifiers:label"}
 
 
@@ -314,7 +313,6 @@ def test_model_and_functions() -> None:
         "hidden_variables": '["TRAINING_KEY", "TRITON_CONTROL_KEY"]',
         "timeout_s": "0.5",
         "workers": "3",
-        "memory_mib": "99",
         "max_waiting_rows": "100000",
         "max_request_tokens": "4000000",
     }

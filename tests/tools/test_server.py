@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 import pytest
 from shebang import SHEBANG
-from small_disk import small_disk
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
 
@@ -32,7 +31,9 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.preflight import check_prompts
 from rlhf_triton.tools.server.child import Child, relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.health import get_page
-from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
+from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.supervisor import Supervisor
+from rlhf_triton.tools.server.vllm import check_vllm, start_vllm, starts_vllm, vllm_arguments
 
 
 @pytest.fixture
@@ -216,16 +217,6 @@ def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path)
     assert out.count("tritonserver was killed by SIGABRT; its log is") == out.count("starting it once more") == 1
 
 
-def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path) -> None:
-    write_scoring_model(run_dir / "model_repository", "critic", on_load="raise ValueError('3 labels')")
-    process = serve(run_dir)
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert err.startswith("error: critic could not be loaded: ValueError: 3 labels (model.py line 10);")
-    assert len(err.splitlines()) == 1
-    assert (server_processes(process.pid), regions(process.pid)) == ([], [])
-
-
 # ---- child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
 
 PATIENCE_S = 120.0
@@ -249,44 +240,6 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
     assert log.read_bytes() == b"after"  # no hole of zeros before it
     assert (tmp_path / "a.previous.log").read_bytes() == b"new" * 50
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_full_disk_leaves_the_log_for_later(tmp_path: Path):
-    with small_disk(tmp_path / "disk", 1) as disk:
-        log = disk.folder / "a.log"
-        log.write_bytes(b"x" * 50_000)
-        disk.fill()
-        set_aside_if_large(log, 40_000)
-        assert log.stat().st_size == 50_000
-        assert sorted(path.name for path in disk.folder.iterdir()) == ["a.log", "ballast"]
-        disk.empty()
-        set_aside_if_large(log, 40_000)
-        assert log.stat().st_size == 0
-
-
-def test_a_childs_log_stays_within_its_bound(tmp_path: Path):
-    """It writes lines of a thousand bytes, numbered."""
-    (tmp_path / "chatter.py").write_text(
-        "import itertools, time\n"
-        "for number in itertools.count():\n"
-        "    print(f'{number:07d}' + 'x' * 992, flush=True)\n"
-        "    time.sleep(0.0005)\n"
-    )
-    chatter = Child("chatter", ["chatter"], tmp_path / "logs" / "chatter.log", {"PYTHONPATH": str(tmp_path)})
-    previous = chatter.log_path.with_suffix(".previous.log")
-    try:
-        for _ in range(2):
-            previous.unlink(missing_ok=True)
-            until(lambda: chatter.log_path.stat().st_size > 1 << 20)
-            chatter.bound_log(1 << 20)
-            assert chatter.log_path.stat().st_size < 1 << 20 <= previous.stat().st_size
-        until(lambda: chatter.log_path.stat().st_size > 5000)
-        lines = chatter.log_path.read_bytes().splitlines()[1:-1]
-        numbers = [int(line[:7]) for line in lines if len(line) == 999]
-        assert numbers == list(range(numbers[0], numbers[0] + len(lines)))
-        assert chatter.poll() is None
-    finally:
-        chatter.stop(signal.SIGTERM, PATIENCE_S)
 
 
 def test_the_follower_goes_on_after_a_cut(tmp_path: Path):
@@ -389,26 +342,24 @@ def test_what_vllm_cannot_serve_is_refused_before_the_start(tmp_path: Path):
 
 def test_a_vllm_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path):
     events: list[str] = []
-    server = VllmServer(vllm_config(tmp_path), log=events.append)
+    url = f"127.0.0.1:{free_port()}"
+    config = vllm_config(tmp_path)
+    vllm = Supervisor(lambda: start_vllm(config, url, lambda: None), log=events.append, name="vLLM")
     try:
-        server.await_ready(lambda: time.sleep(0.02))
-        first = psutil.Process(server.pid)
+        first = psutil.Process(vllm.server.pid)
         engine = first.children()
         first.send_signal(signal.SIGKILL)
-        until(lambda: (server.look(), server.pid != first.pid)[1])
+        until(lambda: (vllm.look(), vllm.server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
         assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
         assert not psutil.wait_procs(engine, 120)[1]
-        server.await_ready(lambda: time.sleep(0.02))
-        group = psutil.Process(server.pid).children()
+        group = psutil.Process(vllm.server.pid).children()
     finally:
-        server.stop()
+        vllm.stop()
     assert not psutil.wait_procs(group, 120)[1]
 
 
 def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):
     config = vllm_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
-    server = VllmServer(config, log=print)
     with pytest.raises(RlhfError, match="no such device"):
-        server.await_ready(lambda: time.sleep(0.02))
-    server.stop()
+        start_vllm(config, f"127.0.0.1:{free_port()}", lambda: None)

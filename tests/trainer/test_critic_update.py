@@ -1,4 +1,4 @@
-"""`trainer.critic_update` and `trainer.critic_update`: by hand and by loops; how a payload is cut changes nothing."""
+"""`trainer.value_loss` and `trainer.critic_update`: by hand and by loops; how a payload is cut changes nothing."""
 
 import copy
 import math
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.python_backend.models.modeling import CriticModel
-from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, clipped_value_loss, split_rows
+from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, split_rows
+from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.loaders import load_critic
@@ -25,7 +26,6 @@ SETTINGS = {
     "lr": 1e-2,
     "min_lr": 1e-3,
     "warmup_steps": 0,
-    "constant_steps": 0,
     "max_steps": 1000,
     "precision": "float32",
 }
@@ -79,7 +79,7 @@ def trained(
 
 
 def weights(update: CriticUpdate) -> torch.Tensor:
-    return torch.cat([p.detach().double().flatten() for p in update.parameters.values()])
+    return torch.cat([p.detach().double().flatten() for p in update.trained.parameters.values()])
 
 
 # ---- the loss ----
@@ -194,7 +194,7 @@ def test_padded_and_packed_payloads_give_the_same_bits(checkpoint: Path):
 
 def test_rows_make_ceil_n_over_global_batch_steps_in_the_order_received(checkpoint: Path):
     update, reports = trained(checkpoint, [payload(12)], global_batch_size=5, epochs=2)
-    assert reports[0].optimizer_steps == update.optimizer_step == 6
+    assert reports[0].optimizer_steps == update.trained.optimizer_step == 6
     assert reports[0].lr == settings().optimizer.learning_rate(5)
     # Three payloads of 5, 5 and 2 rows are the same three batches.
     whole, parts = list(split_rows(payload(12))), []
@@ -213,7 +213,7 @@ def test_a_payload_without_a_mask_changes_nothing(checkpoint: Path):
     update, reports = trained(checkpoint, [nothing, payload(12), nothing])
     alone = trained(checkpoint, [payload(12)])[0]
     assert torch.equal(weights(update), weights(alone))
-    assert update.optimizer_step == alone.optimizer_step
+    assert update.trained.optimizer_step == alone.trained.optimizer_step
     for report in (reports[0], reports[2]):
         assert (report.optimizer_steps, report.loss_mean, report.grad_norm) == (0, 0.0, 0.0)
         assert report.lr > 0
@@ -230,7 +230,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(checkpoint: Path):
 
     update.critic.model.score.weight.register_hook(poison)
     report = update.train(payload(12), silent)
-    assert (report.optimizer_steps, report.skipped_steps, update.optimizer_step) == (1, 1, 1)
+    assert (report.optimizer_steps, report.skipped_steps, update.trained.optimizer_step) == (1, 1, 1)
     assert math.isfinite(report.loss_mean)
     assert weights(update).isfinite().all()
 
@@ -238,13 +238,13 @@ def test_a_gradient_that_is_not_finite_is_skipped(checkpoint: Path):
 def test_only_bad_gradients_leave_everything_as_it_was(checkpoint: Path):
     update = CriticUpdate(load_critic(checkpoint), settings())
     update.train(payload(), silent)
-    before, moments = weights(update), copy.deepcopy(update.optimizer.state_dict()["state"])
+    before, moments = weights(update), copy.deepcopy(update.trained.optimizer.state_dict()["state"])
     hook = update.critic.model.score.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(FloatingPointError, match="no optimizer step was taken and the weights are unchanged"):
         update.train(payload(seed=1), silent)
     assert torch.equal(weights(update), before)
-    assert update.optimizer_step == 1
-    after = update.optimizer.state_dict()["state"]
+    assert update.trained.optimizer_step == 1
+    after = update.trained.optimizer.state_dict()["state"]
     assert all(torch.equal(moments[i][key], after[i][key]) for i in moments for key in moments[i])
     hook.remove()
     update.train(payload(seed=1), silent)  # and nothing of the bad gradient is left behind

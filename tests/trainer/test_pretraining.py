@@ -27,8 +27,9 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.pretraining import explained_variance, packed, pretrained, read_rows, rows_of_file, split
+from rlhf_triton.trainer.pretraining import explained_variance, pretrained
 from rlhf_triton.trainer.publish import initialise_store, initialise_stores
+from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import nested
@@ -37,7 +38,6 @@ STEPS = 6  # of an earlier run, 32 rows each
 TRAINING: dict[str, Any] = {
     "lr": 1e-2,
     "warmup_steps": 0,
-    "constant_steps": 0,
     "max_steps": 100,
     "global_batch_size": 8,
 }
@@ -77,7 +77,7 @@ def config_of(folder: Path, critic: Path, pretrain: Sequence[Path | str], **trai
     return RunConfig.model_validate(
         {
             "run": {"dir": folder, "run_id": "run"},
-            "critic": {"model": critic, "pretrain": list(map(str, pretrain)), "pretrain_epochs": 4},
+            "critic": {"model": critic, "pretrain": list(map(str, pretrain))},
             "trainer": nested(TrainerSection, {**TRAINING, **trainer}),
             "server": {"grpc_port": 1},
         }
@@ -114,7 +114,7 @@ def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(ro
     assert (line["step"], line["weights_version"]) == (0, 0)
     training, held_out = split(read_rows(config, LIMITS), config.run.seed)
     assert (line["pretrain/rows"], line["pretrain/held_out_rows"]) == (len(training), len(held_out))
-    assert line["pretrain/optimizer_steps"] == 4 * -(-len(training) // TRAINING["global_batch_size"])
+    assert line["pretrain/optimizer_steps"] == 3 * -(-len(training) // TRAINING["global_batch_size"])
     for folder, key in ((root / "critic", "explained_variance_before"), (store.folder(0), "explained_variance")):
         assert line[f"pretrain/{key}"] == pytest.approx(explained_variance(load_critic(folder), held_out, 64), abs=1e-4)
     assert line["pretrain/explained_variance_before"] < 0.05
@@ -122,12 +122,10 @@ def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(ro
 
 
 def test_settings_of_ppo_have_no_part_in_it(root: Path, tmp_path: Path):
-    """Neither the value clip nor the epochs, nor how versions are published; LoRA and frozen weights do."""
+    """Neither the value clip nor the epochs; LoRA and frozen weights do."""
     given = [root / "a"]
     plain = config_of(tmp_path / "plain", root / "critic", given)
-    clipped = config_of(
-        tmp_path / "clipped", root / "critic", given, clip_value=0.01, epochs=3, publish_dtype="bfloat16"
-    )
+    clipped = config_of(tmp_path / "clipped", root / "critic", given, clip_value=0.01, epochs=3)
     lora = config_of(
         tmp_path / "lora", root / "critic", given, lora_rank=2, publish_format="adapter", freeze=["score", "mlp"]
     )
@@ -183,7 +181,7 @@ def test_explained_variance_by_hand():
 
 def pretraining_rig(folder: Path, root: Path, **settings: Any) -> Rig:
     rig = Rig(folder, root / "critic", **{**TRAINING, **settings})
-    rig.config = config_of(folder, root / "critic", [root / "a"], **{**TRAINING, "reload_on_save": "none", **settings})
+    rig.config = config_of(folder, root / "critic", [root / "a"], **{**TRAINING, **settings})
     return rig
 
 
@@ -278,9 +276,10 @@ def test_another_critic_or_other_constants_are_refused_once_version_0_is_there(r
         initialise_stores(config_of(tmp_path, tmp_path / "other", []))
 
 
-def test_a_real_sidecar_leaves_a_journal_to_learn_from(root: Path, tmp_path: Path):
+def test_a_real_sidecar_leaves_a_journal_to_learn_from(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
-    rig = Rig(tmp_path / "earlier", root / "critic", **{**TRAINING, "archive_entries": 3})
+    monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
+    rig = Rig(tmp_path / "earlier", root / "critic", **TRAINING)
     rig.serve()
     rig.start()
     damaged = rig.send(1)
@@ -330,7 +329,7 @@ SPOILED: dict[Callable[[Path], None], str] = {
     no_run: r"is not the folder of a run with a critic: version 0 is not in the weights store; remove it",
     flipped: r"00000003\.train is damaged: its content has digest .*; restore the file, or remove .* from the list",
     torn: r"00000003\.train is damaged: .*; restore the file, or remove .* from the list",
-    empty: r"has no rows to train on; a run keeps its last trainer\.archive_entries steps",
+    empty: r"has no rows to train on; a run keeps only its last steps",
     without_tokenizer: r"the tokenizer of .*spoiled is not that of .*critic, or is not known",
 }
 

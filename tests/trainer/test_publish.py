@@ -18,7 +18,7 @@ from versions import reseal
 
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
-from rlhf_triton.config import load_config
+from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import Algorithm, digest_of
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import canary_row, check_canary
@@ -29,7 +29,7 @@ from rlhf_triton.store.weights import MANIFEST_FILE, Manifest, ServingRecord, We
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
-from rlhf_triton.trainer.verification import VersionRejected, verify_alone, verify_version
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 
@@ -37,7 +37,8 @@ ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
 
 
 def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
-    return Publisher(store, run_id="run", epoch=1, servers=[], reload=reload, timeout_s=60, keep=9)
+    sections = {"critic": {"reload": reload}, "trainer": {"servers": ["127.0.0.1:1"], "publish": {"keep": 9}}}
+    return Publisher(RunConfig.model_validate(sections), store, run_id="run", epoch=1)
 
 
 # ---- verification ----
@@ -175,13 +176,12 @@ def test_the_caller_gets_the_cause_and_training_goes_on(rig: Rig, monkeypatch: p
     rig.train(1)
     damage, message = DAMAGE["another number"]
     with monkeypatch.context() as patch:
-        verify = Publisher.verify
 
-        def damaging(publisher: Publisher, version: int, *args: object) -> None:
-            damage(publisher._store.folder(version))
-            verify(publisher, version, *args)
+        def damaging(store: WeightsStore, version: int, *args: Any) -> None:
+            damage(store.folder(version))
+            verify_version(store, version, *args)
 
-        patch.setattr(Publisher, "verify", damaging)
+        patch.setattr("rlhf_triton.trainer.publish.verify_version", damaging)
         (result,) = rig.train(2)
     assert re.search(message.replace("version 1", "version 2"), str(result.error)), result.error
     assert (rig.store.current(), rig.instances[0].served) == (1, [0, 1])
@@ -246,7 +246,7 @@ def train_a_little(critic: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served_in_it(llama: WeightsStore, case: str):
-    critic = build_critic(llama.folder(0), trainer_section(publish_dtype="bfloat16", **CASES[case]), seed=0)
+    critic = build_critic(llama.folder(0), trainer_section(**CASES[case]), seed=0, dtype="bfloat16")
     critic.own_weights()
     train_a_little(critic)
     first = llama.add(critic.write, step=1, **ABOUT).version
@@ -262,8 +262,9 @@ def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served
 def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     """Publish a version from two ranks; return whether it holds the critic's weights, before and after training."""
     ranks.announce = lambda *_, **__: None
-    settings = trainer_section(publish_dtype="bfloat16", **CASES[case])
-    store, update = WeightsStore(root), load_update(root / "0", settings, seed=0, ranks=ranks)
+    settings = trainer_section(**CASES[case])
+    update = load_update(root / "0", settings, seed=0, dtype="bfloat16", ranks=ranks)
+    store = WeightsStore(root)
     ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
     files = update.critic.write(root / "1", "sha256")
     if ranks.rank == 0:
@@ -271,11 +272,10 @@ def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
         manifest = Manifest(version=1, step=1, tensors=WeightsStore._tensor_types(root / "1"), files=files, **ABOUT)
         write_json(root / "1" / "manifest.json", manifest.to_json())
     torch.distributed.barrier()
-    publisher = publisher_of(store)
-    publisher.verify(1, update.critic)
-    found = [publisher.holds_weights(update.critic, 1)]
+    verify_version(store, 1, update.critic)
+    found = [holds_weights(store, 1, update.critic)]
     train_a_little(update.critic)
-    return [*found, publisher.holds_weights(update.critic, 1)]
+    return [*found, holds_weights(store, 1, update.critic)]
 
 
 @pytest.mark.parametrize("case", ["all weights", "merged adapters in bfloat16"])
@@ -299,19 +299,6 @@ def test_a_version_is_hashed_while_it_is_written(
         llama.verify_files(manifest.version, weights_module.digest_of)
         assert [path.name for path in read] == ["config.json", "model.safetensors"]
         read.clear()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "dtype"),
-    [
-        ([], None),
-        (["critic.dtype=bfloat16"], "bfloat16"),
-        (["critic.dtype=bfloat16", "trainer.publish.dtype=float32"], "float32"),
-    ],
-)
-def test_versions_have_the_served_dtype_by_default(tmp_path: Path, overrides: list[str], dtype: str | None):
-    (tmp_path / "run.yaml").write_text("")
-    assert load_config(tmp_path / "run.yaml", [*overrides, "critic.device=cpu"]).trainer.publish.dtype == dtype
 
 
 # ---- staging of a version of several ranks, of which none holds the whole critic ----

@@ -37,7 +37,7 @@ class Job:
     """A sidecar, and an instance that serves its critic."""
 
     def __init__(self, folder: Path, checkpoint: Path, ranks: int) -> None:
-        schedule = {"lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100}
+        schedule = {"lr": 1e-2, "warmup_steps": 2, "max_steps": 100}
         path = folder / "run.yaml"
         path.write_text(
             yaml.safe_dump(
@@ -51,9 +51,7 @@ class Job:
                         "global_batch_size": 4,
                         "token_budget": 20,
                         "checkpoint_every": 3,
-                        "reload_on_save": "none",
                         "publish": {"keep": 100},
-                        "nice": 0,
                     },
                 }
             )

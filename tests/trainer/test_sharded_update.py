@@ -13,17 +13,16 @@ from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
 from rlhf_triton.checkpoints.safetensors_header import read_header
+from rlhf_triton.learning.merged_slices import MergedSlices
 from rlhf_triton.learning.ranks import Ranks
-from rlhf_triton.learning.sharding import MergedSlices
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer import trained_critic
-from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState, deciding_settings
+from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
-from rlhf_triton.trainer.publish import Publisher
-from rlhf_triton.trainer.verification import VersionRejected
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
@@ -66,19 +65,13 @@ def payloads(count: int) -> list[TrainPayload]:
 
 
 def state(step: int, update: CriticUpdate) -> CheckpointState:
-    return CheckpointState(
-        "run", step, update.optimizer_step, 0, 1, True, deciding_settings(update.settings), "", "", []
-    )
+    trained = update.trained
+    return CheckpointState("run", step, trained.optimizer_step, 0, 1, True, trained.settings, "", [])
 
 
 def everything(update: CriticUpdate) -> dict[str, torch.Tensor]:
     """All weights and moments of an update, whole."""
-    moments = {
-        f"{key}/{name}": value
-        for name, parameter in update.parameters.items()
-        for key, value in update.optimizer.state[parameter].items()
-    }
-    return {n: t.clone() for n, t in whole_tensors({**update.critic.model.state_dict(), **moments})}
+    return {n: t.clone() for n, t in whole_tensors({**update.critic.model.state_dict(), **update.trained.state()})}
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -135,7 +128,7 @@ def kept_for_fifty_steps(ranks: Ranks, root: Path, **changes: Any) -> tuple[set[
     for seed in range(50):
         update.train(payload(seed=seed) if ranks.rank == 0 else None, silent)
     after = whole_tensors(MergedSlices(update.critic.model))
-    return {name for name, tensor in after if torch.equal(tensor, before[name])}, {*update.parameters}
+    return {name for name, tensor in after if torch.equal(tensor, before[name])}, {*update.trained.parameters}
 
 
 def in_float32(ranks: Ranks, root: Path) -> Any:
@@ -203,17 +196,16 @@ def adapters_alone(root: Path, step: int | None = None) -> CriticUpdate:
 
 def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
     """Publish twice; then a version of other weights, and one that was damaged."""
-    publisher = Publisher(store, run_id="run", epoch=1, servers=["127.0.0.1:1"], reload="swap", timeout_s=60, keep=9)
     seen: list[Any] = []
     for _ in range(2):
         manifest = store.add(update.critic.write, **about(1), reuse=False, canary=[0.5])
-        publisher.verify(manifest.version, update.critic)
-        seen.append((manifest.version, publisher.holds_weights(update.critic, manifest.version)))
-    seen.append(publisher.holds_weights(update.critic, 0))
+        verify_version(store, manifest.version, update.critic)
+        seen.append((manifest.version, holds_weights(store, manifest.version, update.critic)))
+    seen.append(holds_weights(store, 0, update.critic))
     for spoil in (lambda: None, lambda: spoil_one(store.folder(2))):
         spoil()
         try:
-            publisher.verify(0 if len(seen) == 3 else 2, update.critic)
+            verify_version(store, 0 if len(seen) == 3 else 2, update.critic)
         except VersionRejected as error:
             seen.append(str(error))
     return seen
@@ -327,14 +319,13 @@ def test_adapters_of_two_ranks_resume_as_those_of_one_process(two_ranks: Any, ro
     assert same(everything(adapters_alone(root, 2)), everything(update))
     np.testing.assert_allclose(two_ranks[3], update.critic.values([np.arange(9)])[0], atol=1e-7)
     stored = {name for path in folder.glob("*.safetensors") for name in read_header(path)}
-    assert {name for name in stored if "/" not in name} == update.parameters.keys()  # nothing of the base
+    assert {name for name in stored if "/" not in name} == update.trained.parameters.keys()  # nothing of the base
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_checkpoint_of_any_number_of_ranks_is_read_by_others_bitwise(two_ranks: Any, root: Path, size: int):
     update, _ = trained(root / "llama", [payload()], **TRAINING)
     CheckpointFolder(root / "checkpoints").save(update, state(10, update))
-    assert "optimizer.safetensors" in {path.name for path in (root / "checkpoints" / "10").iterdir()}
     assert same(read_alone(root, 10), everything(update))
     update = adapters_alone(root)
     update.train(payload(), silent)

@@ -13,6 +13,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from sidecar_rig import PATIENCE_S, Rig, overflowing, payload, until
 
+import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
 from rlhf_triton.config import MonitoringSection
@@ -26,7 +27,7 @@ from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
 from rlhf_triton.trainer.critic_versions import CriticVersions
-from rlhf_triton.trainer.progress import StoppedWaiting
+from rlhf_triton.trainer.disk_retry import StoppedWaiting
 from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
 
@@ -67,9 +68,7 @@ def test_an_answer_means_served_by_every_instance(rig: Rig):
     assert other.served[-1] == 3
 
 
-def test_a_save_waits_for_its_step_and_covers_it(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    reloads: list[Publisher] = []
-    monkeypatch.setattr(Publisher, "triton_reload", lambda self: reloads.append(self))
+def test_a_save_waits_for_its_step_and_covers_it(rig: Rig):
     rig.train(1)
     early = rig.journal.accept_save(run_id="run", step=2)
     time.sleep(0.05)
@@ -81,7 +80,6 @@ def test_a_save_waits_for_its_step_and_covers_it(rig: Rig, monkeypatch: pytest.M
     assert (state.step, state.asked, state.version) == (2, True, 2)
     assert [result["digest"] for result in state.results] == [payload(1).digest(), payload(2).digest()]
     assert [entry.name for entry in rig.journal.entries()] == ["00000003.train"]  # what is covered is gone
-    assert reloads == []  # trainer.reload_on_save is none
 
 
 def test_a_rewind_that_agrees_serves_what_every_second_step_has_not_published_yet(
@@ -99,9 +97,10 @@ def test_a_rewind_that_agrees_serves_what_every_second_step_has_not_published_ye
 
 @pytest.mark.parametrize(("keep_entries", "kept"), [(2, []), (3, [1, 2, 3])])
 def test_checkpoints_are_written_periodically_and_at_the_end(
-    make: Callable[..., Rig], keep_entries: int, kept: list[int]
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, keep_entries: int, kept: list[int]
 ):
-    rig = make(checkpoint_every=2, keep_entries=keep_entries)
+    monkeypatch.setattr(rlhf_triton.trainer.critic_checkpoints, "KEEP_ENTRIES", keep_entries)
+    rig = make(checkpoint_every=2)
     rig.serve()
     rig.start().train(1, 2, 3)
     assert rig.checkpoints.latest() == 2
@@ -183,7 +182,7 @@ def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], m
         return Reload(1, "triton")
 
     monkeypatch.setattr(Publisher, "triton_reload", load)
-    rig = make(reload_on_save="triton")
+    rig = make()
     rig.serve()
     rig.start().train(1)
     rig.save()
@@ -249,7 +248,7 @@ def test_a_sidecar_that_loads_or_prunes_keeps_its_heartbeat(rig: Rig, monkeypatc
 
 
 def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """A large critic takes longer to load than `trainer.heartbeat_timeout_s`."""
+    """A large critic takes longer to load than HEARTBEAT_TIMEOUT_S."""
     rig.train(1)
     (record,) = rig.store.serving()
     monkeypatch.setattr(rlhf_triton.trainer.publish, "HEAL_AFTER_S", 0.0)
@@ -261,9 +260,12 @@ def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, m
     assert all(seen)
 
 
-def test_the_heartbeat_says_that_no_server_takes_a_version_up(make: Callable[..., Rig]):
+def test_the_heartbeat_says_that_no_server_takes_a_version_up(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+):
     """Such as one whose load hangs: the wait goes on, and the callers know for what."""
-    rig = make(serve_timeout_s=0.1).start()
+    monkeypatch.setattr(rlhf_triton.trainer.publish, "SERVE_TIMEOUT_S", 0.1)
+    rig = make().start()
     entry = rig.send(1)
     until(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
     assert rig.journal.result(entry) is None
@@ -373,15 +375,15 @@ BATCH = 4  # sequences of an optimizer step in a rig; a step of the journal has 
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card that holds `tokens` of a micro-batch, in its backward pass; `lacks` says so of a single micro-batch."""
     card: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
-    accumulate = CriticUpdate._accumulate
+    loss_of = CriticUpdate._loss
 
-    def limited(update: CriticUpdate, rows: list[TrainingRow], num_tokens: float) -> float:
-        loss = accumulate(update, rows, num_tokens)
+    def limited(update: CriticUpdate, rows: list[TrainingRow], *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = loss_of(update, rows, *args, **kwargs)
         if len(rows) * max(row.tokens.size for row in rows) > card["tokens"] or card["lacks"](rows):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
         return loss
 
-    monkeypatch.setattr(CriticUpdate, "_accumulate", limited)
+    monkeypatch.setattr(CriticUpdate, "_loss", limited)
     return card
 
 

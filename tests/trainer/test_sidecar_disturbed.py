@@ -34,7 +34,7 @@ from sidecar_rig import PATIENCE_S, Killed, Rig, until
 from small_disk import SmallDisk, small_disk
 from versions import reseal
 
-import rlhf_triton.trainer.progress
+import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.store.durable import disk_errors, refusal, replace_file
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
@@ -42,9 +42,8 @@ from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
-from rlhf_triton.trainer.progress import StoppedWaiting, until_done
+from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
 from rlhf_triton.trainer.publish import Publisher
-from rlhf_triton.trainer.sidecar import Sidecar
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES: list[tuple[type, str]] = [
@@ -66,8 +65,8 @@ FULL_TOO: list[tuple[type, str]] = [(Journal, "beat")]  # killed, it would end t
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
 
 
 def flip(path: Path) -> None:
@@ -81,13 +80,12 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
-    ("model.safetensors", flip),
-    ("optimizer.safetensors", flip),
-    ("config.json", flip),
+    (SHARD, flip),
     ("state.json", flip),
     ("state.json", cut),
-    ("model.safetensors", Path.unlink),
+    (SHARD, Path.unlink),
 ]
 
 
@@ -327,8 +325,9 @@ def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[...,
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
 
 
-def test_too_long_a_way_back_is_not_kept(make: Callable[..., Rig]):
-    rig = make(checkpoint_every=1, keep_entries=2)
+def test_too_long_a_way_back_is_not_kept(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_ENTRIES", 2)
+    rig = make(checkpoint_every=1)
     rig.serve()
     rig.start().train(1)
     save(rig, 1, [1])
@@ -465,7 +464,7 @@ def test_training_is_repeated_from_the_checkpoint_before_two_damaged_ones(
     rig.stop()
     (rig.config.run.dir / "kept").rename(rig.checkpoints.root / "2")
     for step in (2, 3):
-        flip(rig.checkpoints.root / str(step) / "model.safetensors")
+        flip(rig.checkpoints.root / str(step) / SHARD)
     rig.start().train(4)
     assert torch.equal(rig.weights(), straight.weights(4))
     assert sum("training is repeated from step 1" in warning for warning in warnings(caplog)) == 2
@@ -479,10 +478,10 @@ def test_a_folder_that_is_no_checkpoint_is_moved_out_of_the_way(make: Callable[.
     rig = make(checkpoint_every=2)
     rig.serve()
     (rig.checkpoints.root / "2").mkdir(parents=True)
-    (rig.checkpoints.root / "2" / "model.safetensors").write_bytes(b"what is this")
+    (rig.checkpoints.root / "2" / SHARD).write_bytes(b"what is this")
     rig.start().train(1, 2, 3)
     assert verify_folder(rig.checkpoints.root / "2")["step"] == 2
-    assert (rig.checkpoints.root / "damaged-2" / "model.safetensors").is_file()
+    assert (rig.checkpoints.root / "damaged-2" / SHARD).is_file()
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
@@ -497,12 +496,12 @@ def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repai
     assert isinstance(error, CheckpointError)
     assert "continues with step 3, but" in str(error)
     elsewhere.rename(folder)
-    flip(folder / "optimizer.safetensors")
+    flip(folder / SHARD)
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
-    assert "2/optimizer.safetensors is damaged" in str(error)
+    assert f"2/{SHARD} is damaged" in str(error)
     assert "from step 0, because the journal no longer has step 1: restore the file" in str(error)
-    flip(folder / "optimizer.safetensors")
+    flip(folder / SHARD)
     assert rig.start().train(3)[0].weights_version == 3
 
 
@@ -511,14 +510,14 @@ def test_other_settings_are_named_and_used(make: Callable[..., Rig], caplog: pyt
     rig.serve()
     rig.start().train(1)
     rig.stop()
-    other = make(lr=2e-2, token_budget=99, keep_entries=7)
+    other = make(lr=2e-2, token_budget=99)
     other.start().train(2)
     assert warnings(caplog) == [
-        "the critic was trained up to step 1 under other settings (trainer.optimizer.lr: was 0.01, now 0.02; "
-        "trainer.token_budget: was 4096, now 99 (rounding only)); the new ones apply from here on"
+        "the critic was trained up to step 1 under other settings (trainer.token_budget: was 4096, now 99 "
+        "(rounding only); trainer.optimizer.lr: was 0.01, now 0.02); the new ones apply from here on"
     ]
     other.stop()
-    assert other.checkpoints.state(2).settings["optimizer.lr"] == 2e-2
+    assert other.checkpoints.state(2).settings["trainer.optimizer.lr"] == 2e-2
     caplog.clear()
     other.start().train(3)
     assert warnings(caplog) == []
@@ -557,24 +556,6 @@ def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings
     error = rig.start().ended()
     assert isinstance(error, WeightsError)
     assert "version 0: model.safetensors has digest" in str(error)
-
-
-def test_the_random_state_is_the_same_wherever_training_resumes(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Nothing draws from it today; a critic with dropout would."""
-    drawn: list[float] = []
-    original = Sidecar.train
-
-    def drawing(self: Sidecar, entry: Entry) -> None:
-        drawn.append(float(torch.rand(())))
-        original(self, entry)
-
-    monkeypatch.setattr(Sidecar, "train", drawing)
-    rig.train(1)
-    rig.stop()
-    torch.manual_seed(99)
-    rig.start().train(2, 3)
-    torch.manual_seed(rig.config.run.seed)
-    assert drawn == [float(torch.rand(())) for _ in range(3)]
 
 
 # ---- disks that are really full ----

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import os
-import resource
 import signal
 import socket
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
@@ -22,7 +19,7 @@ from rlhf_triton.config import ConfigError, GatewaySection, RunConfig, load_conf
 from rlhf_triton.config.command_line import log_to_stderr, report, run_parser
 from rlhf_triton.errors import REPORTED
 from rlhf_triton.monitoring.log_lines import is_json, say
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import cannot_bind, server_urls
@@ -30,16 +27,10 @@ from rlhf_triton.wire.contract import REWARD_MODEL
 
 KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
 MAX_CONNECTIONS = 2000  # beyond it, requests get 503
-MAX_FILES = 4096  # which bounds the connections, on each of which a client without the key can leave half a head
 
 
 def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.Config:
-    """Return the configuration that serves `app` within the bounds, with further options of uvicorn.
-
-    This process may then have as many files open as the bounds need.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_FILES), hard))
+    """Return the configuration that serves `app` within the bounds, with further options of uvicorn."""
     return uvicorn.Config(
         app,
         settings.host,
@@ -52,23 +43,10 @@ def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.C
     )
 
 
-async def close_silent(connections: Collection[Any]) -> None:
-    """Close uvicorn's connections on which no request begins for KEEP_ALIVE_S: it has no deadline for a head."""
-    while True:
-        waiting = {each: each.cycle for each in connections if each.cycle is None or each.cycle.response_complete}
-        await asyncio.sleep(KEEP_ALIVE_S)
-        for each, cycle in waiting.items():
-            if each in connections and each.cycle is cycle:
-                each.transport.abort()
-
-
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65_536  # of glibc's malloc.h
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 2 if the gateway cannot start."""
     parser = run_parser("Serve rewards to other trainers over HTTP.")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
         log_to_stderr("gateway", config.run)
@@ -115,7 +93,7 @@ def listening_socket(settings: GatewaySection, backlog: int) -> socket.socket:
 async def serve(config: RunConfig) -> None:
     """Serve until a signal arrives. Raises ConfigError if the port cannot be used."""
     from rlhf_triton.tools.gateway.app import create_app
-    from rlhf_triton.tools.gateway.policy import policy_router
+    from rlhf_triton.tools.gateway.policy import policy_routes
 
     settings, client, sources = config.gateway, None, list[str]()
     if settings.policy:
@@ -126,28 +104,15 @@ async def serve(config: RunConfig) -> None:
         client = TritonClient(url, config.actor.client, expected={REWARD_MODEL: reward_parameters(config)})
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
     async with contextlib.AsyncExitStack() as closing:
-        more = [policy_router(settings.policy, closing)] if settings.policy else []
-        app = create_app(client, settings, check_key(settings), more=more)
+        more = policy_routes(settings.policy, closing) if settings.policy else []
+        app = create_app(client, check_key(settings), more=more)
         server = uvicorn.Server(bounded(app, settings, log_config=log_config))
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles them, and raises them again when it has stopped
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         bound = listening_socket(settings, server.config.backlog)  # clients can connect as soon as the line is printed
         say(f"gateway: http://{settings.host}:{bound.getsockname()[1]}, {', '.join(sources)}")
-        free_memory_at_once()
-        silent = asyncio.ensure_future(close_silent(server.server_state.connections))
-        closing.callback(silent.cancel)
         await server.serve([bound])
-
-
-def free_memory_at_once() -> None:
-    """Let the memory of large bodies return to the system as soon as they are answered.
-
-    Otherwise, the first of them raises the size from which glibc maps memory, and 30 to 60 MB stay after it.
-    """
-    gc.freeze()  # what was imported: collecting the garbage of a body then takes some 10 ms instead of 50
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 if __name__ == "__main__":

@@ -2,28 +2,31 @@
 
 import contextlib
 
-from fastapi import APIRouter
+from starlette.routing import Route
 
-from rlhf_triton.actor.capture.app import add_trainer_routes, capture_router
+from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
 from rlhf_triton.actor.capture.sessions import Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens_in
 from rlhf_triton.config.sections import ServedPolicySection
 
+MAX_TOKENS = 1024  # of a reply whose request sets no limit
+MAX_SESSION_TOKENS = 1_000_000  # of a session; a history that several calls share counts once
+MAX_SESSIONS = 1024  # that are open; beyond it, new ones get 429
+IDLE_S = 3600.0  # without a request, after which a session is dropped, without an export
+REPLY_LIMIT_S = 600.0
 
-def policy_router(settings: ServedPolicySection, closing: contextlib.AsyncExitStack) -> APIRouter:
+
+def policy_routes(settings: ServedPolicySection, closing: contextlib.AsyncExitStack) -> list[Route]:
     """Return the routes of sessions; `closing` receives their connections. Raises RlhfError, OSError for a folder."""
     if settings.export is not None:
         settings.export.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(settings.model)
     special = special_tokens_in(settings.model)
     sampler = VllmSampler(
-        settings.servers, eos_ids=special.eos_ids, banned_ids=special.banned_ids, deadline_s=settings.deadline_s
+        settings.servers, eos_ids=special.eos_ids, banned_ids=special.banned_ids, deadline_s=REPLY_LIMIT_S
     )
     closing.push_async_callback(sampler.close)
-    sessions = Sessions(
-        tokenizer, most=settings.max_sessions, most_tokens=settings.max_session_tokens, idle_s=settings.idle_s
-    )
-    router = capture_router(sessions, sampler, model=settings.model.name, max_tokens=settings.max_tokens)
-    add_trainer_routes(router, sessions, settings.export)
-    return router
+    sessions = Sessions(tokenizer, most=MAX_SESSIONS, most_tokens=MAX_SESSION_TOKENS, idle_s=IDLE_S)
+    routes = capture_routes(sessions, sampler, model=settings.model.name, max_tokens=MAX_TOKENS)
+    return [*routes, *trainer_routes(sessions, settings.export)]

@@ -1,6 +1,5 @@
 """One log line and Prometheus metrics for each request of the gateway."""
 
-import json
 import logging
 import time
 from collections.abc import Collection
@@ -19,7 +18,7 @@ _KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histo
 
 
 class GatewayMetrics:
-    """The metrics of the table `GATEWAY`, by name, and those of the process."""
+    """The metrics of the table `GATEWAY`, by name, and the process's own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -42,13 +41,13 @@ class GatewayMetrics:
 class RequestLog:
     """ASGI middleware: counts and logs each request, at WARNING with the cause if it or one of its rows failed.
 
-    Routes leave `num_rows`, and the `errors` of rows without a reward, in the request's state.
+    Routes leave `num_rows`, and the `errors` of rows without a reward, in the request's state; `refused` the `cause`.
     """
 
     def __init__(
         self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Collection[str], quiet: Collection[str]
     ) -> None:
-        """`routes`: paths that are counted under their name. `quiet`: those that are not logged."""
+        """`routes`: paths that are counted under their name. `quiet`: paths that are not logged."""
         self._app, self._metrics = app, metrics.by_name
         self._routes, self._quiet = routes, quiet
 
@@ -57,13 +56,11 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, body = CLIENT_LEFT, bytearray()
+        status = CLIENT_LEFT
 
         async def noted(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
-            if status >= 400:
-                body.extend(message.get("body", b""))
             await send(message)
 
         state = scope.setdefault("state", {})
@@ -75,8 +72,8 @@ class RequestLog:
             status = 500  # of Starlette, around this
             raise
         finally:
-            seconds = time.monotonic() - started
-            self._note(scope, status, seconds, state.get("num_rows", 0), _causes(bytes(body), state))
+            causes = [state["cause"]] if "cause" in state else state.get("errors", [])
+            self._note(scope, status, time.monotonic() - started, state.get("num_rows", 0), causes)
 
     def _note(self, scope: Scope, status: int, seconds: float, num_rows: int, causes: list[str]) -> None:
         path = scope["path"]
@@ -90,16 +87,6 @@ class RequestLog:
             failed = f" ({num_failed} without a reward)" if num_failed else ""
             rows = f" {num_rows} rows{failed}" if num_rows else ""
             line = f"{scope['method']} {path} {status}{rows} {1000 * seconds:.0f} ms"
-            cause = f": {causes[0]}" if causes else ": the client has left" if status == CLIENT_LEFT else ""
+            cause = f": {causes[0]}" if causes else ""
             level = logging.WARNING if cause or status >= 400 else logging.INFO
             logger.log(level, "%s", printable(line + cause, LONGEST_CAUSE))
-
-
-def _causes(body: bytes, state: dict[str, Any]) -> list[str]:
-    """Return why a request failed, or why its rows have no reward: every error reply has the shape of OpenAI's."""
-    if not body:
-        return list(state.get("errors", ()))
-    try:
-        return [str(json.loads(body)["error"]["message"])]
-    except (ValueError, KeyError, TypeError):
-        return [body.decode(errors="replace")]

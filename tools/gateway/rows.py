@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, with_reply
 from rlhf_triton.wire.messages import plain_messages
 
 MAX_ROWS = 4096  # of one request
 Message = dict[str, Any]
-
-
-class GatewayError(RlhfError):
-    """A request that gets an HTTP error; `status` is its code."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = HTTPStatus(status)
 
 
 @dataclass(frozen=True)
@@ -70,14 +60,7 @@ def chat_row(messages: list[Message], metadata: dict[str, Any]) -> Row:
     return Row((text,), metadata=known)
 
 
-def reply_row(prompt: str | list[Message], response: str, metadata: dict[str, Any]) -> Row:
-    """Return the row of a response to a prompt, which is a text or the messages of a chat."""
-    if isinstance(prompt, str):
-        return text_row(prompt, response, metadata)
-    return chat_row([*prompt, {"role": "assistant", "content": response}], metadata)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowResult:
     """The rewards of one row, or why it has none."""
 
@@ -89,43 +72,26 @@ class RowResult:
     """Version of the reward model's weights, if the server names one."""
     probabilities: tuple[float, ...] = ()
     """Of the labels, if requested."""
-    times_us: tuple[int, int] | None = None
-    """In the server's queue and in the forward pass, if requested."""
     error: str | None = None
     status: HTTPStatus = HTTPStatus.OK
     """Status of the HTTP error if the protocol has no place for the error of a single row."""
 
 
-def sequence_rewards(results: list[RowResult], name: str) -> list[float]:
-    """Return the one reward of every row. `name` is the field of the request that holds the rows.
-
-    Raises GatewayError if a row has none, as the protocol cannot express that, or if it has one per attribute.
-    """
-    check_all(results, name)
-    several = next((len(result.rewards) for result in results if len(result.rewards) != 1), None)
-    if several:
-        raise GatewayError(
-            501,
-            f"the reward model returns {several} rewards per row, this protocol has one: set reward.attribute_weights",
-        )
-    return [result.rewards[0] for result in results]
-
-
 def check_number(number: int) -> None:
-    """Raise GatewayError unless a request of this number of rows may be scored."""
+    """Raise HttpError unless a request of this number of rows may be scored."""
     if not 1 <= number <= MAX_ROWS:
-        raise GatewayError(413 if number else 400, f"{number} rows, must be 1 to {MAX_ROWS} per request")
+        raise HttpError(413 if number else 400, f"{number} rows, must be 1 to {MAX_ROWS} per request")
 
 
-def check_all(results: list[RowResult], name: str) -> None:
-    """Raise GatewayError with the first row's error, if any row has no reward."""
+def check_all(results: Sequence[RowResult], name: str) -> None:
+    """Raise HttpError with the first row's error, if any row has no reward; `name`: the field with the rows."""
     for i, result in enumerate(results):
         if result.error is not None:
             where = f"{name}[{i}]: " if len(results) > 1 else ""
-            raise GatewayError(result.status, where + result.error)
+            raise HttpError(result.status, where + result.error)
 
 
-# What the bodies of all protocols share: strict types, unknown fields refused, token ids and messages.
+# What the bodies of several protocols have: rows, token ids and messages.
 
 
 T = TypeVar("T")
@@ -139,40 +105,7 @@ def _few(value: Any) -> Any:
 
 # A list stops at its first invalid item: the errors of millions would need gigabytes.
 Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_few)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-
-
-class Body(BaseModel):
-    """Base class of request bodies. A number in a string is no number, and an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-    not_honoured: ClassVar[Mapping[str, str]] = {}
-    """Known fields that would change a score and cannot -> why; they may only be null or false."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = [name for field, info in cls.model_fields.items() for name in _names(field, info.validation_alias)]
-        fields = {}
-        for name, value in data.items():
-            if name in cls.not_honoured:
-                if value is not None and value is not False:
-                    raise ValueError(f"{name} is {reprlib.repr(value)}, but {cls.not_honoured[name]}; leave it out")
-            elif name in known:
-                fields[name] = value
-            else:
-                near = difflib.get_close_matches(name[:100], known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                raise ValueError(f"unknown field {reprlib.repr(name)}; {hint}")
-        return fields
-
-
-def _names(field: str, alias: Any) -> list[str]:
-    return [str(name) for name in alias.choices] if isinstance(alias, AliasChoices) else [field]
-
-
+Texts = Annotated[Rows[str], Field(min_length=1), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 # Other keys of a message, such as `tool_calls`, reach the reward model's chat template.
 Chat = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), AfterValidator(plain_messages)]

@@ -1,35 +1,31 @@
-"""Scores rows on Triton; rows of all callers share requests if only a model scores them.
+"""Scores rows on Triton, in requests of some rows of one caller.
 
-If a reward function is groupwise, a request to Triton is one group instead: rows of one caller with the same group id
-or prompt.
+If a reward function is groupwise, a request to Triton is one group: rows with the same group id or prompt.
 """
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from http import HTTPStatus
 
 import numpy as np
 
-from rlhf_triton.client.batching import Gathering, halved
+from rlhf_triton.actor.capture.http import HttpError
+from rlhf_triton.client.batching import halved
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.connection import timeout
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import GatewaySection
 from rlhf_triton.rewards.function import RESPONSE_KEY
 from rlhf_triton.rewards.groups import grouped
-from rlhf_triton.tools.gateway.rows import GatewayError, Row, RowResult, check_number
+from rlhf_triton.tools.gateway.rows import Row, RowResult, check_number
 from rlhf_triton.wire.contract import (
-    COMPUTE_US,
     MESSAGES,
     METADATA,
     PROBABILITIES,
-    QUEUE_US,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
     REWARD_MODEL,
@@ -39,7 +35,6 @@ from rlhf_triton.wire.contract import (
     SEQUENCE_LENGTHS,
     TEXT_PAIRS,
     TOKENS,
-    Limits,
     sentence_texts,
 )
 
@@ -55,7 +50,7 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def reserved(self, amount: int) -> AsyncIterator[None]:
-        """Hold a part of the room, as soon as it is free; all of it if `amount` is more."""
+        """Reserve `amount` of the room, at most all of it, as soon as it is free."""
         amount = min(amount, self._size)
         async with self._turn:
             while self._free < amount:
@@ -69,11 +64,10 @@ class Room:
             self._freed.set()
 
 
-# Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row. It is
-# answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
-GATHER_S = 0.002
 ROWS_PER_REQUEST = 32  # one that the server refuses does not affect the others
 ROWS_IN_FLIGHT = 256  # of one caller, at each server: more would wait there, encoded, before the rows of other callers
+DEADLINE_S = 60.0  # for the rewards of a row, retries included
+MAX_BODY_BYTES = 16_000_000  # of a request, of the texts of its rows, and of all large bodies in memory
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
 OUR_NAMES = {
     SENTENCES: "text",
@@ -86,29 +80,19 @@ ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
 Answer = dict[str, np.ndarray]
 
 
-class DeadlineMissed(RequestFailed):
-    """No server has answered within `gateway.deadline_s`."""
-
-
-STATUSES = {DeadlineMissed: HTTPStatus.GATEWAY_TIMEOUT, ServerFailed: HTTPStatus.BAD_GATEWAY}
-
-
 class RewardSource:
-    """Rewards of texts, chats and token rows. Keeps nothing between requests but what the server declares."""
+    """Rewards of texts, chats and token rows. Keeps only the server's declaration between requests."""
 
-    def __init__(self, client: TritonClient, settings: GatewaySection) -> None:
+    def __init__(self, client: TritonClient) -> None:
         self._client = client
-        self._deadline_s, self._max_bytes = settings.deadline_s, settings.max_body_bytes
-        self._gatherings: dict[tuple[bool, frozenset[str], int], Gathering[Row, list[RowResult]]] = {}
-        """By kind of row, the further outputs and the most characters of a request."""
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedModel:
         """Return what the servers declare; it is read again when one of them was connected to again.
 
-        Raises GatewayError if no server answers within `gateway.deadline_s`, or all serve other rewards than the YAML.
+        Raises HttpError if no server answers within DEADLINE_S, or all serve other rewards than the YAML.
         """
-        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
         async with self._asking:
             while REWARD_MODEL not in self._client.declared:
                 try:
@@ -116,7 +100,7 @@ class RewardSource:
                 except RequestFailed as error:
                     is_late = asyncio.get_running_loop().time() + ASK_AGAIN_S > deadline
                     if is_late or isinstance(error, (RequestRefused, ServersDiffer)):
-                        raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+                        raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
                     await asyncio.sleep(ASK_AGAIN_S)
         return self._client.declared[REWARD_MODEL]
 
@@ -127,80 +111,64 @@ class RewardSource:
         except RequestFailed as error:
             return str(error)
 
-    async def score(self, rows: Sequence[Row], *, probabilities: bool = False, timing: bool = False) -> list[RowResult]:
+    async def score(self, rows: Sequence[Row], outputs: Collection[str] = ()) -> list[RowResult]:
         """Return one result per row; a row without a reward does not affect the others.
 
-        `probabilities` and `timing` need a server that has them (`served`).
+        `outputs`: further tensors, which the server must have (`served`).
 
-        Raises GatewayError if there is no row or too many, or if no server has answered yet.
+        Raises HttpError if there is no row or too many, or if no server has answered yet.
         """
         check_number(len(rows))
         size = sum(row.num_characters for row in rows)  # of /score, far more than its body
-        if size > self._max_bytes:
-            raise GatewayError(
-                413, f"{size} characters in all rows, must be at most gateway.max_body_bytes: send fewer"
-            )
-        extra = frozenset([*([PROBABILITIES] if probabilities else ()), *((QUEUE_US, COMPUTE_US) if timing else ())])
+        if size > MAX_BODY_BYTES:
+            raise HttpError(413, f"{size} characters in all rows, must be at most {MAX_BODY_BYTES}: send fewer")
         served = await self.served()
-        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        if (longest := max(row.num_characters for row in rows)) > served.max_request_bytes:
+            raise HttpError(413, f"a text of {longest} characters, must have at most {served.max_request_bytes}")
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
         room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
-        failures = [_unscorable(row) for row in rows]
         if served.groupwise:
             groups, errors = grouped(row.metadata for row in rows)
             parts = [*groups, *([i] for i in errors)]  # alone, so that the server explains it
         else:
-            parts = _requests(rows, failures, served.max_request_bytes)
+            parts = _requests(rows, served.max_request_bytes)
 
         async def score_part(part: list[int]) -> list[RowResult]:
-            failed = next((failures[i] for i in part if failures[i]), None)
             if len({rows[i].tokens is None for i in part}) > 1:
-                failed = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
-            if failed:
-                return [failed] * len(part)
-            if not (served.groupwise or served.components) and len(part) < ROWS_PER_REQUEST:
-                return await asyncio.gather(*(self._shared(rows[i], extra, served.max_request_bytes) for i in part))
+                return [_failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")] * len(part)
             async with room.reserved(len(part)):
-                return await self._results([rows[i] for i in part], extra, deadline, divisible=not served.groupwise)
+                return await self._results([rows[i] for i in part], outputs, deadline, divisible=not served.groupwise)
 
         scored = await asyncio.gather(*map(score_part, parts))
         results = dict(zip(itertools.chain(*parts), itertools.chain(*scored), strict=True))
         return [results[i] for i in range(len(rows))]
 
-    async def _shared(self, row: Row, extra: frozenset[str], most: int) -> RowResult:
-        """Score a row in a request that rows of other callers may join, up to `most` characters."""
-        kind = (row.tokens is not None, extra, most)
-        if kind not in self._gatherings:
-            send = functools.partial(self._results, extra=extra)
-            self._gatherings[kind] = Gathering(send, gather_s=GATHER_S, max_rows=ROWS_PER_REQUEST, max_size=most)
-        request, index = self._gatherings[kind].add([row], row.num_characters)
-        return (await asyncio.shield(request))[index]  # shared: one caller that leaves must not cancel it
-
     async def _results(
-        self, rows: list[Row], extra: frozenset[str], deadline: float | None = None, *, divisible: bool = True
+        self, rows: list[Row], outputs: Collection[str], deadline: float, *, divisible: bool
     ) -> list[RowResult]:
         """Return the results of rows that share a request, as long as the server does not refuse it.
 
         A group is not `divisible`: a part of it would get other rewards, so none of its rows has one.
         """
-        until = deadline or asyncio.get_running_loop().time() + self._deadline_s
 
         async def ask(part: Sequence[Row]) -> list[RowResult]:
             try:
-                async with timeout(until - asyncio.get_running_loop().time()):
-                    return self._read(await self._ask(part, extra), len(part))
+                async with timeout(deadline - asyncio.get_running_loop().time()):
+                    return self._read(await self._ask(part, outputs), len(part))
             except RecursionError:  # of JSON
                 raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
             except asyncio.TimeoutError:
                 cause = f": {self._client.outage}" if self._client.outage else ""
-                raise DeadlineMissed(f"no reward within {self._deadline_s:g} s (gateway.deadline_s){cause}") from None
+                late = _failure(HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {DEADLINE_S:g} s{cause}")
+                return [late] * len(part)
 
         parts = await halved(rows, ask, _failed, unit=1 if divisible else len(rows))
         results = (found if isinstance(found, list) else [found] * len(part) for part, found in parts)
         return [*itertools.chain(*results)]
 
-    async def _ask(self, rows: Sequence[Row], extra: frozenset[str]) -> Answer:
+    async def _ask(self, rows: Sequence[Row], further: Collection[str]) -> Answer:
         served = await self.served()
-        outputs = (*served.reward_outputs, *sorted(extra))
+        outputs = (*served.reward_outputs, *further)
         sends_metadata = served.reads_texts or any({MESSAGES, RESPONSE_KEY} & row.metadata.keys() for row in rows)
         metadata = [row.metadata for row in rows] if sends_metadata else None
         if rows[0].tokens is not None:
@@ -222,12 +190,17 @@ class RewardSource:
         for i in range(num_rows):
             terms = tuple(float(term) if math.isfinite(term) else None for term in components[i])
             version = None if versions is None else int(versions[i, 0])
-            times = (int(answer[QUEUE_US][i, 0]), int(answer[COMPUTE_US][i, 0])) if QUEUE_US in answer else None
-            if np.isfinite(rewards[i]).all():
-                results.append(RowResult(tuple(rewards[i].tolist()), terms, version, tuple(probabilities[i]), times))
-            else:
-                why = errors[i] or f"the reward is {rewards[i].tolist()}"
-                results.append(RowResult((), terms, version, times_us=times, error=why, status=HTTPStatus.BAD_GATEWAY))
+            is_scored = np.isfinite(rewards[i]).all()
+            results.append(
+                RowResult(
+                    rewards=tuple(rewards[i].tolist()) if is_scored else (),
+                    components=terms,
+                    weights_version=version,
+                    probabilities=tuple(probabilities[i]) if is_scored else (),
+                    error=None if is_scored else errors[i] or f"the reward is {rewards[i].tolist()}",
+                    status=HTTPStatus.OK if is_scored else HTTPStatus.BAD_GATEWAY,
+                )
+            )
         return results
 
 
@@ -238,44 +211,23 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
 def _failed(error: RequestFailed) -> RowResult:
     if isinstance(error, RequestRefused):
         return _failure(HTTPStatus.BAD_REQUEST, _in_our_words(error.why))
-    return _failure(STATUSES.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), str(error))
+    is_answered = isinstance(error, ServerFailed)
+    return _failure(HTTPStatus.BAD_GATEWAY if is_answered else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
 
-def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most_characters: int) -> list[list[int]]:
-    """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`. Failures are alone."""
-    parts = [[i] for i, failure in enumerate(failures) if failure]
+def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
+    """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`."""
+    parts: list[list[int]] = []
     for are_tokens in (False, True):
         size, part = 0, list[int]()
         for i, row in enumerate(rows):
-            if (row.tokens is not None) != are_tokens or failures[i]:
-                continue
-            size += row.num_characters
-            if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
-                size, part = row.num_characters, []
-                parts.append(part)
-            part.append(i)
+            if (row.tokens is not None) == are_tokens:
+                size += row.num_characters
+                if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
+                    size, part = row.num_characters, []
+                    parts.append(part)
+                part.append(i)
     return parts
-
-
-def _unscorable(row: Row) -> RowResult | None:
-    """Return the failure of a row that must not be sent.
-
-    On the wire, a lone surrogate would become another text. A text that no server takes would cost ten times its size.
-    """
-    if row.tokens == []:
-        return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
-    most = Limits.max_request_tokens
-    if 4 * row.num_characters > most:  # UTF-8 takes at most four bytes for each
-        size = sum(len(part.encode(errors="surrogatepass")) for part in row.parts)
-        if size > most:
-            cause = f"text: {size} bytes, must be at most {most} (max_request_tokens)"
-            return _failure(HTTPStatus.BAD_REQUEST, cause)
-    messages = row.metadata.get(MESSAGES) or []
-    for text in (*row.parts, *(str(message.get("content") or "") for message in messages)):
-        if found := re.search("[\ud800-\udfff]", text):
-            cause = f"text: character {found.start()} is {found[0]!a}, half of a character, which UTF-8 cannot encode"
-            return _failure(HTTPStatus.BAD_REQUEST, cause)
-    return None
 
 
 def _in_our_words(message: str) -> str:

@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -27,7 +26,7 @@ from rlhf_triton.rewards.opener import opener_for
 logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 WAIT_S = 300.0  # for a gateway or server that does not answer
-TIMEOUT_S = 180.0  # of one request; above `gateway.deadline_s`
+TIMEOUT_S = 180.0  # of one request; above the gateway's own limit for a row
 ROWS_PER_REQUEST = 256
 FIRST_PAUSE_S = 0.5
 NOT_THE_GATEWAY = (
@@ -119,66 +118,47 @@ def _chunks(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> list[S
     for i in range(1, len(rows)):
         if i - starts[-1] >= ROWS_PER_REQUEST and prompts[i] != prompts[i - 1]:
             starts.append(i)
-    return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=False)]
+    return [rows[start:end] for start, end in itertools.pairwise([*starts, len(rows)])]
 
 
 def _post(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     """Return the gateway's reply; wait while no server answers. Raises RewardUnavailable."""
-    _check_address(url)
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:  # shows no password
+        raise RewardUnavailable(
+            "REWARD_GATEWAY_URL must be the gateway's address, for example http://host:8100; its key belongs into "
+            "REWARD_GATEWAY_KEY"
+        )
     key = os.environ.get("REWARD_GATEWAY_KEY")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    try:
-        data = json.dumps(body, default=_plain).encode()
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{_unsendable(body, '') or error}; remove it, or give it as text or numbers") from error
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/rewards", data, headers)
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/v1/rewards", json.dumps(body, default=_plain).encode(), headers
+    )
     give_up = time.monotonic() + WAIT_S
     for attempt in itertools.count():
         try:
             with opener_for(url).open(request, timeout=TIMEOUT_S) as reply:
-                return _read(reply.read(), url)
+                found = json.load(reply)
+            return {name: [*found[name]] for name in ("rewards", "errors")}
         except urllib.error.HTTPError as error:
             cause = f"{url}: {error.code}: {_message(error)}"
             if error.code not in (503, 504):
                 raise RewardUnavailable(cause) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.IncompleteRead) as error:
             cause = f"{url}: {error}"
-            if not _may_pass(error):
-                told = "the answer is not HTTP" if isinstance(error, http.client.BadStatusLine) else error
-                raise RewardUnavailable(f"{url}: {told}; {NOT_THE_GATEWAY}") from error
+        except (
+            http.client.HTTPException,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:  # it answers, but not as a gateway
+            raise RewardUnavailable(f"{url}: the reply has no rewards; {NOT_THE_GATEWAY}") from error
         pause_s = backoff_s(FIRST_PAUSE_S, attempt)
         if time.monotonic() + pause_s > give_up:
             break
         logger.warning("no rewards yet, trying again: %s", cause)
         time.sleep(pause_s)
     raise RewardUnavailable(f"{cause}; no answer for {WAIT_S:g} s")
-
-
-def _check_address(url: str) -> None:
-    """Raise RewardUnavailable unless it is one that urllib can open. Shows no password."""
-    parts = urllib.parse.urlsplit(url)
-    if not url:
-        raise RewardUnavailable("REWARD_GATEWAY_URL is not set: the gateway's address, for example http://host:8100")
-    if "@" in parts.netloc:
-        raise RewardUnavailable("REWARD_GATEWAY_URL has a key or a password: set it as REWARD_GATEWAY_KEY instead")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RewardUnavailable(f"REWARD_GATEWAY_URL: {url} must begin with http:// or https://, as http://host:8100")
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether a repetition may succeed: not where the address is wrong or another protocol answers."""
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(reason, ssl.SSLError):
-        return isinstance(reason, ssl.SSLEOFError)  # cut off; otherwise a certificate, or no TLS at all
-    return isinstance(reason, (OSError, http.client.IncompleteRead))
-
-
-def _read(body: bytes, url: str) -> dict[str, Any]:
-    try:
-        reply = json.loads(body)
-        return {name: [*reply[name]] for name in ("rewards", "errors")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise RewardUnavailable(f"{url}: the reply has no rewards; {NOT_THE_GATEWAY}") from error
 
 
 def _message(error: urllib.error.HTTPError) -> str:
@@ -192,29 +172,17 @@ def _is_column(name: str, values: Any, num_rows: int) -> bool:
     """Return whether a keyword argument of TRL is a column of the data set that JSON can express."""
     if name in NOT_METADATA or not isinstance(values, list) or len(values) != num_rows:
         return False
-    if cause := _unsendable(values, name):  # images, for example
-        _say_once(f"reward functions do not receive the column {name}: {cause}")
-    return not cause
+    try:
+        json.dumps(values, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:  # images, for example
+        _say_once(f"reward functions do not receive the column {name}: {error}")
+        return False
+    return True
 
 
 @functools.cache
 def _say_once(message: str) -> None:
     logger.warning(message)
-
-
-def _unsendable(value: Any, name: str) -> str:
-    """Return which part of a value cannot be sent as JSON, and why; "" if all of it can. `name`: its path."""
-    try:
-        json.dumps(value, default=_plain)
-    except (TypeError, ValueError, RecursionError) as error:
-        inner = {}
-        if isinstance(value, Mapping):
-            inner = {f"{name}.{key}" if name else str(key): part for key, part in value.items()}
-        elif isinstance(value, (list, tuple)):
-            inner = {f"{name}[{i}]": part for i, part in enumerate(value)}
-        found = (_unsendable(part, path) for path, part in inner.items())
-        return next(filter(None, found), f"{name}: {error}")
-    return ""
 
 
 def _plain(value: Any) -> Any:

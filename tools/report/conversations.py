@@ -15,9 +15,9 @@ class Said:
     who: str
     """`policy`, `environment`, or the tool that answers."""
     parts: list[tuple[str, bool]]
-    """Pieces of the text, each with whether it is the call of a tool."""
+    """Pieces of the text, each with a flag for tool calls."""
     reward: float | None
-    """What the environment gave for a turn of the policy; None for other messages."""
+    """The environment's reward for a turn of the policy; None for other messages."""
     value: float | None
     """The critic's mean value over the turn's tokens; None if it has none."""
     tokens: Sequence[tuple[str, float, float]] = ()

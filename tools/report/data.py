@@ -22,6 +22,8 @@ from rlhf_triton.store.jsonl import each_line
 from rlhf_triton.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
 from rlhf_triton.tools.report.conversations import Conversation
 
+NUM_RESAMPLES = 4000
+
 # The held-out texts of a run before and after training, as pairs, and gains over them.
 
 
@@ -32,7 +34,6 @@ class Pair:
     A text is prompt + response. For a chat it is the response alone, and `prompt` is the last message.
     """
 
-    prompt_id: str
     prompt: str
     response_before: str
     response_after: str
@@ -64,42 +65,31 @@ class Gain:
 
     @classmethod
     def of(cls, scored: Sequence[Scored]) -> "Gain":
-        """Return the gain over these pairs. Raises ValueError if there are none."""
+        """Return the gain over these pairs, of which there must be one."""
         before, after = [item[1] for item in scored], [item[2] for item in scored]
         low, high = paired_ci95(before, after)
         return cls(mean=statistics.fmean(after) - statistics.fmean(before), low=low, high=high)
 
 
 def read_pairs(run_dir: Path) -> list[Pair]:
-    """Return the pairs in samples.jsonl, in its order. Raises ValueError if a text is repeated or has no partner."""
+    """Return the pairs in samples.jsonl, in its order. Raises ValueError if a text has no partner."""
     path = run_dir / "samples.jsonl"
     sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
     for row in each_line(path, required=True):
-        side = sides.get(row["when"])
-        if side is None:
-            raise ValueError(f"{path}: 'when' is {row['when']!r}, not 'before' or 'after'")
-        if row["prompt_id"] in side:
-            raise ValueError(f"{path}: prompt_id {row['prompt_id']!r} occurs twice with when={row['when']!r}")
-        side[row["prompt_id"]] = row
+        sides[row["when"]][row["prompt_id"]] = row
     before, after = sides["before"], sides["after"]
-    unpaired = sorted(before.keys() ^ after.keys())
-    if unpaired or not before:
-        found = f"{len(before)} texts before, {len(after)} after"
-        raise ValueError(f"{path} has {found}; texts without a counterpart: {', '.join(unpaired[:5]) or 'none'}")
+    if before.keys() != after.keys() or not before:
+        raise ValueError(f"{path} has {len(before)} texts before and {len(after)} after, not of the same prompts")
     # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
     stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
     return [_pair(row, after[prompt_id], " " if stripped else "") for prompt_id, row in before.items()]
 
 
 def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
-    prompt = before["prompt"]
-    if after["prompt"] != prompt and "turns" not in before:  # environments may begin differently, or fail to
-        raise ValueError(f"prompt {before['prompt_id']!r} differs: {prompt!r} before, {after['prompt']!r} after")
     is_chat = "question" in before
-    start = "" if is_chat else prompt + glue
+    start = "" if is_chat else before["prompt"] + glue
     return Pair(
-        prompt_id=before["prompt_id"],
-        prompt=before.get("question", prompt),
+        prompt=before.get("question", before["prompt"]),
         response_before=before["response"],
         response_after=after["response"],
         text_before=start + before["response"],
@@ -118,17 +108,10 @@ def rewarded(pairs: Sequence[Pair]) -> list[Scored]:
     return [(pair, before, after) for pair, before, after in scored if before is not None and after is not None]
 
 
-def paired_ci95(
-    before: Sequence[float], after: Sequence[float], *, num_resamples: int = 4000, seed: int = 0
-) -> tuple[float, float]:
-    """Return (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs.
-
-    Raises ValueError if `before` and `after` differ in length or are empty.
-    """
-    if len(before) != len(after) or len(before) == 0:
-        raise ValueError(f"scores must be paired: {len(before)} before, {len(after)} after")
+def paired_ci95(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Return (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs."""
     differences = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(len(differences), size=(num_resamples, len(differences)))
+    picks = np.random.default_rng(0).integers(len(differences), size=(NUM_RESAMPLES, len(differences)))
     low, high = np.percentile(differences[picks].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
 
@@ -181,11 +164,10 @@ def sections_of(spec: str | None, run: object) -> list[ReportSection]:
 
 Row = TypeVar("Row")
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
-MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
+MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
 COMPONENT = "train_rollouts/reward_"  # of a metric: the mean of one of several rewards
-SHOWN_S = 0.005  # phases that are shorter would be shown as 0.00
-# Timer -> label; "other" is the part of a step that no timer covers.
+# Timer -> label
 PHASES = {
     "timers/generate": "generate",
     "timers/logprobs": "log-probs",
@@ -193,10 +175,8 @@ PHASES = {
     "timers/score_wait": "waiting for scores",
     "timers/critic_wait": "waiting for the critic",
     "timers/train_time": "policy update",
-    "other": "other",
 }
 MEDIANS = {"swap": "swap_ms_p50", "triton": "triton_reload_ms_p50"}  # kind of reload -> figure
-OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
 SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with their descriptions in the report
     "steps": "Number of steps; each is one batch of rollouts and the update on it.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
@@ -238,7 +218,6 @@ class RunRecord:
     summary: dict[str, Any]  # {name in SUMMARY_KEYS: value}
     settings: dict[str, Any]  # {`section.key`: value}; empty if `rlhf-triton run` did not start the run
     steps: list[dict[str, Any]]  # every n-th step of a long run
-    critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
     pairs: list[Pair]
     validations: list[dict[str, Any]]  # every n-th line; empty if the run does not validate
     changes: list[dict[str, Any]]  # resumes with other settings, as CHANGES_FILE has them
@@ -249,7 +228,7 @@ class RunRecord:
 
     @cached_property
     def sections(self) -> list[ReportSection]:
-        """What the function that `report` names adds."""
+        """Sections from the function that `report` names."""
         return sections_of(self.settings.get("report"), self)
 
     @cached_property
@@ -297,7 +276,6 @@ def _load(run_dir: Path, summary: dict[str, Any], is_finished: bool) -> RunRecor
         summary=summary,
         settings={} if started is None else flat_settings(started),
         steps=read_steps(run_dir / "metrics.jsonl"),
-        critic=_read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=pairs,
         validations=read_steps(run_dir / "validations.jsonl"),
         changes=list(each_line(run_dir / CHANGES_FILE)),
@@ -329,8 +307,6 @@ def _actor_figures(run_dir: Path) -> dict[str, Any]:
     figures: dict[str, Any] | None = read_json(path)
     if figures is None:
         raise FileNotFoundError(f"{path} is missing: the actor writes it when its last step is done")
-    if missing := [key for key in OF_EVERY_ACTOR if key not in figures]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
     # `reward_before` shows that the run validated; only a run that did not validate may lack samples.jsonl.
     if "reward_before" in figures or _has_samples(run_dir):
         figures = figures | _text_figures(read_pairs(run_dir))
@@ -429,14 +405,6 @@ def _read_texts(run_dir: Path) -> list[dict[str, Any]]:
     return [*islice(rows, MOST_TEXTS), *deque(rows, MOST_TEXTS)]
 
 
-def _read_critic(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of critic_metrics.jsonl by time; updates and each kind of reload are thinned separately."""
-    chosen: dict[str | None, Thinned[dict[str, Any]]] = {}
-    for row in each_line(run_dir / "critic_metrics.jsonl"):
-        chosen.setdefault(row.get("reload"), Thinned()).add(row)
-    return sorted((row for kind in chosen.values() for row in kind.rows), key=lambda row: row["time"])
-
-
 class Thinned(Generic[Row]):
     """Keeps every n-th row of a stream; n doubles whenever more than MOST_DRAWN rows are kept."""
 
@@ -453,13 +421,6 @@ class Thinned(Generic[Row]):
         if len(self.rows) > MOST_DRAWN:
             self.rows = self.rows[::2]
             self._every *= 2
-
-
-def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
-    """Return {label in PHASES: seconds} of a step; "other" is the time that no timer covers."""
-    seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
-    total = number(row.get("timers/step_time")) or 0.0
-    return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
 
 def formatted(value: float, spec: str) -> str:

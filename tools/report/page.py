@@ -14,7 +14,7 @@ from rlhf_triton.config import RewardTerm, RunConfig
 from rlhf_triton.config.command_line import reporting
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import replace_file
-from rlhf_triton.tools.arguments import parse_or_complete
+from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.conversations import Conversation
 from rlhf_triton.tools.report.curves import KL, REWARD, as_svg, pictures
 from rlhf_triton.tools.report.data import (
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the page of a run, finished or in progress.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run (run.dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page; default: report.html in the run's folder")
-    arguments = parse_or_complete(parser, argv)
+    arguments = parse(parser, argv)
     out = arguments.out or arguments.run_dir / "report.html"
     try:
         write_page(load_run(arguments.run_dir), out)
@@ -75,7 +75,7 @@ def write_page(run: RunRecord, out: Path) -> None:
 
 
 def _values(run: RunRecord) -> dict[str, Any]:
-    """Return what the template shows."""
+    """Return the template's variables."""
     reward = run.reward_gain
     added = {name: sentence for section in run.sections for name, (_, sentence) in section.figures.items()}
     return {
@@ -86,7 +86,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "verdict": reward and verdict("The reward", reward),
         "training": None if run.pairs else ends(run, REWARD),
         "training_kl": None if "kl_final" in run.summary else ends(run, KL),
-        "panels": [(caption, as_svg(draw, run)) for draw, caption in pictures(run).items()],
+        "panels": [(caption, as_svg(draw, run)) for caption, draw in pictures(run)],
         "groups": pick_texts(rewarded(run.pairs)) | _failed(run.pairs),
         "replaced": {section.title for section in run.sections},
         "most_texts": MOST_TEXTS,
@@ -97,7 +97,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
 
 
 def state(run: RunRecord) -> str | None:
-    """Return a sentence on how far a run is that has not finished; None for a finished run."""
+    """Return a sentence about the progress of an unfinished run; None for a finished one."""
     if run.is_finished:
         return None
     steps, total = run.summary["steps"], run.settings.get("actor.steps")

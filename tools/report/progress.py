@@ -53,7 +53,7 @@ class RunProgress:
         print(text, flush=True)
 
     def refresh(self) -> None:
-        """Print lines for what the actor and the sidecar have recorded since the last call."""
+        """Print a line for each step and validation recorded since the last call."""
         for row in self._new_steps():
             step = row["step"]
             is_late = time.monotonic() - self._printed_at > LONGEST_PAUSE_S
@@ -65,7 +65,7 @@ class RunProgress:
             self.log(f"validation at step {line['step']}: reward {', '.join(filter(None, figures))}")
 
     def _new_validations(self) -> Iterator[dict[str, Any]]:
-        """Yield the validations of later steps than any before; a run that resumes writes their file anew."""
+        """Yield the validations of later steps than any before; a run that resumes rewrites their file."""
         for line in self._validations.read_objects():
             if line["step"] > self._validated:
                 self._validated = line["step"]

@@ -59,7 +59,7 @@ def _command() -> list[str]:
 
 
 def _address(variable: str) -> str:
-    """Return the address in an environment variable, that of a name resolved: tritonserver resolves none."""
+    """Return the address in an environment variable; names are resolved, because tritonserver resolves none."""
     host = os.environ.get(variable, "127.0.0.1")
     try:
         return socket.gethostbyname(host)

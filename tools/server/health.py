@@ -25,10 +25,7 @@ import psutil
 from rlhf_triton.client.control_plane import (
     PROBED_OUTPUTS,
     ControlPlaneError,
-    LoadRefused,
-    ModelFailed,
-    ModelProcessDied,
-    ModelUnusable,
+    Failure,
 )
 from rlhf_triton.tools.server.child import restart_pause_s
 from rlhf_triton.tools.server.tritonserver import TritonServer
@@ -80,7 +77,7 @@ class _Silence:
 
 @dataclass
 class _Watched:
-    """State of the checks of one model."""
+    """Health-check state of one model."""
 
     successes: int = -1
     failures: int = 0
@@ -116,8 +113,6 @@ class ServerHealth:
         self._stopping = threading.Event()
         self._models = {model: _Watched() for model in server.models()}
         self._silences = {"HTTP": _Silence(), "gRPC": _Silence()}
-        self._stopped: dict[psutil.Process, float] = {}
-        """Stopped processes of models that have a second process, and when (monotonic) each was first seen stopped."""
         self._control = server.control()
         self._thread = threading.Thread(target=self._watch, name="server-health", daemon=True)
 
@@ -149,20 +144,6 @@ class ServerHealth:
             if self._stopping.is_set() or self.trouble is not None or self._server.poll() is not None:
                 break
             self._look_at(model, watched, processes.get(model, []))
-        self._end_stopped(processes)
-
-    def _end_stopped(self, processes: Mapping[str, Sequence[psutil.Process]]) -> None:
-        """Kill a process of a model that stays stopped during the model's reload, while another one answers.
-
-        The reload would wait for it, or its requests would.
-        """
-        now = time.monotonic()
-        second = {each: model for model, found in processes.items() if len(found) > 1 for each in found}
-        self._stopped = {each: self._stopped.get(each, now) for each in second if _is_stopped([each])}
-        for process, since in self._stopped.items():
-            if now - since > STOPPED_S:
-                self._log(f"a second process of {second[process]} was stopped for {now - since:.0f} s, and is killed")
-                _kill([process])
 
     def _server_answers(self) -> bool:
         """Return whether the server answers over both protocols; set `trouble` after a long silence.
@@ -183,18 +164,16 @@ class ServerHealth:
     def _look_at(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
         try:
             answers = self._answers(model, watched, processes)
-        except ModelUnusable as loss:  # its process holds memory that the next one may need, so it has to end first
-            self._replace(model, watched, str(loss), unload=True)
-            return
-        except ModelProcessDied:
-            lives = len(processes) >= watched.num_instances and any(map(is_alive, processes))
-            why = "did not run for a second, and tritonserver has given it up" if lives else "has died"
-            _kill(processes)  # if it runs again, a late answer ends the server, or it never answers again
-            self._replace(model, watched, f"the process of {model} {why}")
-            return
-        except ControlPlaneError as error:  # busy, being reloaded, failing, or hung
+        except ControlPlaneError as error:
+            if error.kind is Failure.UNUSABLE:  # its process holds memory that the next one may need: it ends first
+                self._replace(model, watched, str(error), unload=True)
+                return
+            if error.kind is Failure.DIED:
+                self._replace_dead(model, watched, processes)
+                return
+            # busy, being reloaded, failing, or hung
             answers = self._progresses(watched, self._metrics(model), scores=model in PROBED_OUTPUTS)
-            watched.errors = 0 if answers or not isinstance(error, ModelFailed) else watched.errors + 1
+            watched.errors = 0 if answers or error.kind is not Failure.FAILED else watched.errors + 1
             if watched.errors >= FAILED_PROBES:
                 self._replace(model, watched, f"{model} answers with errors only ({error})", unload=True)
                 return
@@ -209,6 +188,12 @@ class ServerHealth:
             self._replace(model, watched, f"{model} has not answered for {silent_s:.0f} s")
             watched.silence = _Silence()
 
+    def _replace_dead(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
+        lives = len(processes) >= watched.num_instances and any(map(is_alive, processes))
+        why = "did not run for a second, and tritonserver has given it up" if lives else "has died"
+        _kill(processes)  # if it runs again, a late answer ends the server, or it never answers again
+        self._replace(model, watched, f"the process of {model} {why}")
+
     def _answers(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> bool:
         """Return whether the model has answered since the last check, has nothing to do, or answers a probe now.
 
@@ -216,22 +201,22 @@ class ServerHealth:
         one would count as failed. For them, return whether their process runs and no request waits without progress.
 
         Raises:
-            ControlPlaneError: it does not answer the probe.
-            ModelProcessDied: one of its processes has ended, or Triton has given it up because it was not scheduled.
-            ModelUnusable: one of its processes has lost its device or a rank.
+            ControlPlaneError: it does not answer the probe; one of its processes has ended, or Triton has given it up
+                because it was not scheduled (DIED), or has lost its device or a rank (UNUSABLE).
         """
         if not processes:
-            raise ModelProcessDied(f"{model}: its process is gone")
+            raise ControlPlaneError(f"{model}: its process is gone", Failure.DIED)
         found = self._metrics(model)
         if model not in PROBED_OUTPUTS:
             return not _is_stopped(processes) and self._progresses(watched, found, scores=False)
         watched.num_instances = watched.num_instances or self._control.num_instances(model)
         if len(processes) < watched.num_instances:
-            raise ModelProcessDied(f"{model}: {len(processes)} of its {watched.num_instances} processes are left")
+            left = f"{len(processes)} of its {watched.num_instances} processes are left"
+            raise ControlPlaneError(f"{model}: {left}", Failure.DIED)
         lost, watched.on_card = found.get(LOST, 0.0), CARD in found
         watched.lost = lost if watched.lost is None else watched.lost
         if lost > watched.lost:
-            raise ModelUnusable(f"a process of {model} has lost its device or a rank")
+            raise ControlPlaneError(f"a process of {model} has lost its device or a rank", Failure.UNUSABLE)
         counts, forwards = self._control.statistics(model), found.get(FORWARDS)
         before, failed = watched.successes, counts.failure_count > watched.failures
         moved = counts.success_count != before and forwards != watched.forwards
@@ -272,10 +257,11 @@ class ServerHealth:
             timeout_s = self._server.section.start_timeout_s
             label = f"replaced-{uuid.uuid4().hex[:8]}"
             self._control.load(model, parameters={LOAD_LABEL: label}, unload=unload, timeout_s=timeout_s)
-        except LoadRefused as error:  # the model itself cannot load, and could not in a restarted server
-            self._log(f"error: {error}\ntrying again in {pause_s:g} s")
         except ControlPlaneError as error:
-            self.trouble = f"{model} cannot be reloaded: {error}"
+            if error.kind is Failure.REFUSED:  # the model itself cannot load, and could not in a restarted server
+                self._log(f"error: {error}\ntrying again in {pause_s:g} s")
+            else:
+                self.trouble = f"{model} cannot be reloaded: {error}"
         else:
             self._log(f"{model} serves again after {time.monotonic() - begin:.1f} s")
             if watched.replacements > 1:

@@ -18,7 +18,7 @@ EVERY = "0.0.0.0"
 
 
 def server_urls(config: RunConfig) -> dict[str, str]:
-    """Return the URLs `http`, `grpc` and `metrics` of the run's server: those that it wrote, else those configured."""
+    """Return the URLs `http`, `grpc` and `metrics` of the run's server: as it wrote them, else as configured."""
     section, written = config.server, read_json(config.server_dir / "server.json") or {}
     return {"http": section.http_url, "grpc": section.grpc_url, "metrics": section.metrics_url, **written}
 
@@ -30,7 +30,7 @@ def with_free_ports(section: ServerSection) -> ServerSection:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free, and stays so as long as this process lives. Raises ServerStartError.
+    """Reserve a free port for the lifetime of this process. Raises ServerStartError.
 
     The process keeps a socket bound to it, which does not listen. The kernel then gives the port to no connection and
     to no other process that asks for a free one; a server that sets SO_REUSEADDR, as all do here, can still use it.
@@ -95,7 +95,7 @@ def release_ports() -> None:
 
 
 def bind_address(host: str) -> str:
-    """Return the IPv4 address of `server.host`: tritonserver resolves no names, and binds 255.255.255.255 for one.
+    """Resolve `server.host` to an IPv4 address; given a name, tritonserver would bind 255.255.255.255.
 
     Raises ServerStartError if there is none.
     """
@@ -104,7 +104,7 @@ def bind_address(host: str) -> str:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ServerStartError(
-            f"server.host: {host!r} has no IPv4 address, as tritonserver needs one ({reason}); set it to 127.0.0.1, or "
+            f"server.host: {host!r} has no IPv4 address, which tritonserver needs ({reason}); set it to 127.0.0.1, or "
             "to 0.0.0.0 for every address of this machine"
         ) from error
 

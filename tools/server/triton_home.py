@@ -36,10 +36,6 @@ class ServerStartError(RlhfError):
     """The server cannot start; the message says why and what to do."""
 
 
-class ServerAborted(ServerStartError):
-    """The server was ended by a fault of its own."""
-
-
 @dataclass(frozen=True)
 class TritonHome:
     """One installed tritonserver."""

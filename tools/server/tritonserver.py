@@ -39,7 +39,6 @@ from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
     PYTHON_DIR,
     SETTINGS,
-    ServerAborted,
     ServerStartError,
     TritonHome,
     accepts,
@@ -255,7 +254,9 @@ class TritonServer:
         """
         try:
             self._wait_ready(check)
-        except ServerAborted as fault:
+        except ServerStartError as fault:
+            if -(self.poll() or 0) not in FAULTS:
+                raise
             self._log(f"{fault}\nstarting it once more")
             self.stop()
             self._process, self._stopping, self._regions = None, False, Regions()
@@ -314,8 +315,7 @@ class TritonServer:
         code = self.poll()
         if code is None:
             return
-        kind = ServerAborted if -code in FAULTS else ServerStartError
-        raise kind(
+        raise ServerStartError(
             f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
         )
 
@@ -451,7 +451,7 @@ def tracing_arguments(endpoint: str) -> list[str]:
 # Prints how to start a plain tritonserver on a rendered repository: lines for any POSIX shell, in any folder.
 
 
-_SHELL, _KEY = "/proc/@@/", "@@key"  # need no quotes; become `/proc/$$/` and `"$key"`
+_KEY = "@@key"  # needs no quotes; becomes `"$key"`
 
 
 def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequence[str] = ()) -> str:
@@ -461,33 +461,27 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
     first, from the trainer, with `trainer_arguments`.
 
     Raises:
-        ServerStartError: there is no tritonserver for this Python, or `server.host` has no address.
+        ServerStartError: there is no tritonserver for this Python, `server.host` has no address, or a path is one that
+            the Python backend does not take.
     """
     home = find_tritonserver(config.server.tritonserver)
     backends = lay_out_backends(home, config.server_dir / "backends")
     key_file = (config.run.weights_dir.parent / FILE).absolute()
     key_in(key_file)
     compile_ahead(repository)
-    descriptors: dict[Path, int] = {}
-
-    def alias(path: Path) -> Path:
-        """As `plain_alias`, with a file that the shell opens before it becomes the server."""
-        if (odd := odd_part(path)) is None:
-            return path
-        return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
-
-    python_dir, models, backend = map(alias, (PYTHON_DIR, repository.absolute(), backends))
+    places = (PYTHON_DIR, repository.absolute(), backends)
+    if odd := next(filter(None, map(odd_part, places)), None):
+        raise ServerStartError(f"{odd}: Triton's python backend needs a path of letters, digits and _.-; move it")
     section = with_free_ports(config.server)
     endpoint = config.run.trace_endpoint
-    command = server_command(home, models, backend, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
+    command = server_command(home, repository.absolute(), backends, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
     has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
     return "\n".join(
         [
             "sh -e <<'END'",
             f"cd {_quoted(Path.cwd())}",
             "umask 077",
-            *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
-            f'export PATH={_quoted(python_dir)}:"$PATH"',
+            f'export PATH={_quoted(PYTHON_DIR)}:"$PATH"',
             *(
                 []
                 if has_versions
@@ -504,4 +498,4 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
 
 
 def _quoted(text: Path | str) -> str:
-    return shlex.quote(str(text)).replace(_SHELL, "/proc/$$/")
+    return shlex.quote(str(text))

@@ -29,7 +29,7 @@ from rlhf_triton.python_backend.models.placement import device_of
 from rlhf_triton.python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
 from rlhf_triton.python_backend.serving.ranks.loaders import Model
 from rlhf_triton.python_backend.serving.ranks.process import load_part
-from rlhf_triton.python_backend.workers.process import interpreter
+from rlhf_triton.workers.pool import interpreter
 
 WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
 STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed

@@ -99,7 +99,7 @@ class Follower:
     def stop(self, *, waits: bool = True) -> None:
         """Stop the watcher thread and delete this instance's serving record, so that no publish waits for it.
 
-        `waits`: for the watcher to end, which it may never do once a rank of the model is lost.
+        `waits`: join the watcher thread. Pass False after a rank was lost, because the watcher may then never end.
         """
         self._stop.set()
         if waits:
@@ -175,7 +175,7 @@ class Follower:
             self._unusable[number] = str(error)
 
     def _load_verified(self, number: int, before: Any) -> Any:
-        """Load a version whose files are those that were published: they may be damaged since, or on this host."""
+        """Load a version after comparing its files with the manifest: they may be damaged since, or on this host."""
         self._store.verify_hashes(self._store.manifest(number), digest_of_mapped)
         return self._load(self._store.folder(number), before)
 

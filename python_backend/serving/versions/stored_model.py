@@ -1,4 +1,4 @@
-"""The versions of a served model: those in a weights store, of which it serves CURRENT, or a single one."""
+"""The versions of a served model: CURRENT of a weights store, or a single fixed one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -16,9 +16,9 @@ from live_system import training_inputs
 from loop_clock import advance
 from scripted_servers import until
 
-from rlhf_triton.client import pool, retry
+from rlhf_triton.client import retry
 from rlhf_triton.client.client import REPEAT_AFTER_S, TritonClient
-from rlhf_triton.client.errors import OverBudget, RequestFailed, RequestRefused, ServerFailed
+from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import ClientSection
 from rlhf_triton.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, LOAD_LABEL, REWARD_MODEL, VersionRange
@@ -105,12 +105,13 @@ async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retrie
     limits = {"retries": 6, "retry_reserve": 5}
     async with FakeTriton(behave) as server, client_of(server, **limits) as client:
         answers = await asyncio.gather(*(client.rewards(ROWS) for _ in range(40)), return_exceptions=True)
-        counters, spent = client.counters, [answer for answer in answers if isinstance(answer, OverBudget)]
+        counters = client.counters
+        spent = [answer for answer in answers if "the budget of retries is exhausted" in str(answer)]
         assert counters.failed_requests == sum(isinstance(answer, RequestFailed) for answer in answers) == 40
         assert 5 <= counters.retries <= 5 + 8
         assert len(server.asked) == 40 + counters.retries
         assert counters.over_budget == len(spent) >= 40 - 5 - 8
-        assert all("no room" in str(answer) and "the budget of retries is exhausted" in str(answer) for answer in spent)
+        assert all("no room" in str(answer) for answer in spent)
         await train(client, 1)
         await client.save(run_id="r", step=1)
         assert [server.asked.count(model) for model in (CRITIC_TRAIN, CRITIC_SAVE)] == [3, 3]
@@ -144,30 +145,14 @@ async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_d
         assert len(server.asked) == 4
 
 
-async def test_a_server_that_is_behind_is_avoided_by_demands_alone_and_tried_again_by_one_request_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """The pauses are half to one second, then one to two, of a clock that nothing else advances."""
-    now = 0.0
-    monkeypatch.setattr(pool, "time", types.SimpleNamespace(monotonic=lambda: now))
+async def test_another_server_answers_for_one_that_is_behind():
     behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
-    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0, backoff_s=1.0) as client:
-        for _ in range(3):
-            for least in (4, 5, 9):
-                await client.score(ROWS, ("values",), versions=VersionRange(least))
-            assert len(behind.asked) == 1
-        assert client.counters == RequestCounters(requests=9, retries=1, failovers=1)
-        now += 1.0
-        await asyncio.gather(*(client.score(ROWS, ("values",), versions=NEWER) for _ in range(20)))
-        assert len(behind.asked) == 2
-        now += 0.99
-        await client.score(ROWS, ("values",), versions=NEWER)
-        assert len(behind.asked) == 2
-        behind.behaviour = lambda *_: "ok"
-        await asyncio.gather(*(client.score(ROWS, ("values",), versions=VersionRange(3)) for _ in range(4)))
-        assert len(behind.asked) == 4, "it may have an older version"
-        await asyncio.gather(*(client.score(ROWS, ("values",), versions=NEWER) for _ in range(4)))
-        assert len(behind.asked) == 6, "it has answered a demand, so it has caught up"
+    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0) as client:
+        for _ in range(4):
+            await client.score(ROWS, ("values",), versions=NEWER)
+        assert len(other.asked) == 4
+        seen = client.counters
+        assert seen.retries == seen.failovers == len(behind.asked) > 0
 
 
 async def test_an_error_that_quotes_the_code_is_no_refusal_of_a_version():
@@ -199,11 +184,14 @@ async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained(monke
         await train(client, 2)
         assert len(server.asked) == 1 + 9 + 1
     clock_of_retries(monkeypatch, 10.0)
-    async with FakeTriton(first("ok", *["busy"] * 9999)) as server, client_of(server, max_outage_s=100) as client:
+    async with (
+        FakeTriton(first("ok", *["busy"] * 9999)) as server,
+        client_of(server, retries=6, max_outage_s=100) as client,
+    ):
         await train(client, 1)
         with pytest.raises(RequestFailed, match="no room"):
             await train(client, 2)
-        assert len(server.asked) == 1 + 10 + client._settings.retries, "repeated more often than retries allows"
+        assert len(server.asked) == 1 + 10 + 6, "repeated more often than retries allows"
 
 
 async def test_a_request_whose_process_was_killed_is_sent_again():
@@ -232,7 +220,7 @@ async def test_a_server_that_speaks_no_http_is_not_asked_again():
 
     async with await asyncio.start_server(grpc, "127.0.0.1", 0) as server:
         url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with TritonClient(url, ClientSection(retries=5)) as client:
+        async with TritonClient(url, ClientSection()) as client:
             for call in (lambda: client.rewards(ROWS), lambda: client.describe(REWARD_MODEL)):
                 with pytest.raises(RequestRefused, match=f"{url} does not answer in HTTP: give Triton's HTTP port"):
                     await call()
@@ -304,7 +292,7 @@ from rlhf_triton.config import ClientSection
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main(url, how):
-    settings = ClientSection(backoff_s=0.001, deadline_s=60, max_in_flight=3)
+    settings = ClientSection(deadline_s=60, max_in_flight=3)
     async with TritonClient(url, settings) as client:
         asking = [asyncio.create_task(client.rewards([np.asarray([3, 4])])) for _ in range(5)]
         asking.append(asyncio.create_task(client.train({"tokens": np.zeros((1, 2), int)}, run_id="r", step=1)))

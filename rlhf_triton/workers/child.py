@@ -1,5 +1,6 @@
 """Child's side of a worker process: its frames, and its life under a watcher that ends everything it starts."""
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -19,6 +20,7 @@ from rlhf_triton.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # a frame's length in bytes
+MEMORY_BYTES = 4 << 30  # user code that needs more gets MemoryError
 
 
 def frame(message: dict[str, Any]) -> bytes:
@@ -27,9 +29,10 @@ def frame(message: dict[str, Any]) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
-def send_frame(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message. Raises TimeoutError after the socket's timeout, OSError if closed."""
-    channel.sendall(frame(message))
+async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Receive one message. Raises IncompleteReadError or OSError if the other side has closed the socket."""
+    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return json.loads(await reader.readexactly(size))
 
 
 def receive_frame(channel: socket.socket) -> dict[str, Any]:
@@ -78,26 +81,16 @@ def _kill_without_parent(channel: socket.socket, worker: int) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-def _bound_memory(memory_mib: int) -> None:
-    """Limit this process's memory; user code that exceeds the limit gets MemoryError.
-
-    Also make the kernel's OOM killer prefer this process to its parent.
-    """
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 class Parent:
-    """What a worker process knows of the process that has started it."""
+    """A worker's record of the process that started it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Become a worker, for the arguments SPEC FD MEMORY_MIB: returns in a fork of this process, which watches it.
+        """Become a worker, for the arguments SPEC FD: returns in a fork of this process, which watches it.
 
         Exits if the parent has ended meanwhile. Receives `settings`, the first message.
         """
-        self.spec, descriptor, memory_mib = arguments[0], *map(int, arguments[1:])
-        self.channel = socket.socket(fileno=descriptor)
+        self.spec = arguments[0]
+        self.channel = socket.socket(fileno=int(arguments[1]))
         self.channel.set_inheritable(False)  # programs that the user's code starts must not hold the socket open
         watcher = os.getpid()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -106,9 +99,12 @@ class Parent:
             os._exit(_watch(self.channel, worker))
         if not die_with_parent(watcher):
             sys.exit(1)
-        _bound_memory(memory_mib)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        with contextlib.suppress(OSError):  # the kernel's OOM killer prefers this process to its parent
+            Path("/proc/self/oom_score_adj").write_text("1000")
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals; the mask is inherited
-        self._own_id, self.settings = os.getpid(), receive_frame(self.channel)
+        self._own_id = os.getpid()
+        self.settings = receive_frame(self.channel)
 
     def end_forks(self) -> None:
         """End this process if the user's code has forked it, and returned from it: the worker itself replies."""
@@ -118,4 +114,4 @@ class Parent:
     def reply(self, message: dict[str, Any], answer: dict[str, Any]) -> None:
         """Send the answer to a message, whose number it repeats."""
         self.end_forks()
-        send_frame(self.channel, {"number": message["number"], **answer})
+        self.channel.sendall(frame({"number": message["number"], **answer}))

@@ -1,0 +1,79 @@
+"""The settings that the policy and the critic in training share, and which of them may change when a run resumes."""
+
+from enum import Enum
+from typing import Annotated, Any
+
+from rlhf_triton.config.fields import (
+    AUTO_PRECISION,
+    Attention,
+    Count,
+    CountOrZero,
+    Device,
+    LoraTargets,
+    Patterns,
+    Precision,
+    Section,
+)
+
+
+class Resume(Enum):
+    """Marks a setting of a model in training by what a resume with another value changes.
+
+    A setting without a mark decides the weights that follow.
+    """
+
+    FIXED = "refused: checkpoints cannot be loaded with another value"
+    ROUNDING = "rounding only"
+    FREE = "nothing"
+
+
+class TrainedSection(Section):
+    """A model in training: how it computes, and which of its weights are trained."""
+
+    token_budget: Annotated[Count, Resume.ROUNDING] = 4096
+    """Maximum tokens in one forward pass, padding included; does not change the result. 1024 to 2048 is faster on
+    CPUs."""
+    device: Annotated[Device, Resume.ROUNDING] = "cpu"
+    """Device that the model trains on; further ranks take the next GPUs."""
+    precision: Precision = AUTO_PRECISION
+    """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
+    Trained weights and log-probs stay in float32."""
+    attention: Annotated[Attention, Resume.ROUNDING] = "auto"
+    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
+    gradient_checkpointing: Annotated[bool, Resume.ROUNDING] = False
+    """Recompute activations in the backward pass: less memory, same result."""
+    lora_rank: Annotated[CountOrZero, Resume.FIXED] = 0
+    """Train only LoRA adapters of this rank, and the value head of a critic; 0: all weights."""
+    lora_alpha: Annotated[Count, Resume.FIXED] = 16
+    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
+    lora_targets: Annotated[LoraTargets, Resume.FIXED] = "all-linear"
+    """Linear layers with adapters: all except the output layer, or by the last parts of their names, such as [q_proj,
+    v_proj]."""
+    freeze: Annotated[Patterns, Resume.FIXED] = ()
+    """Regular expressions, searched in parameter names (of a critic, as in `weights/critic/0`); matches are not
+    trained: [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
+
+
+def decisive_settings(key: str, section: Section) -> dict[str, Any]:
+    """Return the settings of the section `key` that are not `Resume.FREE`, by full key, as JSON values."""
+    values = section.model_dump(mode="json")
+    found: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        inner = getattr(section, name)
+        if Resume.FREE in field.metadata:
+            continue
+        if isinstance(inner, Section):
+            found |= decisive_settings(f"{key}.{name}", inner)
+        else:
+            found[f"{key}.{name}"] = values[name]
+    return found
+
+
+def resume_marks(key: str, section: type[Section]) -> dict[str, Resume]:
+    """Return the marks of the fields of the section `key`, by full key."""
+    return {
+        f"{key}.{name}": mark
+        for name, field in section.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Resume)
+    }

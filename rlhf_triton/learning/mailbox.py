@@ -1,0 +1,62 @@
+"""Tensors that ranks send one another through their store: unlike a collective, no rank waits for another."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.learning.ranks import RankFailed
+
+ERROR = "error"
+
+
+class Mailbox:
+    """The messages between this rank and the others; each is read once, in the order in which it was sent."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store = rank, store
+        self._sent, self._received = Counter[int](), Counter[int]()
+
+    def send(self, to: int, tensors: Mapping[str, Tensor]) -> None:
+        """Send CPU tensors to rank `to`."""
+        self._store.set(f"{self._rank} to {to}: {self._sent[to]}", save(dict(tensors)))
+        self._sent[to] += 1
+
+    def send_error(self, to: int, error: RlhfError | OSError) -> None:
+        """Make the next `receive` of rank `to` raise RankFailed."""
+        self.send(to, {ERROR: as_tensor(f"rank {self._rank}: {error}")})
+
+    def receive(self, sender: int) -> dict[str, Tensor] | None:
+        """Return the next message of rank `sender`, or None if there is none yet. Raises RankFailed."""
+        key = f"{sender} to {self._rank}: {self._received[sender]}"
+        if not self._store.check([key]):
+            return None
+        tensors = load(self._store.get(key))
+        self._store.delete_key(key)
+        self._received[sender] += 1
+        if ERROR in tensors:
+            raise RankFailed(value_of(tensors[ERROR]))
+        return tensors
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a value as JSON, uint8 `[bytes]`; dataclasses become objects, arrays lists, and all else texts."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, np.ndarray):
+            return part.tolist()
+        return vars(part) if dataclasses.is_dataclass(part) else str(part)
+
+    return torch.frombuffer(bytearray(json.dumps(value, default=plain).encode()), dtype=torch.uint8)
+
+
+def value_of(tensor: Tensor) -> Any:
+    """Return the value of a tensor that `as_tensor` has made."""
+    return json.loads(tensor.numpy().tobytes())

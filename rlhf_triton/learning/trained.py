@@ -1,0 +1,263 @@
+"""A model in training, of policy and critic alike: gradients, optimizer steps, and checkpoints.
+
+All ranks have the same objects and call the same methods in the same order. Rank 0 announces `save`, `verify` and
+`load`, which the others execute; its owner announces what calls `accumulate` and `step`.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.config.optimizer import OptimizerSection
+from rlhf_triton.config.trained import Resume, TrainedSection, decisive_settings, resume_marks
+from rlhf_triton.digests import DEFAULT, Algorithm
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, dealt
+from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
+from rlhf_triton.learning.sharding import sync_gradients
+from rlhf_triton.learning.slices import read_tensors, stored_shapes, write_slices
+from rlhf_triton.python_backend.models.batching import plan_micro_batches
+from rlhf_triton.python_backend.models.card import Halving
+from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
+
+MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
+Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
+"""Returns, for the rows of a micro-batch, its share of the minibatch's loss, and its statistics.
+
+The flag is False for a row that must not count, in a forward pass that only takes part in those of other ranks.
+"""
+
+
+class Trained:
+    """A model with its optimizer and its position in the learning-rate schedule."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: TrainedSection,
+        optimizer: OptimizerSection,
+        ranks: AnyRanks = ALONE,
+        *,
+        section: str,
+        total_steps: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: prepared, on its device, and sharded if there are several ranks.
+            section: key of `settings`.
+            total_steps: length of the learning-rate schedule if `max_steps` is None.
+
+        Raises:
+            CheckpointError: the model does not support gradient checkpointing.
+        """
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(model, f"{section}.gradient_checkpointing")
+        self.model, self.ranks = model, ranks
+        self._marks = resume_marks(section, type(settings))
+        self._schedule, self._total_steps = optimizer, total_steps
+        owner = section.partition(".")[0]
+        self.settings = decisive_settings(section, settings) | decisive_settings(f"{owner}.optimizer", optimizer)
+        """What decides the weights that follow, by full key; checkpoints keep it."""
+        self.memory = Halving(
+            f"{section}.token_budget",
+            settings.token_budget,
+            remedy="lower actor.generation.max_new_tokens"
+            + f" or set {section}.gradient_checkpointing" * (not settings.gradient_checkpointing),
+            alone=ranks.size == 1,
+        )
+        """How many tokens of a micro-batch fit into the card's memory."""
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = make_adamw(self.parameters, optimizer)
+        self.optimizer_step = 0
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
+        return plan_micro_batches(lengths, token_budget=self.memory.size, max_rows=MAX_ROWS)
+
+    def micro_batches(self, lengths: Tensor) -> list[list[int]]:
+        """Return this rank's micro-batches, as many as every other rank has; an empty one stands for no row."""
+        plans = [
+            [rows[chunk].tolist() for chunk in self.plan(lengths[rows].tolist())]
+            for rows in dealt(lengths, self.ranks.size)
+        ]
+        mine = plans[self.ranks.rank]
+        return mine + [[]] * (max(map(len, plans)) - len(mine))
+
+    def accumulate(
+        self, lengths: Tensor, loss: Loss, progress: Callable[[], object] = lambda: None
+    ) -> dict[str, float]:
+        """Replace the gradients by those of a minibatch; return its `loss` and statistics, summed over all rows.
+
+        If the card's memory does not suffice, everything is done again in smaller micro-batches.
+
+        Args:
+            lengths: number of tokens of each row of the minibatch, int64 `[B]`.
+            progress: called after each micro-batch.
+        """
+        longest = int(lengths.max())
+        return self.memory.repeat(
+            lambda _: self._accumulate(lengths, loss, progress), least=longest, most=longest * len(lengths)
+        )
+
+    def _accumulate(self, lengths: Tensor, loss: Loss, progress: Callable[[], object]) -> dict[str, float]:
+        self.drop_gradients()  # of an attempt that ran out of memory
+        parts: list[dict[str, Tensor]] = []
+        chunks = self.micro_batches(lengths)
+        for number, chunk in enumerate(chunks, 1):
+            sync_gradients(self.model, is_last=number == len(chunks))
+            with recomputing(self.model):
+                share, statistics = loss(chunk or [int(lengths.argmin())], bool(chunk))
+                self.ranks.backward(share)
+            parts.append({**statistics, "loss": share.detach()})
+            progress()
+        # One copy from the device for the whole minibatch: each would wait until the device is idle.
+        # Added one by one: from Python 3.12 on, `sum` rounds differently.
+        values = torch.stack([torch.stack([part[name] for name in parts[0]]) for part in parts]).tolist()
+        sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
+        totals = self.ranks.summed(torch.tensor(sums, dtype=torch.float64)).tolist()
+        return dict(zip(parts[0], totals, strict=True))
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> float | None:
+        """Clip the gradients, take an optimizer step and drop the gradients; collective.
+
+        Returns:
+            The norm before clipping; None if it is not finite, in which case the weights are unchanged.
+        """
+        trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        total = whole(nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
+        nn.utils.clip_grads_with_norm_(trained, self._schedule.grad_clip, total)
+        norm = float(total)
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._schedule.learning_rate(self.optimizer_step, total_steps=self._total_steps)
+            self.optimizer.step()
+            self.optimizer_step += 1
+        self.drop_gradients()
+        return norm if is_finite else None
+
+    @property
+    def last_lr(self) -> float:
+        """The learning rate of the last optimizer step."""
+        return self._schedule.learning_rate(max(0, self.optimizer_step - 1), total_steps=self._total_steps)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the optimizer's state as `<key>/<parameter name>` tensors, sharded as the parameters are."""
+        return {
+            f"{key}/{name}": torch.as_tensor(value).detach()  # bitsandbytes counts steps in an int
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of the trained parameters, by name."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def save(self, folder: Path | str, integrity: Algorithm = DEFAULT) -> dict[str, str]:
+        """Write trained weights and optimizer, each rank its slices; return the digest of each file below `folder`.
+
+        Any number of ranks can load them, bit-identically. Raises OSError on all ranks if one cannot write.
+        """
+        ranks, folder = self.ranks, Path(folder)
+        ranks.announce("trained.save", folder=str(folder), integrity=integrity)
+        write_slices({**self.weights(), **self.state()}, folder, ranks)
+        own = ranks.together(lambda: hashes(folder, integrity, part=ranks.rank, parts=ranks.size))
+        return {name: digest for part in ranks.gather(own) for name, digest in part.items()}
+
+    def verify(self, folder: Path | str) -> None:
+        """Verify that every file of a checkpoint is as it was written. Raises DamagedCheckpoint."""
+        ranks, folder = self.ranks, Path(folder)
+        ranks.announce("trained.verify", folder=str(folder))
+        try:
+            ranks.together(lambda: verify_folder(folder, part=ranks.rank, parts=ranks.size))
+        except RankFailed as error:
+            raise DamagedCheckpoint(str(error)) from error
+
+    def load(self, folder: Path | str, optimizer_step: int) -> None:
+        """Load what `save` wrote on any number of ranks, and continue at this optimizer step."""
+        folder = Path(folder)
+        self.ranks.announce("trained.load", folder=str(folder), optimizer_step=optimizer_step)
+        self.load_weights(folder)
+        state = self._empty_state(folder)
+        read_tensors(state, folder, self.ranks)
+        self.optimizer.state.clear()
+        for full_name, tensor in state.items():
+            key, _, name = full_name.partition("/")
+            parameter = self.parameters[name]
+            is_count = key == "step" and not isinstance(self.optimizer, AdamW)
+            self.optimizer.state[parameter][key] = int(tensor) if is_count else tensor.to(parameter.device)
+        self.optimizer_step = optimizer_step
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the trained weights that `save` wrote, without the optimizer; collective."""
+        read_tensors(self.weights(), folder, self.ranks)
+
+    def _empty_state(self, folder: Path) -> dict[str, Tensor]:
+        """Return a tensor to read into for each of the optimizer's that `save` wrote; none before the first step."""
+        names = [name for name in stored_shapes(folder) if "/" in name]
+        return {
+            name: torch.zeros(())
+            if name.startswith("step/")
+            else torch.zeros_like(self.parameters[name.partition("/")[2]].detach())
+            for name in names
+        }
+
+    def changed(self, saved: Mapping[str, Any], folder: Path) -> list[str]:
+        """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs from `saved`.
+
+        Args:
+            saved: the `settings` of the checkpoint in `folder`.
+
+        Raises:
+            CheckpointError: a setting differs with which the checkpoint cannot be loaded.
+        """
+        found = []
+        for key, now in self.settings.items():
+            if (before := saved[key]) == now:
+                continue
+            if self._marks.get(key) is Resume.FIXED:
+                raise CheckpointError(
+                    f"{folder} was saved with {key}: {before}, not {now}; restore it, or start a run in another folder "
+                    "(run.dir)"
+                )
+            rounding = " (rounding only)" if self._marks.get(key) is Resume.ROUNDING else ""
+            found.append(f"{key}: was {before}, now {now}{rounding}")
+        return found
+
+
+def operations(current: Callable[[], Trained]) -> dict[str, Callable[..., object]]:
+    """Return the handlers of what a `Trained` announces; `current` returns that of this rank."""
+    return {
+        "trained.save": lambda **given: current().save(**given),
+        "trained.verify": lambda **given: current().verify(**given),
+        "trained.load": lambda **given: current().load(**given),
+    }
+
+
+def make_adamw(parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> Optimizer:
+    """Create AdamW over the parameters.
+
+    Weight decay applies only to parameters with two or more dimensions, not to biases and norms.
+    """
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if settings.kind == "adamw_8bit":  # its state consists of plain tensors; torchao's are of its own tensor classes
+        from bitsandbytes.optim import AdamW8bit  # not a dependency
+
+        return AdamW8bit(groups, lr=settings.lr, betas=settings.betas)
+    # Fused: one pass over the weights instead of one per operation.
+    return AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)

@@ -1,0 +1,202 @@
+"""Worker processes that run a user's code: one protocol for reward functions, environments and agents.
+
+A call is one message and one answer with the same number, in frames over a socket (see `child.py`). A worker that ends,
+sends anything else, or lets a call take too long is killed with everything that it has started; its other calls are
+lost, and the next caller gets a new worker.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.errors import FunctionError, RlhfError
+from rlhf_triton.process import how_ended
+from rlhf_triton.workers.child import frame, read_frame
+
+# Of the run itself, so that user code inherits them only if its own option names them.
+SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
+START_LIMIT_S = 60.0  # for the interpreter and the imports of the user's code
+KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
+WAIT_S = 0.05, 1.0  # shortest and longest time between two looks at a call's clock, which need not advance
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    """A process that runs `python -m MODULE SPEC FD`, and the calls that wait for its answers."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.load = 0  # what its callers have given it: calls, or instances
+        self.is_ready = False  # once it has imported the user's code
+        self._process, self._reader, self._writer = process, reader, writer
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._end = ""
+        self.ended = asyncio.create_task(self._receive())
+
+    def is_usable(self) -> bool:
+        """Return whether it can take another call."""
+        return self.is_ready and not self._end and self._process.poll() is None
+
+    async def ask(self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None) -> Answer:
+        """Send a message and return its answer; after `limit_s`, kill the process.
+
+        An answer without a reply of the worker has `error`, and `lost` if the process has ended without this call's
+        fault.
+
+        Args:
+            clock: returns the time in seconds; it need not advance all the time.
+        """
+        if self._end:
+            return {"error": self._end, "lost": True}
+        clock = clock or time.monotonic
+        number = next(self._numbers)
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame({**message, "number": number}))
+        end = clock() + limit_s
+        while not future.done() and (left := end - clock()) > 0:
+            await asyncio.wait([future], timeout=min(max(left, WAIT_S[0]), WAIT_S[1]))
+        if future.done():
+            return future.result()
+        self.kill(f"the worker process was killed, as another call took longer than {limit_s:g} s")
+        return {"error": f"took longer than {limit_s:g} s and was killed"}
+
+    def kill(self, why: str = "") -> None:
+        """Begin to kill the process and everything it started; `ended` is done when it is over."""
+        self._end = self._end or why
+        self._writer.transport.abort()  # its watcher kills and reaps everything then
+
+    async def _receive(self) -> None:
+        """Deliver answers until the socket is closed, or something wrong arrives; then see to the process's end."""
+        try:
+            while True:
+                answer = await read_frame(self._reader)
+                future = self._pending.pop(answer["number"])
+                if not future.done():  # otherwise its caller has been cancelled
+                    future.set_result(answer)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except Exception:  # user code can write to the socket: whatever it sends ends the worker
+            self._end = "the worker process sent what is no answer"
+        self._writer.transport.abort()
+        how = await asyncio.to_thread(self._bury)
+        self._end = self._end or how
+        for future in self._pending.values():
+            if not future.done():
+                future.set_result({"error": self._end, "lost": True})
+
+    def _bury(self) -> str:
+        """Wait until the process and all that it started have ended; return how."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_LIMIT_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # for the case that the watcher was killed, or hangs
+        code = self._process.wait()
+        return f"the worker process {how_ended(code if code <= 128 else 128 - code)}"
+
+
+class Workers:
+    """A number of workers for the same code. All methods must be called on one event loop."""
+
+    def __init__(
+        self,
+        module: str,
+        spec: str,
+        settings: Mapping[str, Any],
+        *,
+        number: int,
+        hidden_variables: Iterable[str] = (),
+        own_variable: str | None = None,
+    ) -> None:
+        """
+        Args:
+            module: the child's side.
+            spec: the user's code, as `path/to/file.py:name` or `package.module:name`.
+            settings: first message to each worker, which answers it when it has imported the code.
+            hidden_variables: environment variables that they do not inherit, besides the secrets of every run.
+            own_variable: one of these that they do inherit.
+        """
+        self._module, self._spec, self._settings, self._number = module, spec, settings, number
+        hidden = {*hidden_variables, *SECRETS} - {own_variable}
+        self._environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._workers: list[Worker] = []  # those that are ending, too
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Start the workers. Raises FunctionError, with no process left, if one of them cannot import the code."""
+        try:
+            await self.least_loaded()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def least_loaded(self) -> Worker:
+        """Return the worker with the lowest load, after those that are missing have been started.
+
+        Raises FunctionError if one cannot be started.
+        """
+        async with self._starting:
+            self._workers = [worker for worker in self._workers if not worker.ended.done()]
+            missing = self._number - sum(worker.is_usable() for worker in self._workers)
+            await asyncio.gather(*(self._start_one() for _ in range(missing)))
+        usable = [worker for worker in self._workers if worker.is_usable()]
+        # If they have died since, the last one is chosen, which says how.
+        return min(usable or self._workers[-1:], key=lambda worker: worker.load)
+
+    async def close(self) -> None:
+        """Kill all workers; calls that are not answered are lost."""
+        self._is_closed = True
+        for worker in self._workers:
+            worker.kill("its workers have been killed")
+        if self._workers:
+            await asyncio.wait([worker.ended for worker in self._workers])
+
+    async def _start_one(self) -> None:
+        if self._is_closed:
+            raise FunctionError(f"{self._spec}: its workers have been killed")
+        ours, theirs = socket.socketpair()
+        with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
+            process = subprocess.Popen(
+                [interpreter(), "-m", self._module, self._spec, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                start_new_session=True,  # a process group of its own, for `_bury`
+            )
+        worker = Worker(process, *await asyncio.open_connection(sock=ours))
+        self._workers.append(worker)
+        try:
+            answer = await worker.ask(self._settings, START_LIMIT_S)
+            worker.is_ready = answer.get("ready", False)
+        finally:
+            if not worker.is_ready:  # also if this was cancelled
+                worker.kill()
+        if not worker.is_ready:
+            cause = answer.get("refused") or f"{self._spec} cannot be imported: {answer['error']}"
+            raise FunctionError(cause)
+
+
+def interpreter() -> str:
+    """Return the path of a Python for child processes.
+
+    In Triton's stub process `sys.executable` may be the stub, or empty.
+    """
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    found = shutil.which("python3")
+    if found is None:
+        raise RlhfError("child processes need a python3 on PATH, and there is none")
+    return found
