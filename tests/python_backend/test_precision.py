@@ -8,28 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer, scoring_inputs
+from live_system import make_tokenizer
 from safetensors.torch import load_file
-from served_model import served_model
 from tiny_checkpoints import POSITIONS, save_tiny
-from tiny_tokenizers import save_chat_policy
-from triton_python_backend_utils import Request
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import SampledRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import ActorSection, RunConfig
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.python_backend.models.precision import in_float32
 from rlhf_triton.tools import render_configs
-from rlhf_triton.wire.contract import LOGPROBS, REFERENCE
 from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.samples import logprobs_of, tokens_of
-from tests.support.settings import actor_section, nested
+from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 
@@ -265,22 +260,3 @@ def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, famil
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
     assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS, seed=0)))).all()
     assert render_configs._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
-
-
-def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
-    """As the policy's own log-probs do: a prompt's token that is never sampled has none."""
-    save_chat_policy(tmp_path / "policy", more=16)
-    actor = nested(ActorSection, {"model": str(tmp_path / "policy"), "kl_reference": "triton", "max_new_tokens": 8})
-    config = RunConfig.model_validate(
-        {"run": {"dir": tmp_path}, "actor": actor, "reference": {"model": tmp_path / "policy"}}
-    )
-    policy = Policy(actor_section(model=tmp_path / "policy", max_new_tokens=8))
-    row = policy.generate(SHORT_PROMPTS, seed=0)[0][0].tokens
-    unknown = np.array([3, 165, 4])
-    own = load_language_model(tmp_path / "policy", banned_token_ids=[0, 1, *range(160, 176)]).logprobs([row, unknown])
-    with served_model(config, REFERENCE) as served:
-        request = Request(scoring_inputs([row, unknown]), [LOGPROBS])
-        served.execute([request])
-        found = request.responses.get(timeout=120).outputs[LOGPROBS]
-    np.testing.assert_allclose(found[0, : row.size], own[0], atol=1e-5)
-    assert found[1, :3].tolist() == pytest.approx([-np.inf, own[1][1], 0.0], abs=1e-5)

@@ -26,16 +26,15 @@ from tests.support.settings import nested
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
 SCORING = "tokens:INT64[-1] sequence_lengths:INT64[1] sentences:STRING[1] metadata:STRING[1]"
-TIMES = "queue_us:INT64[1] compute_us:INT64[1] no_outputs_named:INT64[1]"
 VALUES = "values:FP32[-1] response_values:FP32[-1] weights_version:INT64[1]"
 TRAINING = "returns:FP32[-1,-1] prev_values:FP32[-1,-1] mask:FP32[-1,-1]"
 IDENTITY = "run_id:STRING[1] step:INT64[1]"
 TENSORS = {  # inputs and outputs
     "reward_model": (
         f"{SCORING} text_pairs:STRING[1] after_critic:INT64[1]",
-        f"rewards:FP32[1] probabilities:FP32[-1] {TIMES}",
+        "rewards:FP32[1] probabilities:FP32[-1] no_outputs_named:INT64[1]",
     ),
-    "critic": (f"{SCORING} prompt_lengths:INT64[1]", f"{VALUES} after_critic:INT64[1] {TIMES}"),
+    "critic": (f"{SCORING} prompt_lengths:INT64[1]", f"{VALUES} after_critic:INT64[1]"),
     "critic_infer": (f"{SCORING} prompt_lengths:INT64[1]", f"rewards:FP32[1] {VALUES}"),
     "critic_train": (
         f"tokens:INT64[-1,-1] sequence_lengths:INT64[-1,1] {TRAINING} {IDENTITY}",
@@ -45,7 +44,7 @@ TENSORS = {  # inputs and outputs
         f"dummy_var:INT64[1] {IDENTITY} keep_steps:INT64[-1] rewind_to:INT64[1]",
         "status:INT64[1] weights_version:INT64[1]",
     ),
-    "reference": ("tokens:INT64[-1] sequence_lengths:INT64[1]", f"logprobs:FP32[-1] {TIMES}"),
+    "reference": ("tokens:INT64[-1] sequence_lengths:INT64[1]", "logprobs:FP32[-1]"),
 }
 
 
