@@ -229,9 +229,8 @@ def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, 
 
 
 @models
-@pytest.mark.parametrize("decoding", ["slots", "transformers"])
-def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
-    policy = policy_of(tmp_path, model, length=LIMIT, engine=decoding, min_new_tokens=LIMIT - 6)
+def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str):
+    policy = policy_of(tmp_path, model, length=LIMIT, min_new_tokens=LIMIT - 6)
     rollout = rows_of(policy.generate(SHORT_PROMPTS, seed=0, greedy=True))
     assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]
     together = logprobs_of(policy, rollout)
@@ -248,15 +247,14 @@ def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: 
 # ---- tokens that the model has no embedding for ----
 
 
-@pytest.mark.parametrize("decoding", ["slots", "transformers"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str, decoding: str):
+def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str):
     """Such as one that was added to a tokenizer, and not to its model."""
     tokenizer = make_tokenizer()
     save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})
     tokenizer.save_pretrained(tmp_path)
-    policy = Policy(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
+    policy = Policy(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8))
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
     assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS, seed=0)))).all()
     assert render_configs._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference

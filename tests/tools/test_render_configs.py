@@ -319,16 +319,12 @@ def test_model_and_functions() -> None:
     for model in ("reward_mixture", "reward_model"):
         mixture = {key: json.loads(parameters(configs[model])[f"reward_{key}"]) for key in ("components", "weights")}
         assert mixture == {"components": ["length", "model", "label"], "weights": [-0.01, 2, 1]}
-    assert parameters(configs["reward_checkpoint"])["standardization"] == "model"
-    assert configs["reward_model"].platform == configs["critic_infer"].platform == "ensemble"
     # One after the other: each takes what the step before it gives, the checkpoint is the first.
     parts, order = steps(configs["reward_model"]), ["reward_checkpoint", *sorted(functions, reverse=True)]
     assert list(parts) == [*order, "reward_mixture"]
     assert all("text_pairs" in parts[name][0] for name in order)
     after = [parts[name][0].get("after_component") for name in order]
     assert after == [None, "component_model", "component_length"]
-    assert parts["reward_checkpoint"][1] == {"rewards": "component_model"}
-    assert parts["reward_function_label"][1] == {"reward_component": "component_label", "reward_error": "error_label"}
     mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
     assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
     both = steps(configs["critic_infer"])  # without an ensemble within the ensemble
@@ -336,8 +332,6 @@ def test_model_and_functions() -> None:
     assert "after_critic" not in parts["reward_checkpoint"][0]
     assert both["reward_checkpoint"][0]["after_critic"] == "after_critic"
     assert both["reward_mixture"] == parts["reward_mixture"]
-    assert set(both["reward_mixture"][1]) == {"rewards", "reward_components", "reward_errors"}
-    assert "reward_components:FP32[3]" in described(configs["critic_infer"].output)
 
 
 def test_yes_and_no_without_quotes_are_refused(tmp_path: Path) -> None:
