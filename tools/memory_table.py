@@ -26,7 +26,7 @@ from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.live_models import live_models
 from rlhf_triton.learning.model import freeze
 from rlhf_triton.python_backend.models.adapters import Lora, with_adapters
-from rlhf_triton.python_backend.models.heads import keep_head_exact
+from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.precision import use_bfloat16
 from rlhf_triton.trainer.trained_critic import prepare_for_training
 
@@ -165,7 +165,7 @@ def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     with torch.device("meta"):
         model = kind._from_config(config, dtype=dtype).eval()
-    keep_head_exact(model).float()
+    ModelHead(model).keep_exact().float()
     return model
 
 

@@ -35,7 +35,7 @@ from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
 from rlhf_triton.learning.sharding import all_finite, gathered_as_stored, shard
 from rlhf_triton.learning.slices import differing, write_checkpoint
 from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors
-from rlhf_triton.python_backend.models.heads import head_of
+from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.loading import empty_token_model
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, write_config
 from rlhf_triton.python_backend.models.precision import in_float32, use_bfloat16
@@ -84,7 +84,7 @@ class TrainedCritic(CriticModel):
             lambda _, ids, attention: outputs(ids, attention).clone(),  # FSDP needs an output that is not a view
             self.model,
         )
-        head, in_bfloat16 = head_of(self.model), precision == "bfloat16"
+        head, in_bfloat16 = ModelHead(self.model).module, precision == "bfloat16"
         shard(
             self.model,
             ranks,
@@ -114,7 +114,7 @@ class TrainedCritic(CriticModel):
 
     def weights(self) -> MergedWeights:
         kind = MergedSlices if self.in_slices else MergedWeights
-        return kind(self.model, self.stored_as, head_of(self.model))
+        return kind(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
         """Write a version: a Hugging Face checkpoint, with one file per rank, or the adapters, which rank 0 writes.
@@ -220,12 +220,14 @@ def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
 
 def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
-    training.check_lora_targets(settings, "trainer", lambda: empty_token_model(folder), head_of)
+    training.check_lora_targets(
+        settings, "trainer", lambda: empty_token_model(folder), lambda model: ModelHead(model).module
+    )
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
     """Return the critic's model as `settings` say. Raises CheckpointError."""
-    training.prepare(model, settings, "trainer", head_of(model))
+    training.prepare(model, settings, "trainer", ModelHead(model).module)
     return model
 
 

@@ -104,48 +104,57 @@ def merged(module: nn.Module, weights: Tensor) -> nn.Module:
     return module
 
 
-def head_path(model: Any) -> str:
-    """Return the path of the last head layer outside the body, whose outputs are the logits; "" if there is none."""
-    body, found = f"{model.base_model_prefix}.", ""
-    for name, module in model.named_modules():
-        inside = name.startswith(body) or (found and name.startswith(f"{found}."))
-        if isinstance(module, HEADS) and not inside:
-            found = name
-    return found
+class ModelHead:
+    """The head of a model: its last head layer outside the body, whose outputs are the logits.
 
-
-def head_of(model: Any) -> nn.Module:
-    """Return the head of a model, see `head_path`. Raises CheckpointError if there is none."""
-    path = head_path(model)
-    if not path:
-        raise CheckpointError(f"{type(model).__name__} has no linear head")
-    return model.get_submodule(path)
-
-
-def layers_beside(model: Any) -> set[str]:
-    """Return the parameters of a model that are neither of its body nor of its head."""
-    apart = (f"{model.base_model_prefix}.", f"{head_path(model)}.")
-    return {name for name, _ in model.named_parameters() if not name.startswith(apart)}
-
-
-def install(model: Any, head: nn.Module) -> None:
-    """Put a head into the place of the model's own.
-
-    A linear head without bias gets one of 0 where the model's own has one, so that a saved model is an ordinary one.
+    It owns its module: whoever replaces, trains, stores or swaps a head finds it here.
     """
-    path = head_path(model)
-    own = model.get_submodule(path)
-    if isinstance(head, nn.Linear) and head.bias is None and own.bias is not None:
-        head.bias = nn.Parameter(torch.zeros(head.out_features))
-    model.set_submodule(path, head)
 
+    def __init__(self, model: Any) -> None:
+        self._model, self.path = model, ""
+        body = f"{model.base_model_prefix}."
+        for name, module in model.named_modules():
+            inside = name.startswith(body) or (self.path and name.startswith(f"{self.path}."))
+            if isinstance(module, HEADS) and not inside:
+                self.path = name
 
-def keep_head_exact(model: Any) -> nn.Module:
-    """Make the head compute in the dtype of its own weights, regardless of the body's dtype, and return it."""
-    head = head_of(model)
-    if _to_weight_dtype not in head._forward_pre_hooks.values():
-        head.register_forward_pre_hook(_to_weight_dtype)
-    return head
+    @property
+    def module(self) -> nn.Module:
+        """The head's layers. Raises CheckpointError if the model has no head."""
+        if not self.path:
+            raise CheckpointError(f"{type(self._model).__name__} has no linear head")
+        return self._model.get_submodule(self.path)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of its parameters, as the model stores them."""
+        return {f"{self.path}.{name}" for name, _ in self.module.named_parameters()}
+
+    @property
+    def has_layers_beside(self) -> bool:
+        """Whether the model has parameters that are neither of its body nor of its head."""
+        apart = (f"{self._model.base_model_prefix}.", f"{self.path}.")
+        return any(not name.startswith(apart) for name, _ in self._model.named_parameters())
+
+    def fitted(self, head: nn.Module) -> nn.Module:
+        """Return a head for the place of this one.
+
+        A linear one without bias gets one of 0 where this one has one, so that a saved model is an ordinary one.
+        """
+        if isinstance(head, nn.Linear) and head.bias is None and getattr(self.module, "bias", None) is not None:
+            head.bias = nn.Parameter(torch.zeros(head.out_features))
+        return head
+
+    def replace(self, head: nn.Module) -> None:
+        """Put another head into the place of this one."""
+        self._model.set_submodule(self.path, self.fitted(head))
+
+    def keep_exact(self) -> nn.Module:
+        """Make the head compute in the dtype of its own weights, regardless of the body's dtype, and return it."""
+        head = self.module
+        if _to_weight_dtype not in head._forward_pre_hooks.values():
+            head.register_forward_pre_hook(_to_weight_dtype)
+        return head
 
 
 def _to_weight_dtype(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

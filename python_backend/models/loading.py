@@ -49,7 +49,7 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.errors import reason_of
 from rlhf_triton.python_backend.models.adapters import with_stored_adapters
-from rlhf_triton.python_backend.models.heads import build_head, head_of, head_path, install, linear
+from rlhf_triton.python_backend.models.heads import ModelHead, build_head, linear
 from rlhf_triton.python_backend.models.token_head import measure_causality
 from rlhf_triton.wire.chats import warn_once
 
@@ -135,7 +135,7 @@ def load_token_model(
     kind = _token_class(info, config)
     model = _load(info, kind, config, dtype, with_head=False, starts_at_0=head is None, group=group)
     if head is None:
-        own: Any = head_of(model)
+        own: Any = ModelHead(model).module
         head = linear({"weight": torch.zeros(1, own.in_features)})
     _put_head(info, model, head)
     return model
@@ -223,9 +223,9 @@ def _keys_in_source(*modules: str) -> set[str]:
 
 
 def _own_path(info: CheckpointInfo, kind: Any) -> str:
-    """Return `head_path` of transformers' class, built once: a live version is loaded beside requests."""
+    """Return the path of the head of transformers' class, built once: a live version is loaded beside requests."""
     if kind not in OWN_PATHS:
-        OWN_PATHS[kind] = head_path(_built(info, kind))
+        OWN_PATHS[kind] = ModelHead(_built(info, kind)).path
     return OWN_PATHS[kind]
 
 
@@ -275,18 +275,17 @@ def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None 
 
 def _put_head(info: CheckpointInfo, model: Any, head: torch.nn.Module) -> None:
     """Replace the model's head. Raises CheckpointError if it does not fit the body."""
-    own: Any = head_of(model)
-    is_own = (
-        info.architecture == type(model).__name__ and info.head is not None and head_path(model) == info.head.prefix
-    )
+    place = ModelHead(model)
+    own: Any = place.module
+    is_own = info.architecture == type(model).__name__ and info.head is not None and place.path == info.head.prefix
     if is_own and own.bias is not None and getattr(head, "bias", own.bias) is None:
-        raise CheckpointError(f"{info.folder}: the weights lack {head_path(model)}.bias; copy the checkpoint again")
+        raise CheckpointError(f"{info.folder}: the weights lack {place.path}.bias; copy the checkpoint again")
     first = next(module for module in head.modules() if isinstance(module, torch.nn.Linear))
     if info.head is not None and first.in_features != own.in_features:
         name = f"{info.head.layers.names[0]}.weight"
         expected = f"[num_labels, {own.in_features}], as wide as the body's hidden states"
         raise CheckpointError(f"{info.folder}: {shape_error(name, info.tensors[name], expected)}")
-    install(model, head)
+    place.replace(head)
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -356,12 +355,10 @@ def twin_with_head(
     _check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
-    own, path = model.state_dict(), head_path(model)
-    head = build_head(info.head, _head_tensors(info, info.head))
+    own, place = model.state_dict(), ModelHead(model)
+    head = place.fitted(build_head(info.head, _head_tensors(info, info.head)))
     tensors = {name: tensor for name, tensor in stored_tensors(info).items() if not info.head.owns(name)}
-    tensors |= {f"{path}.{name}": tensor for name, tensor in head.state_dict().items()}
-    if f"{path}.bias" in own:
-        tensors.setdefault(f"{path}.bias", torch.zeros(info.head.num_labels))
+    tensors |= {f"{place.path}.{name}": tensor for name, tensor in head.state_dict().items()}
     if not own.keys() <= tensors.keys():
         return None
     return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
@@ -527,7 +524,7 @@ def _load(
                 f"may be of another layer; rename or remove {odd}"
             )
     model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=DTYPES[dtype])
-    heads = set() if with_head else {f"{head_path(model)}.{name}" for name, _ in head_of(model).named_parameters()}
+    heads = set() if with_head else ModelHead(model).names
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
     if with_head:

@@ -31,7 +31,7 @@ from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.python_backend.models.card import to_host
 from rlhf_triton.python_backend.models.collation import collate, limits_of
-from rlhf_triton.python_backend.models.heads import GatedHead, head_of, merged
+from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, merged
 from rlhf_triton.python_backend.models.loading import (
     attribute_weights_of,
     check_finite,
@@ -232,7 +232,7 @@ class CriticModel:
 
     def weights(self) -> MergedWeights:
         """Return the weights as a version stores them, by name."""
-        return MergedWeights(self.model, self.stored_as, head_of(self.model))
+        return MergedWeights(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
         """Write a weights version to `folder`; return the digest of each weights file if it was computed."""
@@ -386,7 +386,8 @@ def save_critic(
     If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the digest of the
     weights file, by its name.
     """
-    digest = MergedWeights(critic.model, dtype, head_of(critic.model)).write(folder / WEIGHTS_FILE, integrity)
+    weights = MergedWeights(critic.model, dtype, ModelHead(critic.model).module)
+    digest = weights.write(folder / WEIGHTS_FILE, integrity)
     write_config(critic, folder)
     return {WEIGHTS_FILE: digest}
 

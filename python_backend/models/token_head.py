@@ -15,7 +15,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import reason_of
 from rlhf_triton.python_backend.models.card import skip_inspections
 from rlhf_triton.python_backend.models.collation import depends_on_padding, one_by_one
-from rlhf_triton.python_backend.models.heads import GatedHead, keep_head_exact, last_match, layers_beside
+from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, last_match
 from rlhf_triton.python_backend.models.readout import pool_last
 
 PROBE_TOKENS = 4
@@ -38,13 +38,14 @@ class TokenHead:
         """
         self.model = model.eval()
         skip_inspections(model)
-        self.head = keep_head_exact(model)
+        head = ModelHead(model)
+        self.head = head.keep_exact()
         # Tensors in a mapped file may be unaligned. Kernels then sum in another order, and the same weights give values
         # that differ in the last bits. A clone is aligned.
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
         self.is_causal: bool = not is_pooled and (measure_causality(model) if like is None else like.is_causal)
-        self._layered = is_pooled or bool(layers_beside(model))
+        self._layered = is_pooled or head.has_layers_beside
         if like is not None:  # the check depends only on the architecture
             self.one_by_one: bool = like.one_by_one
         else:

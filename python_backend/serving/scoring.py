@@ -24,10 +24,8 @@ from rlhf_triton.python_backend.serving.pass_cost import fit_pass_cost, overhead
 from rlhf_triton.python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
 from rlhf_triton.python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log, log_error
 from rlhf_triton.wire.contract import (
-    COMPUTE_US,
     DEMANDED,
     FORWARD_OUTPUTS,
-    QUEUE_US,
     ScoringRows,
     TokenRow,
     VersionRange,
@@ -61,7 +59,6 @@ class Scoring:
     deadline: float | None  # the request fails if its first forward pass has not started by then
     demanded: VersionRange | None  # of the weights that score it
     outputs: list[Any]  # an array per row; None until it is done
-    times: list[tuple[float, float]]  # of each row: seconds in the queue and in the forward pass
     model: Any = None  # set when the first row runs, so that one weights version scores the whole request
     done: int = 0  # number of rows with an output
 
@@ -72,10 +69,6 @@ Wait = Callable[[], Sequence[np.ndarray]]
 """Waits for the results of a forward pass: one output array per row."""
 Forward = Callable[[Any, Sequence[TokenRow], int], Wait]
 """Launches a forward pass of a model with rows that are to be padded to a width."""
-TIMES: Reply = {
-    QUEUE_US: lambda scoring: _microseconds(scoring, 0),
-    COMPUTE_US: lambda scoring: _microseconds(scoring, 1),
-}
 
 
 class Versions(Protocol):
@@ -123,7 +116,6 @@ class _Pass:
     model: Any
     batch: list[tuple[Scoring, int]]
     width: int
-    begin: float
     outputs: Wait
 
 
@@ -157,7 +149,7 @@ class Engine:
         overhead = self._overhead_tokens(budget, max_length)
         self._pool: RowPool[Scoring] = RowPool(token_budget=budget, overhead_tokens=overhead)
         self._read = read
-        self._reply = {**reply, **TIMES}
+        self._reply = reply
         self._changed = threading.Condition(threading.RLock())
         self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
         self._unread_bytes = 0
@@ -241,8 +233,7 @@ class Engine:
         timeout_s = call.timeout_s or self._timeout_s
         deadline = None if timeout_s is None else received + timeout_s
         width = width or max(row.tokens.size for row in rows)
-        outputs, times = [None] * len(rows), [(0.0, 0.0)] * len(rows)
-        return Scoring(call, rows, width, received, deadline, call.versions(), outputs, times)
+        return Scoring(call, rows, width, received, deadline, call.versions(), [None] * len(rows))
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
         """Queue the requests' rows; None is a refused request. The caller must hold the lock."""
@@ -318,10 +309,9 @@ class Engine:
             return True
         rows = [scoring.rows[i] for scoring, i in batch]
         width = max(row.tokens.size for row in rows)
-        begin = time.monotonic()
         try:
             outputs = self.compute.launch(self.forward, model, rows, width)
-            launched.append(_Pass(model, batch, width, begin, outputs))
+            launched.append(_Pass(model, batch, width, outputs))
         except Exception as error:  # process edge: only the requests in this forward pass fail
             self.compute.failed(error)
             self._fail(batch, error)
@@ -368,14 +358,12 @@ class Engine:
             self.compute.failed(error)
             self._fail(batch, error)
             return
-        duration = time.monotonic() - launched.begin
         tokens = sum(scoring.rows[i].tokens.size for scoring, i in batch)
         padding = len(batch) * launched.width - tokens
         with self._changed:
             self._counters.add((1, len(batch), tokens, padding))
             for (scoring, i), output in zip(batch, outputs, strict=True):
                 scoring.outputs[i] = output
-                scoring.times[i] = launched.begin - scoring.received, duration
                 scoring.done += 1
                 if scoring.done == len(scoring.outputs):
                     self._done.put(scoring)
@@ -417,7 +405,3 @@ def _unmet(scoring: Scoring, served: Any) -> VersionRange | None:
     """Return the versions that a request demands, if this one is not among them."""
     demanded = scoring.demanded
     return None if demanded is None or demanded.includes(served.number) else demanded
-
-
-def _microseconds(scoring: Scoring, column: int) -> np.ndarray:
-    return np.rint(np.asarray(scoring.times)[:, column : column + 1] * 1e6).astype(np.int64)

@@ -21,9 +21,10 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
             more than one label, and nothing says which of them is the reward.
     """
     given = reward.attribute_weights
-    has_checkpoint = (reward.model / "config.json").is_file()  # the committed repository is rendered without one
-    if given == "separate" or reward.logit is not None or (given is None and not has_checkpoint):
-        return None if given is None else "separate"
+    if given == "separate":
+        return "separate"
+    if reward.logit is not None or (given is None and not (reward.model / "config.json").is_file()):
+        return None  # no labels are read; or the committed repository, which is rendered without a checkpoint
     info = inspect_checkpoint(reward.model)
     count, names = reward_head(info).num_labels, info.label_names
     listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"

@@ -100,7 +100,6 @@ def _output(models: str, name: str, dtype: str, dims: int | str, meaning: str, *
 
 # The table of outputs, in the order of config.pbtxt. Models are `reward` (reward_model, reward_checkpoint), `mixture`,
 # `function`, and others by their name. A new output is a row here and an entry in the model's reply.
-SCORING = "reward critic reference"
 REWARDS = _output("reward mixture", "rewards", "FP32", "num_rewards", "[B, 1]; [B, A] if attributes are not merged")
 # The checkpoint's labels in the order of their ids, from scores before merging and standardisation.
 PROBABILITIES = _output("reward", "probabilities", "FP32", -1, "[B, A]: of the labels", trait=WHOLE, is_optional=True)
@@ -148,14 +147,10 @@ AFTER_CRITIC = _output(
 )
 # Index t is the log-prob of token t+1, -inf for a banned token; 0 from each row's last token on.
 LOGPROBS = _output("reference", "logprobs", "FP32", -1, "[B, S]: index t is the log-prob of token t+1")
-# Microseconds: from the arrival of the request in the model's process to the start of the row's forward pass,
-# tokenisation included, and duration of that forward pass. Triton's own queue is not included.
-QUEUE_US = _output(SCORING, "queue_us", "INT64", 1, "[B, 1]: before the row's forward pass", is_optional=True)
-COMPUTE_US = _output(SCORING, "compute_us", "INT64", 1, "[B, 1]: of the row's forward pass", is_optional=True)
 # Declared and never sent. A request that names no outputs gets all of them from Triton, so it is known by this one; it
 # receives none of the optional ones.
 UNNAMED = _output(
-    SCORING,
+    "reward",
     "no_outputs_named",
     "INT64",
     1,

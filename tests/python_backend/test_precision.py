@@ -8,28 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer, scoring_inputs
+from live_system import make_tokenizer
 from safetensors.torch import load_file
-from served_model import served_model
 from tiny_checkpoints import POSITIONS, save_tiny
-from tiny_tokenizers import save_chat_policy
-from triton_python_backend_utils import Request
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import SampledRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import ActorSection, RunConfig
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.python_backend.models.precision import in_float32
 from rlhf_triton.tools import render_configs
-from rlhf_triton.wire.contract import LOGPROBS, REFERENCE
 from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.samples import logprobs_of, tokens_of
-from tests.support.settings import actor_section, nested
+from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 
@@ -234,9 +229,8 @@ def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, 
 
 
 @models
-@pytest.mark.parametrize("decoding", ["slots", "transformers"])
-def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
-    policy = policy_of(tmp_path, model, length=LIMIT, engine=decoding, min_new_tokens=LIMIT - 6)
+def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str):
+    policy = policy_of(tmp_path, model, length=LIMIT, min_new_tokens=LIMIT - 6)
     rollout = rows_of(policy.generate(SHORT_PROMPTS, seed=0, greedy=True))
     assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]
     together = logprobs_of(policy, rollout)
@@ -253,34 +247,14 @@ def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: 
 # ---- tokens that the model has no embedding for ----
 
 
-@pytest.mark.parametrize("decoding", ["slots", "transformers"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str, decoding: str):
+def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str):
     """Such as one that was added to a tokenizer, and not to its model."""
     tokenizer = make_tokenizer()
     save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})
     tokenizer.save_pretrained(tmp_path)
-    policy = Policy(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
+    policy = Policy(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8))
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
     assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS, seed=0)))).all()
     assert render_configs._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
-
-
-def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
-    """As the policy's own log-probs do: a prompt's token that is never sampled has none."""
-    save_chat_policy(tmp_path / "policy", more=16)
-    actor = nested(ActorSection, {"model": str(tmp_path / "policy"), "kl_reference": "triton", "max_new_tokens": 8})
-    config = RunConfig.model_validate(
-        {"run": {"dir": tmp_path}, "actor": actor, "reference": {"model": tmp_path / "policy"}}
-    )
-    policy = Policy(actor_section(model=tmp_path / "policy", max_new_tokens=8))
-    row = policy.generate(SHORT_PROMPTS, seed=0)[0][0].tokens
-    unknown = np.array([3, 165, 4])
-    own = load_language_model(tmp_path / "policy", banned_token_ids=[0, 1, *range(160, 176)]).logprobs([row, unknown])
-    with served_model(config, REFERENCE) as served:
-        request = Request(scoring_inputs([row, unknown]), [LOGPROBS])
-        served.execute([request])
-        found = request.responses.get(timeout=120).outputs[LOGPROBS]
-    np.testing.assert_allclose(found[0, : row.size], own[0], atol=1e-5)
-    assert found[1, :3].tolist() == pytest.approx([-np.inf, own[1][1], 0.0], abs=1e-5)

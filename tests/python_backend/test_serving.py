@@ -372,17 +372,6 @@ def test_a_request_that_has_begun_stays_with_its_version_and_holds_up_no_other(m
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
 
 
-def test_each_row_has_its_own_times_if_requested(make_model: Any) -> None:
-    model, found = make_model(token_budget=10), list[InferenceResponse]()
-    for outputs in (("queue_us", "compute_us"), ()):
-        model.loaded.execute([request := rows_of(3, 10, *outputs)])
-        model.run(3)
-        found += answers(request)
-    assert found[0].outputs["queue_us"].tolist() == [[0], [2_000_000], [4_000_000]]
-    assert found[0].outputs["compute_us"].tolist() == [[2_000_000]] * 3
-    assert found[1].outputs.keys() == {VALUES}
-
-
 def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused(make_model: Any) -> None:
     model, requests = make_model(token_budget=10, queue_timeout_s=1), [rows_of(3, 10) for _ in range(2)]
     model.loaded.execute(requests)
@@ -628,19 +617,14 @@ def test_exactly_the_requested_outputs_are_sent(
     response = answer_to(models[model], request, run)
     assert response.error is None
     assert set(response.outputs) == set(requested)
-    for name in {"queue_us", "compute_us"} & {*requested}:
-        assert (response.outputs[name].dtype, response.outputs[name].shape) == (np.int64, (2, 1))
-        assert (response.outputs[name] > 0).all()
     assert request.num_looks_at_outputs <= 1  # each builds a new set of strings
 
 
-@pytest.mark.parametrize("model", ["critic", "reference", "reward_checkpoint"])
-def test_a_request_that_names_no_outputs_gets_no_optional_ones(
-    models: dict[str, Any], run: LiveRun, model: str
-) -> None:
+def test_a_request_that_names_no_outputs_gets_no_optional_ones(models: dict[str, Any], run: LiveRun) -> None:
     """Triton then names all that the configuration declares."""
+    model = "reward_checkpoint"
     response = answer_to(models[model], Request(SCORING, (*OUTPUTS[model], UNNAMED)), run)
-    assert set(response.outputs) == set(OUTPUTS[model]) - {"probabilities", "queue_us", "compute_us"}
+    assert set(response.outputs) == set(OUTPUTS[model]) - {"probabilities"}
 
 
 @pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer

@@ -15,7 +15,7 @@ from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
-from rlhf_triton.python_backend.models.heads import head_of
+from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.modeling import quiet_transformers
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
@@ -93,7 +93,7 @@ def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: d
 def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, torch.Tensor], changes: Any) -> None:
     """Trained weights and the head are float32; only frozen matrices are bfloat16."""
     parameters = dict(update.critic.model.named_parameters())
-    head = {id(p) for p in head_of(update.critic.model).parameters()}
+    head = {id(p) for p in ModelHead(update.critic.model).module.parameters()}
     assert head <= {id(p) for p in update.trained.parameters.values()}
     assert {name for name, p in parameters.items() if not torch.equal(p, start[name])} <= set(update.trained.parameters)
     assert all("lora_" in name or id(p) in head for name, p in update.trained.parameters.items()) == (
@@ -120,7 +120,7 @@ def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
 
 def test_bfloat16_computes_in_bfloat16_and_its_head_in_float32(tmp_path: Path):
     update = build(make_store(tmp_path), **BFLOAT16)
-    head, seen = head_of(update.critic.model), {}
+    head, seen = ModelHead(update.critic.model).module, {}
     body = update.critic.model.model.layers[0].mlp.down_proj
     head.register_forward_hook(lambda _, inputs, output: seen.update(head=output.dtype))
     body.register_forward_hook(lambda _, inputs, output: seen.update(body=output.dtype))
