@@ -32,23 +32,14 @@ from benchmarks.measuring import (
     make_trace,
     timed,
 )
-from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import padded
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import copy_checkpoint, initialise_store
-from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.training_payload import TrainPayload
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_3 = {
@@ -64,14 +55,11 @@ REPLY_S = 60.0
 FP32_ERROR = 1e-3  # standard deviations of the scores
 MOST_BF16_ERROR = 2.0  # times transformers' own
 MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
-PROMPT = 96  # tokens
-LORA = {"lora_rank": 16, "gradient_checkpointing": True}
 PARTS = {  # functions of this module, and the most seconds of each
     "environment": 60,
     "served_score": 60,
     "scoring": 120,
     "swap": 60,
-    "ppo_step": 90,
 }
 Row = dict[str, Any]
 Found = Iterator[Row]
@@ -153,17 +141,11 @@ class Job:
         self,
         *,
         dtype: str = "bfloat16",
-        trained: Mapping[str, Any] = {},
-        rows: int = 8,
-        max_new_tokens: int = 160,
         algorithm: str = "ppo",
     ) -> RunConfig:
         """Return a run on the device, after making its checkpoints if they are missing.
 
-        Args:
-            dtype: in which reward, critic, policy and trainer compute.
-            trained: further settings of policy and critic trainer.
-            rows: responses of a rollout, all generated at once, and all in one minibatch.
+        `dtype`: in which reward and critic compute.
         """
         folder = Path(self.scratch) / self.model
         if not folder.is_dir():
@@ -171,24 +153,13 @@ class Job:
             folder.with_suffix(".new").rename(folder)
         budget = 1024 if self.small else 16_384
         scoring = {"device": self.device, "dtype": dtype, "workers": 1, "threads": 1, "token_budget": budget}
-        training = {"device": self.device, "precision": dtype, "token_budget": budget, **trained}
         return RunConfig.model_validate(
             {
                 "run": {"dir": folder / "run"},
                 "server": FREE_PORTS,
                 "reward": {"model": folder / "reward", **scoring},
                 "critic": {"model": folder / "critic", **scoring},
-                "trainer": {"global_batch_size": rows, **training},
-                "actor": {
-                    "rollout_size": rows,
-                    "algorithm": {"name": algorithm},
-                    "policy": {"model": folder / "policy", **training},
-                    "prompts": {"max_tokens": PROMPT},
-                    "generation": {"max_new_tokens": max_new_tokens, "batch_size": rows},
-                    "kl": {"coef": 0.0},
-                    "update": {"minibatch_size": rows},
-                    "validation": {"size": 0},
-                },
+                "actor": {"algorithm": {"name": algorithm}},
             }
         )
 
@@ -204,30 +175,12 @@ class Job:
 
 
 def make_checkpoints(model: str, folder: Path, device: str) -> None:
-    """Write a reward model and a policy with random weights, and a critic of the reward's."""
+    """Write a reward model with random weights, and a critic of them."""
     shape: dict[str, Any] = {} if model == "tiny" else LLAMA_3
-    for kind in ("reward", "policy"):
-        make_checkpoint(kind, model, folder / kind, device=device, **shape)
+    make_checkpoint("reward", model, folder / "reward", device=device, **shape)
     (folder / "critic").mkdir()
     save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
     AutoTokenizer.from_pretrained(folder / "reward").save_pretrained(folder / "critic")
-
-
-def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
-    """Return a training batch of `tokens` `[B, S]` whose rows have prompts of `PROMPT` tokens; all advantages are 1."""
-    weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
-    weights[:, PROMPT - 1 :] = 1.0
-    zeros = torch.zeros_like(weights)
-    return PPOBatch(tokens, lengths, weights, weights, zeros, None, weights, zeros, zeros, None)
-
-
-def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
-    """Return a training payload of the rows, with random targets and a mask of ones."""
-    generator = np.random.default_rng(0)
-    lengths = np.asarray([row.size for row in rows], np.int64)
-    count = int(lengths.sum()) - len(rows)
-    returns, prev_values = (generator.normal(size=count).astype(np.float32) for _ in range(2))
-    return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
 def environment(job: Job) -> Found:
@@ -303,44 +256,6 @@ def swap(job: Job) -> Found:
         more = (torch.cuda.max_memory_allocated() - before) / weights
         limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
         yield number("most memory beside the served version, times its weights", more, most=limit)
-
-
-def ppo_step(job: Job) -> Found:
-    """What a PPO step computes, phase by phase; the second time, when all kernels are known."""
-    num_rows, longest = (8, 24) if job.small else (64, 256)
-    config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
-    torch.manual_seed(0)
-    policy = Policy.of(config.actor)
-    policy_update = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
-    reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
-    critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
-    prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
-    taken: dict[str, float] = {}
-
-    def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        # `item` waits for the kernels that are still queued.
-        taken[name], (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
-        return result
-
-    for _ in range(2):
-        samples = [row for (row,) in phase("generation", policy.generate, prompts, seed=0)]
-        rows = [sample.tokens for sample in samples]
-        phase("rewards", reward.score, rows)
-        phase("values", critic_update.critic.values, rows)
-        phase("log-probs", policy.logprobs, samples)
-        phase("log-probs of the reference", policy.logprobs, samples, reference=True)
-        report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
-        batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
-        metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
-    yield from (number(f"{name}, s", seconds) for name, seconds in taken.items())
-    new = sum(int(sample.sampled.sum()) for sample in samples)
-    rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"
-    yield number("all of them, s", sum(taken.values()), of=rows_text)
-    yield number("decoding, tokens/s", new / taken["generation"], of=f"{num_rows} responses at once")
-    if job.device == "cuda":
-        yield number("peak memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
-    yield number("critic's loss", report.loss_mean, least=1e-6)
-    yield number("norm of the policy's gradient", metrics["train_optim/grad_norm"], least=1e-6)
 
 
 @contextlib.contextmanager

@@ -85,7 +85,6 @@ def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     """Return what is odd about the form of these prompts, as policy and reward model read them."""
     return [
         *([*_rendered_texts(config, prompts)] or _ended_texts(config, prompts)),
-        *_headers(config, prompts),
         *_unused_columns(config, prompts),
     ]
 
@@ -135,22 +134,6 @@ def _texts_in(value: Any) -> Iterator[str]:
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _texts_in(inner)
-
-
-def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning if the policy has to write the header of its own turn, which then is a part of each reply."""
-    if not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
-        return
-    tokenizer = load_tokenizer(config.actor.policy.model.absolute())
-    prompt = rendered_probe(tokenizer, [QUESTION], add_generation_prompt=True)
-    behind = _rendered(tokenizer).removeprefix(prompt)
-    header = behind.partition(PROBE)[0]
-    if prompt and header.strip() and len(behind) < len(_rendered(tokenizer)):
-        yield (
-            f"actor.policy.model: its chat template ignores add_generation_prompt: prompts end before {header!r}, "
-            "which the policy writes itself, and reward functions and the reward model read in the reply; write it in "
-            "chat_template.jinja under `{% if add_generation_prompt %}`"
-        )
 
 
 def _marks(tokenizer: Any) -> list[str]:

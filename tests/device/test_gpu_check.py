@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ["environment", "served_score", "scoring", "swap", "ppo_step"]
+PARTS = ["environment", "served_score", "scoring", "swap"]
 
 
 @pytest.mark.timeout(900)

@@ -119,26 +119,6 @@ def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
         assert told.endswith("give the chat as `messages` (2 such rows)")
 
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-STARTED = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-WITHOUT_HEADER = "{% for m in messages %}{{ '[INST]' if m.role == 'user' }}{{ m.content }}{% endfor %}"
-
-
-@pytest.mark.parametrize(("template", "is_told"), [(TURNS, True), (STARTED, False), (WITHOUT_HEADER, False)])
-def test_a_template_without_a_generation_prompt_is_named(
-    tmp_path: Path, config: Path, template: str, *, is_told: bool
-) -> None:
-    save_chat_policy(tmp_path / "policy", chat_template=template)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
-    given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
-    loaded = load_config(config, given)
-    reader = PromptReader.of(loaded, load_tokenizer(tmp_path / "policy"), None)
-    prompts = [reader.prompt(row) for row in read_rows(tmp_path / "prompts.jsonl")]
-    told = [each for each in prompt_warnings(loaded, prompts) if "add_generation_prompt" in each]
-    assert len(told) == is_told
-    assert all("prompts end before '<assistant>'" in each for each in told)
-
-
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_a_template_without_the_bos_of_texts_is_named(
