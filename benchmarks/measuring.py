@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -287,17 +286,14 @@ def _shown(value: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, cores, memory, load and GPUs."""
+    """Return processor, cores, memory and load."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,power.limit", "--format=csv,noheader"]
-    has_gpu = shutil.which("nvidia-smi") is not None
     return {
         "processor": found[1] if found else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "load": os.getloadavg()[0],
-        "gpus": subprocess.run(query, capture_output=True, text=True).stdout.splitlines() if has_gpu else [],
     }
 
 

@@ -54,7 +54,8 @@ from rlhf_triton.wire.contract import (
 )
 
 TOLERANCE = 1e-5
-NUM_ASKING, NUM_STEPS = 16, 5
+NUM_ASKING = 16
+NUM_STEPS = 3
 ROWS = random_rows([3, 17, 40], seed=0)
 Output = pytest.CaptureFixture[str]
 
@@ -174,7 +175,7 @@ async def seen(versions: Container[int], version: int) -> None:
 
 @pytest.mark.usefixtures("reward_version_0_again")
 def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_path: Path) -> None:
-    """5 swaps of the critic and 2 reloads of it through Triton's load API, and 2 swaps of the reward model."""
+    """3 swaps of the critic and a reload of it through Triton's load API, and a swap of the reward model."""
     run, first = live.run, live.run.next_step()
 
     def num_saves() -> int:
@@ -186,10 +187,10 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
             for i in range(NUM_STEPS):
                 arrays = {**training_inputs(seed=10 + i), **identity("test", first + i)}
                 await seen(load.values, int((await client.infer(CRITIC_TRAIN, arrays))["weights_version"][0]))
-                if i in (1, 3):
+                if i == 1:
                     await client.infer(CRITIC_SAVE, {"dummy_var": np.zeros(1, np.int64)})
-                    await asyncio.to_thread(wait_for, lambda i=i: num_saves() > saves + i // 2)
-                    new = changed(run, tmp_path / str(i), lambda tensors, i=i: tensors["score.weight"].mul_(1 + i / 2))
+                    await asyncio.to_thread(wait_for, lambda: num_saves() > saves)
+                    new = changed(run, tmp_path / "new", lambda tensors: tensors["score.weight"].mul_(1.5))
                     assert await asyncio.to_thread(publish, run, new) == 0
                     await seen(load.rewards, store_of(run).current() or 0)
 
@@ -204,7 +205,7 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
         return load
 
     load = asyncio.run(under_load())
-    assert (len(load.values) > NUM_STEPS, len(load.rewards)) == (True, 3)
+    assert (len(load.values) > NUM_STEPS, len(load.rewards)) == (True, 2)
     for version, pairs in load.values.items():
         direct = direct_values(run.store.folder(version), [row for row, _ in pairs])
         for (row, values), expected in zip(pairs, direct, strict=True):
@@ -214,7 +215,7 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
         np.testing.assert_allclose([reward for _, reward in scored], expected, atol=TOLERANCE, rtol=0)
     assert main(["ready", "--model", "reward", "--config", str(run.path)]) == 0
     assert metric(run, "weights_version", REWARD_MODEL) == store_of(run).current()
-    assert metric(run, "weights_taken_up_total", REWARD_MODEL) >= 2
+    assert metric(run, "weights_taken_up_total", REWARD_MODEL) >= 1
 
 
 # ---- several processes of the critic ----

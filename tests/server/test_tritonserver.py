@@ -192,6 +192,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path, write: Callable[[Path], Non
         server.wait_ready()
 
 
+@pytest.mark.slow
 def test_a_stub_of_another_python_does_not_hang(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic")
     home = find_tritonserver(None)
@@ -202,6 +203,7 @@ def test_a_stub_of_another_python_does_not_hang(tmp_path: Path) -> None:
         server.wait_ready()
 
 
+@pytest.mark.slow
 def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(600)")
     for _ in range(2):

@@ -385,9 +385,9 @@ class TestCommand:
         folder = run.finished(4)
         page = self.page_of(folder)
         for text, count in (
-            ("<small>+0.50</small><b>policy</b><span>I look.</span><code>look(where=&#34;&lt;up&gt;&#34;)</code>", 6),
+            ("<small>+0.50</small><b>policy</b><span>I look. &lt;tool_call&gt;", 6),
             ("<b>look</b><span>a\nb</span>", 6 + 4),  # samples, and a training rollout of each step
-            ("<small>-1.00</small><b>policy</b><code>{up}</code>", 6),
+            ("<small>-1.00</small><b>policy</b><span>&lt;tool_call&gt;{up}", 6),
             ("<b>environment</b><span>Wrong.</span>", 6 + 4),
             ('<i title="value ', 4 * 4),  # tokens
             ("<p>ended</p>", 4 + 4),

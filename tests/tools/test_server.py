@@ -143,6 +143,7 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.slow
 def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path) -> None:
     """Triton never answers what a model's process had taken over, and never stops reporting the model as unloading."""
     write_scoring_model(run_dir / "model_repository", "blocking")
@@ -178,6 +179,7 @@ def test_serve_waits_for_requests_in_flight_until_the_second_signal(run_dir: Pat
     assert "not all requests are answered" in out
 
 
+@pytest.mark.slow
 def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:
     wait = "print('loading', flush=True); time.sleep(60)"
     write_scoring_model(run_dir / "model_repository", "critic", on_load=wait)

@@ -1,11 +1,8 @@
 """Conversations with environments, as a run's JSON lines have them, for the page."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rlhf_triton.actor.data.chat import HERMES, tool_calls
 
 
 @dataclass(frozen=True)
@@ -14,8 +11,7 @@ class Said:
 
     who: str
     """`policy`, `environment`, or the tool that answers."""
-    parts: list[tuple[str, bool]]
-    """Pieces of the text, each with a flag for tool calls."""
+    text: str
     reward: float | None
     """The environment's reward for a turn of the policy; None for other messages."""
     value: float | None
@@ -46,21 +42,8 @@ class Conversation:
             if message["role"] == "assistant":
                 left -= 1
                 reward, value, tokens = (column[left] if left < len(column) else None for column in columns)
-                said.append(Said("policy", _parts(message["content"]), reward, value, tokens or ()))
+                said.append(Said("policy", message["content"].strip(), reward, value, tokens or ()))
             else:
-                said.append(Said(message.get("name") or "environment", [(message["content"], False)], None, None))
+                said.append(Said(message.get("name") or "environment", message["content"], None, None))
         endings = (f"{name}: {row[name]}" for name in ("error", "truncated") if name in row)
         return cls(row.get("question", row["prompt"]), said, next(endings, "ended"), "error" in row)
-
-
-def _parts(text: str) -> list[tuple[str, bool]]:
-    """Split a turn of the policy into text and calls; a call that cannot be read stays as the policy wrote it."""
-    parts = []
-    for i, piece in enumerate(HERMES.split(text)):
-        if i % 2:
-            call = tool_calls(f"<tool_call>{piece}</tool_call>")[0]
-            arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in (call.arguments or {}).items())
-            parts.append((piece.strip() if call.error else f"{call.name}({arguments})", True))
-        elif piece.strip():
-            parts.append((piece.strip(), False))
-    return parts
