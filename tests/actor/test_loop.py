@@ -432,7 +432,7 @@ def test_steps_in_which_limits_end_all_conversations_change_nothing(
         assert {key: line[key] for key in by_hand} == by_hand
         assert None not in line.values()
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
-    assert caplog.text.count("the policy is not updated: no response ended within actor.generation.max_new_token") == 2
+    assert caplog.text.count("4 of 4 responses are excluded from the update") == 2
     assert len(server.received) == 2 * (name == "ppo")
     assert not any(payload.mask.any() for payload in server.received)
 
