@@ -36,7 +36,6 @@ PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.url")
 OPERATION = (*PROCESSES, *PLACES, "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
-KEPT = ("critic.model", "critic.attribute_weights", "critic.standardization", "critic.pretrain_epochs")
 DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
@@ -68,10 +67,6 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         for key in {**before, **now}
         if _differs(key, before.get(key), now.get(key))
     }
-    if (config.run.weights_dir / "CURRENT").exists():  # the critic's version 0 was made before
-        changed = {
-            f"{key} (without effect)" if key.startswith(KEPT) else key: values for key, values in changed.items()
-        }
     optimizer = config.actor.optimizer
     if optimizer.min_lr in (None, optimizer.lr) or optimizer.max_steps is not None:
         changed.pop("actor.steps", None)
