@@ -4,11 +4,9 @@ Large files are written in a thread: on the event loop they would delay response
 """
 
 import asyncio
-import functools
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,32 +276,23 @@ class Recorder:
     def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
 
-        Of conversations, the limits that ended them are named; `_warn_of_failures` has why others failed.
+        `_warn_of_failures` says why conversations failed.
         """
-        excluded = [end for end, known in zip(ends, is_taught, strict=True) if not known]
-        limits = [name for name, _ in Counter(end.truncated for end in excluded if end.truncated).most_common()]
+        limits = {end.truncated for end, known in zip(ends, is_taught, strict=True) if end.truncated and not known}
         taught, total = sum(is_taught), len(ends)
         if taught >= total / 2 or (ends[0].turns is not None and not limits):
             return
         self._num_mostly_excluded += 1
         if taught and str(self._num_mostly_excluded).strip("0") != "1":
             return
-        what = (
-            f"{total - taught} of {total} responses are excluded from the update, mostly because they did not end"
-            if taught
-            else "the policy is not updated: no response ended"
-        )
         logger.warning(
-            "step %d: %s within %s; raise %s, or set %s (so far in %d steps of this start)",
+            "step %d: %d of %d responses are excluded from the update, mostly because they did not end within %s; "
+            "raise it, or set %s",
             step,
-            what,
-            ", ".join(
-                f"{name} ({functools.reduce(getattr, name.split('.'), self._config)})"
-                for name in limits or ["actor.generation.max_new_tokens"]
-            ),
-            "them" if len(limits) > 1 else "it",
+            total - taught,
+            total,
+            " or ".join(sorted(limits)) or CUT,
             "environment.truncated to score" if limits else "actor.algorithm.mask_unfinished to false",
-            self._num_mostly_excluded,
         )
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:

@@ -502,9 +502,6 @@ class ServerPool(Generic[C]):
         """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
         while server in self.servers:
             await asyncio.sleep(backoff_s(retry.BACKOFF_S, server.losses - 1))
-            await self._look_up()
-            if server not in self.servers:
-                break
             try:
                 server.down = await self._why_not_ready(server)
             except RlhfError as error:  # task edge: requests that wait for a server raise it

@@ -25,7 +25,6 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.sample import SampledRow, Score
 from rlhf_triton.actor.run.validation import explained
-from rlhf_triton.config import RunConfig
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
@@ -230,20 +229,6 @@ def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({}, "abs"),
-        ({"kl_penalty_in": "loss"}, "k3"),
-        ({"algorithm_name": "grpo"}, "k3"),
-        ({"algorithm_name": "grpo", "kl_penalty_in": "reward"}, "abs"),
-        ({"algorithm_name": "grpo", "kl_estimator": "k2"}, "k2"),
-    ],
-)
-def test_the_kl_estimate_where_nothing_is_set_depends_on_where_the_penalty_is(settings: dict[str, Any], kind: str):
-    assert method_of(responses_per_prompt=4, **settings).kl_estimator == kind
-
-
 # ---- stages between scoring and advantages ----
 
 REWARDS = torch.tensor([1.0, 3.0, -2.0, 100.0])
@@ -311,21 +296,6 @@ def test_scores_that_differ_by_their_rounding_are_normalised_to_0(kind: str, sco
     for other in (score, torch.nextafter(torch.tensor(score), torch.tensor(math.inf))):
         rewards = torch.tensor([score, score, other, *[score] * 4])
         assert shaped(shaper_of(rewards_normalization=kind), rewards).tolist() == [0.0] * 7
-
-
-def test_a_stage_is_one_function_in_the_list(monkeypatch: pytest.MonkeyPatch):
-    """It sees the groups and what the stages before it made; here it leaves out groups whose rewards are all equal."""
-
-    def drop_equal_groups(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
-        same = inputs.groups[:, None] == inputs.groups
-        differs = (same & (inputs.rewards[:, None] != inputs.rewards)).any(1)
-        return replace(inputs, counted=inputs.counted & differs)
-
-    monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, drop_equal_groups))
-    settings = {"algorithm_name": "grpo", "responses_per_prompt": 2, "kl_coef": 0.0, "rewards_clip": 1.0}
-    batch = make_batch(scored_samples(), **settings)  # rewards 1, 2, -1, 0.5; row 1 did not end
-    assert batch.policy_weights.any(-1).tolist() == [False, False, True, True]
-    assert batch.mask.any(-1).all(), "a critic learns from all rows"
 
 
 # ---- process rewards ----
@@ -423,12 +393,6 @@ def test_each_step_is_normalised_and_clipped_and_penalties_come_at_the_end(
     assert found.steps[~ENDS[:, 1:]].abs().sum() == 0
     close(found.steps[ENDS[:, 1:]], torch.tensor(steps), atol=1e-4, rtol=0)
     assert found.rewards.tolist() == rewards
-
-
-def test_rloo_is_refused_with_process_rewards():
-    algorithm = {"name": "rloo", "responses_per_prompt": 2}
-    with pytest.raises(ValueError, match="rloo, which has no published form for process rewards"):
-        RunConfig.model_validate({"reward": {"process": {"separator": "."}}, "actor": {"algorithm": algorithm}})
 
 
 # ---- conversations of several rows ----

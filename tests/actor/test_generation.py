@@ -161,23 +161,26 @@ def test_prompts_of_a_group_go_through_one_forward(
 ):
     """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
-    rows_in: list[list[int]] = []
-    take_in, logits = Decoder._prefill, Decoder._logits
+    passes: list[Tensor] = []
+    prefill, logits = Decoder._prefill, Decoder._logits
 
-    def watched(self: Decoder, cache: SlotCache, ids: Tensor, *window: Any) -> Tensor:
-        rows_in[-1].append(len(ids))
-        assert len(rows_in[-1]) > 1 or len(ids) == 1 or ids.numel() <= (token_budget or math.inf)
-        return logits(self, cache, ids, *window)
+    def watched(self: Decoder, *given: Any) -> None:
+        def noted(self: Decoder, cache: SlotCache, ids: Tensor, *window: Any) -> Tensor:
+            passes.append(ids)
+            return logits(self, cache, ids, *window)
 
-    monkeypatch.setattr(Decoder, "_prefill", lambda *args: (rows_in.append([]), take_in(*args))[1])
-    monkeypatch.setattr(Decoder, "_logits", watched)
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "_logits", noted)
+            prefill(self, *given)
+
+    monkeypatch.setattr(Decoder, "_prefill", watched)
     rules = Rules(16, [EOS], [0, 1])
     decoder = Decoder(make_model("llama", eos_bias=2.0), rules, slots=size, token_budget=token_budget)
     together: dict[int, list[int]] = {}
     decoder.run(asking(prompts, together, most=16), functools.partial(uniform_draws, 3))
-    passes = [rows[0] for rows in rows_in if rows]
-    assert sum(passes) < 12
-    assert passes[: len(first)] == first
+    assert all(len(ids) == 1 or ids.numel() <= (token_budget or math.inf) for ids in passes)
+    assert sum(map(len, passes)) < 12
+    assert [len(ids) for ids in passes[: len(first)]] == first
     for i, prompt in enumerate(prompts):
         assert together[i] == one_response(decoder, prompt, uniform_draws(3, i), 16)
 

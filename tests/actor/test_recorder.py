@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.sample import SampledRow
 from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
 from rlhf_triton.actor.run.recorder import ConstantTerms, Recorder
@@ -34,7 +33,6 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import ActorSection, ConfigError, OptimizerSection, PolicySection, RunConfig, load_config
 from rlhf_triton.config.actor import Tracker
-from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE
 from rlhf_triton.learning.trained import Trained
@@ -111,11 +109,6 @@ async def ends(recorder: Recorder) -> None:
     await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
-def a_talk(**more: Any) -> SampledRow:
-    """A conversation in which the policy has said nothing."""
-    return a_sample([1], turns=(), **more)
-
-
 def validation(reward: float, version: int | None = None) -> Validation:
     """As far as it is written down."""
     score = rewarded(reward, reward_version=version)
@@ -130,28 +123,6 @@ async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> lis
         await recorder.log_validation("between", step, result, seconds=0.1)
         best.append(json.loads(file.read_text())["step"] if file.exists() else None)
     return best
-
-
-def test_the_limits_that_leave_conversations_out_are_named(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-):
-    """The most frequent one first, of the excluded alone; a failure of the environment has a warning of its own."""
-    turns, tokens = "environment.max_turns", "environment.max_tokens"
-    found = [a_talk(truncated=limit) for limit in (tokens, turns, turns, "environment.timeout_s")]
-    recorder = recorder_of(tmp_path, server)
-    recorder._config = recorder._config.model_copy(
-        update={"environment": EnvironmentSection.model_validate({"class": "a.py:B", "max_turns": 5})}
-    )
-    recorder._warn_of_excluded(4, [False, False, False, True, *[False] * 4], [*found, *[a_talk()] * 4])
-    recorder._warn_of_excluded(5, [False] * 3 + [True], [a_talk(error="died")] * 4)
-    (record,) = caplog.records
-    assert record.message == (
-        f"step 4: 7 of 8 responses are excluded from the update, mostly because they did not end within {turns} (5), "
-        f"{tokens} (4096); raise them, or set environment.truncated to score (so far in 1 steps of this start)"
-    )
-    recorder._warn_of_excluded(6, [False] * 2, [a_sample([1])] * 2)
-    assert "no response ended within actor.generation.max_new_tokens (" in caplog.text
-    assert "; raise it, or set actor.algorithm.mask_unfinished to false" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -358,13 +329,6 @@ def test_a_run_that_learns_nothing_says_so_once(
     found = [record.message for record in caplog.records]
     assert len(found) == len(said)
     assert all(part in message for part, message in zip(said, found, strict=True))
-
-
-def test_conversations_that_other_limits_end_are_not_cut_by_the_length_of_a_turn(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-):
-    recorder_of(tmp_path, server)._warn_of_no_learning(1, CUT_OFF, True, [a_talk(truncated="environment.max_turns")])
-    assert caplog.records == []
 
 
 # ---- validations ----

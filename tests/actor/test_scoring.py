@@ -23,7 +23,7 @@ from live_system import TEXTS, Checkpoints, make_run
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
-from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics, text_metrics
+from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data import sample as samples
 from rlhf_triton.actor.data.chat import Chat
 from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
@@ -299,27 +299,6 @@ def test_a_step_that_ends_in_the_environments_text_counts_for_the_turn_before_it
     assert found.score.steps.tolist() == [0, 0, 1, 6, 0, 0, 0]
 
 
-def test_a_process_reward_of_weight_0_only_charts(tokenizer: Any):
-    """Whatever its steps are, the row has the other terms' reward; the rows without it are counted."""
-    rows = written(tokenizer, " A file. A day.", " the")
-    first = len(rows[0].prompt.tokens)
-    answer = {
-        "rewards": [[6.0], [3.0]],
-        "step_rewards": [[NAN], [0.125]],
-        "step_ends": [[first + 1], [first]],
-        "reward_components": [[NAN, 2.0], [0.125, 1.0]],
-        "reward_errors": [[b""], [b""]],
-    }
-    names = {"reward_components": '["model", "length"]', "reward_weights": "[0.0, 3.0]", "process": "step"}
-    scored = score(Client(answer, **names), tokenizer, rows)
-    assert are_scored(scored) == [True, True]
-    assert [row.score.outcome for row in scored] == [6.0, 3.0]
-    assert not any(row.score.steps.any() for row in scored)
-    metrics = text_metrics([(row,) for row in scored])
-    found = {name: value for name, value in metrics.items() if name.startswith("reward_")}
-    assert found == {"reward_model": 0.125, "reward_model_missing": 1.0, "reward_length": 1.5}
-
-
 @pytest.mark.parametrize(("is_chat", "before"), [(False, ""), (True, ""), (False, "<|im_start|>")])
 def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: Any, is_chat: bool, before: str):
     """Also where the prompt's text is another than that of its tokens, as BOS is none."""
@@ -453,14 +432,6 @@ def test_servers_that_never_agree_end_after_a_few_rounds():
     assert "changed more than" in rows[0].score.failure
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_history_of_swaps_mixes_a_group(seed: int):
-    rng = np.random.default_rng(seed)
-    first = [None if rng.random() < 0.1 else int(version) for version in np.sort(rng.integers(1, 4, 8))]
-    later = [None if rng.random() < 0.1 else int(rng.integers(1, 6)) for _ in range(ROUNDS)]
-    agreed(first, lambda number: [later[number]])
-
-
 # ---- a served reference ----
 
 
@@ -501,13 +472,6 @@ def collected(run: PPORun, step: int = 1) -> list[Group]:
         return (await run.rollouts.collect(step, updated=0)).groups
 
     return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
-
-
-def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints):
-    """A response may be empty, and a prompt one token long."""
-    run = make_ppo(tmp_path, checkpoints, ReferenceServer())
-    one, other = asyncio.run(run.reference.ask([a_sample([5]), a_sample([5, 6, 7])]))  # type: ignore[attr-defined]
-    assert (one.tolist(), other.tolist()) == ([0], pytest.approx([0, -0.06, -0.07]))
 
 
 def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(tmp_path: Path, checkpoints: Checkpoints):

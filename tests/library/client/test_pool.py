@@ -307,18 +307,6 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_triton.client.pool.RESOLVE_EVERY_S", 0.001)
 
 
-async def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: pytest.MonkeyPatch):
-    names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
-    async with Rig("dns:critic.svc:8000") as servers:
-        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
-        names.hosts = ("10.0.0.2", "10.0.0.3")
-        lost = servers["10.0.0.1:8000"]
-        lost.connection.refuses = True
-        await servers.fail(lost.url, REFUSED)
-        await until(lambda: lost not in servers.servers and not any(s.down for s in servers.servers))
-        assert {await servers.take() for _ in range(4)} == {"10.0.0.2:8000", "10.0.0.3:8000"}
-
-
 @pytest.mark.usefixtures("often")
 async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch: pytest.MonkeyPatch):
     names = Names(monkeypatch, "10.0.0.1")
