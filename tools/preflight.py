@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.prompt_files import CONVERSATIONS, PromptError, read
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
 from rlhf_triton.actor.run.row_limits import REPLY, check_lengths, check_renderings
-from rlhf_triton.checkpoints.inspection import stored_dtypes
+from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, num_embeddings, same_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.served import ServedModel
@@ -63,7 +63,7 @@ def check_run(config: RunConfig) -> list[Prompt]:
     if starts_vllm(config):
         check_vllm(config)
     problems = [*_tokenizers(config), *_functions(config, prompts)]
-    problems += _environment(config, prompts)
+    problems += [*_environment(config, prompts), *_lora_targets(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     return prompts
@@ -166,6 +166,24 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
             f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
         )
     yield from token_problems(config)
+
+
+def _lora_targets(config: RunConfig) -> Iterator[str]:
+    """Find the layers that are named for adapters in models without weights."""
+    checks: list[Callable[[], None]] = []
+    if config.actor.policy.lora_targets != "all-linear":
+        from rlhf_triton.actor.policy import loading  # deferred, as below: torch takes seconds to import
+
+        checks.append(lambda: loading.check_lora_targets(config.actor.policy))
+    if config.serves_critic and config.trainer.lora_targets != "all-linear":
+        from rlhf_triton.trainer import trained_critic
+
+        checks.append(lambda: trained_critic.check_lora_targets(config.critic.model, config.trainer))
+    for check in checks:
+        try:
+            check()
+        except CheckpointError as error:
+            yield str(error)
 
 
 def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

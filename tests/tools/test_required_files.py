@@ -425,6 +425,15 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ),
         ([*PLAYED, "environment.options={{lowest: 1}}"], "{file}:Game: options.lowest: unknown; the options: highest"),
         (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
+        (
+            ["actor.policy.lora_rank=2", "actor.policy.lora_targets=[v_proj,q_porj]"],
+            "actor.policy.lora_targets: 'q_porj' matches no linear layer of {policy} that supports adapters "
+            "(did you mean q_proj?); choose from down_proj, ",
+        ),
+        (
+            ["trainer.lora_rank=2", "trainer.lora_targets=[score]"],
+            "trainer.lora_targets: 'score' matches no linear layer of {critic} that supports adapters; choose from ",
+        ),
     ],
 )
 def test_a_run_is_refused_with_one_line_for_each_problem(
