@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -310,8 +309,8 @@ def ppo_step(job: Job) -> Found:
     num_rows, longest = (8, 24) if job.small else (64, 256)
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)
-    policy = Policy.of(config.actor)
-    policy_update = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    policy = Policy(config.actor)
+    policy_update = PolicyUpdate(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
@@ -349,7 +348,6 @@ def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[An
 
     Yields a function that sends token rows and returns the outputs by name. It may be called from any thread.
     """
-    os.environ.setdefault("TRITON_SERVER_VERSION", "none")  # the wheel's tritonserver refuses NumPy 2, the stand-in not
     sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "stub")]
     make = importlib.import_module("triton_python_backend_utils").Request
     with importlib.import_module("served_model").served_model(config, name, model_instance_device_id="0") as model:

@@ -176,7 +176,7 @@ class ReloadService:
         self.store = WeightsStore(self.config.run.weights_dir)
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
-        self._publisher = lambda: Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1)
+        self._publisher = lambda: Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
         self._step = 0
         found = sorted(os.sched_getaffinity(0))  # of server, clients and trainer; with two, the last two share one
         self.client_core = found[:2][-1]

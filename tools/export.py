@@ -73,13 +73,15 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
 def _policy_of(folder: Path) -> Policy:
     """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
     from rlhf_triton.actor.policy.policy import Policy  # torch: slow to import
-    from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection
+    from rlhf_triton.config import ActorSection, PolicySection
+    from rlhf_triton.config.actor import KLSection
     from rlhf_triton.store.sealed_folder import verify_folder
 
     state: dict[str, Any] = verify_folder(folder)
     names = ("precision", "lora_rank", "lora_alpha", "lora_targets", "freeze")
     saved = {name: state["settings"][f"actor.policy.{name}"] for name in names}
     settings = PolicySection(model=Path(state["start"]), **saved)
-    policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), longest_row=(1, ""))
+    kl = KLSection(coef=0.0)  # without a copy of the start as the reference
+    policy = Policy(ActorSection(policy=settings, kl=kl), longest_row=(1, ""))
     policy.trained.load_weights(folder)
     return policy

@@ -119,8 +119,8 @@ def _check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt
                 return 0
             text, metadata = _texts(prompt, REPLY)
             if section.text == "pair" and not is_chat:
-                return reader.encoded(0, prompt.text, metadata, REPLY).num_tokens
-            return reader.encoded(0, text, metadata).num_tokens
+                return len(reader.encoded(0, prompt.text, metadata, REPLY).ids)
+            return len(reader.encoded(0, text, metadata).ids)
         except ContractError as error:
             raise PromptError(f"{prompt.where}: reward.model: {error.of_only_row}") from error
 

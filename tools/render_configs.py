@@ -330,24 +330,15 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
 
 def _reference(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
     """Render the frozen policy that computes the reference log-probs."""
-    parameters = {**_scoring_parameters(config.reference, config, place), **_reference_parameters(config)}
-    outputs = contract.outputs_of(contract.REFERENCE)
-    return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters, outputs)}
-
-
-def _reference_parameters(config: RunConfig) -> dict[str, str]:
-    """Return temperature and banned token ids of the actor's sampling, and the fingerprint of the reference's weights.
-
-    If a checkpoint does not exist yet, its parameter is empty, with which the model refuses to load.
-
-    Raises:
-        ConfigError: a checkpoint exists but cannot be read, or has no end-of-sequence token.
-    """
-    return {
+    # If a checkpoint does not exist yet, its parameter is empty, with which the model refuses to load.
+    parameters = {
+        **_scoring_parameters(config.reference, config, place),
         contract.TEMPERATURE: repr(config.actor.generation.temperature),
         contract.BANNED_TOKEN_IDS: _banned_token_ids(config.actor.policy.model),
         contract.CHECKPOINT_FINGERPRINT: _weights_fingerprint("reference", config.reference.model),
     }
+    outputs = contract.outputs_of(contract.REFERENCE)
+    return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters, outputs)}
 
 
 def _banned_token_ids(policy: Path) -> str:

@@ -30,12 +30,13 @@ from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
-from rlhf_triton.tools.serve import ensure_first_version, lock_of_server, print_memory, start_server
+from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
-from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, with_free_ports
+from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
-from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
+from rlhf_triton.tools.server.tritonserver import TritonServer
+from rlhf_triton.tools.server.vllm import VllmServer, start_vllm, starts_vllm
 
 POLL_S = 0.25
 ACTOR_STOP_S = STOP_GRACE_S + 5.0
@@ -68,10 +69,10 @@ class Run:
         self._accepts_changes = accepts_changes
         self._started = time.monotonic()
         self._peak_rss = 0
-        self._supervisor: Supervisor | None = None
+        self._supervisor: Supervisor[TritonServer] | None = None
         self._sidecar: Child | None = None
         self._actor: Child | None = None
-        self._vllm: VllmServer | None = None
+        self._vllm: Supervisor[VllmServer] | None = None
         self.config = config
 
     def execute(self) -> None:
@@ -125,16 +126,16 @@ class Run:
         with self._signals.raising():
             ensure_first_version(self.config, self._path, self._overrides)
         log, check = self._progress.log, self._signals.check
-        self._supervisor = Supervisor(
-            lambda: start_server(self.config, log=log, check=check), log=log, lock=lock_of_server(self.config)
-        )
+        self._supervisor = supervised(self.config, log=log, check=check)
         check()
 
     def _start_vllm(self) -> None:
         self._progress.phase("starting vLLM")
-        self._vllm = VllmServer(self.config, log=self._progress.log)
-        self._vllm.await_ready(self._look)
-        self._override(f"actor.generation.vllm.servers=[{self._vllm.url}]")
+        url = f"127.0.0.1:{free_port()}"
+        config = self.config
+        check = self._signals.check
+        self._vllm = Supervisor(lambda: start_vllm(config, url, check), log=self._progress.log, name="vLLM")
+        self._override(f"actor.generation.vllm.servers=[{url}]")
 
     @property
     def parts(self) -> str:
@@ -165,7 +166,7 @@ class Run:
         self._look_outside()
         if self._supervisor is not None:
             self._supervisor.look()
-        if self._vllm is not None and self._actor is not None:  # before, `await_ready` reports its end
+        if self._vllm is not None:
             self._vllm.look()
         for child in (self._sidecar, self._actor):
             if child is not None:

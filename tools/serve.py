@@ -22,6 +22,7 @@ from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
+from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
@@ -61,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         with stop.raising():
             config = _prepared(arguments.config, overrides, is_starting=True)
-        supervisor = Supervisor(
-            lambda: start_server(config, log=say, check=stop.check), log=say, lock=lock_of_server(config)
-        )
+        supervisor = supervised(config, log=say, check=stop.check)
         say("serving; Ctrl-C drains and stops it")
         while True:
             stop.check()
@@ -72,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StopRequested:
         if supervisor is not None:
             say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
-            supervisor.drain(give_up=lambda: stop.count > 1)
+            if supervisor.stop_watching():
+                supervisor.server.drain(give_up=lambda: stop.count > 1)
         return 0
     finally:
         if supervisor is not None:
@@ -157,9 +157,12 @@ def start_server(
     return serve_rendered(config, log=log, check=check)
 
 
-def lock_of_server(config: RunConfig) -> contextlib.AbstractContextManager[None]:
-    """Return the lock of the server's folder, which names the key that sets it."""
-    return only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
+def supervised(
+    config: RunConfig, *, log: Callable[[str], None], check: Callable[[], None] = lambda: None
+) -> Supervisor[TritonServer]:
+    """Start the run's server as `start_server` does, and supervise it; holds the lock of its folder."""
+    lock = only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
+    return Supervisor(lambda: start_server(config, log=log, check=check), log=log, lock=lock, watch=ServerHealth)
 
 
 def repository_of(config: RunConfig) -> Path:

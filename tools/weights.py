@@ -160,7 +160,7 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
     try:
         manifest = verify_alone(store, target, load)
         epoch = 0 if newest is None else newest.epoch
-        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
+        publisher = Publisher(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
         reload = publisher.publish(
             load(store.folder(target)),
             step=manifest.step,

@@ -3,9 +3,13 @@
 On SIGINT or SIGTERM it writes a checkpoint and exits with code 0. After an error it prints the error and exits with 2.
 """
 
+from __future__ import annotations
+
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlhf_triton.config import RunConfig, TrainerSection, load_config
 from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, run_parser
@@ -14,6 +18,9 @@ from rlhf_triton.errors import REPORTED
 from rlhf_triton.learning.launch import ended, launch_ranks, stop_signals
 from rlhf_triton.monitoring.tracing import tracing
 from rlhf_triton.process import long_lived_imports, stop_event
+
+if TYPE_CHECKING:
+    from rlhf_triton.learning.ranks import AnyRanks
 
 NICENESS = 10  # so that the server takes priority on shared cores
 
@@ -49,40 +56,29 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
+        from rlhf_triton.learning.ranks import ALONE, Ranks
         from rlhf_triton.python_backend.models.card import on_rank
         from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.python_backend.models.placement import own_device
+        from rlhf_triton.trainer.critic_update import follow_rank_0
         from rlhf_triton.trainer.publish import initialise_stores
         from rlhf_triton.trainer.sidecar import run_sidecar
 
-    torch.set_num_threads(config.trainer.threads)
+    settings = config.trainer
+    torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.set_num_interop_threads(1)
     quiet_transformers()
-    if config.trainer.ranks > 1 and (not init_only or config.critic.pretrain):
-        _run_ranks(config, init_only=init_only)
-        return
-    with on_rank(None, config.trainer.device, "trainer.token_budget"):  # e.g. no room for the optimizer's state
-        if init_only:
-            initialise_stores(config)
-        else:
-            run_sidecar(config, stop_event(*stop_signals()))
-
-
-def _run_ranks(config: RunConfig, *, init_only: bool) -> None:
-    """Join the other ranks; make version 0 or follow the journal on rank 0, and follow rank 0 on the others."""
-    from rlhf_triton.learning.ranks import Ranks
-    from rlhf_triton.python_backend.models.card import on_rank
-    from rlhf_triton.python_backend.models.placement import own_device
-    from rlhf_triton.trainer.critic_update import follow_rank_0
-    from rlhf_triton.trainer.publish import initialise_stores
-    from rlhf_triton.trainer.sidecar import run_sidecar
-
-    with (
-        Ranks.joined(own_device(config.trainer.device)) as ranks,
-        on_rank(ranks.rank, ranks.device, "trainer.token_budget"),
-    ):
-        if ranks.rank:
-            follow_rank_0(config.trainer, config.run.seed, ranks, config.critic.dtype)
+    with contextlib.ExitStack() as held:
+        ranks: AnyRanks = ALONE
+        number, device = None, settings.device
+        if settings.ranks > 1 and (not init_only or config.critic.pretrain):
+            device = own_device(settings.device)
+            ranks = held.enter_context(Ranks.joined(device))
+            number = ranks.rank
+        held.enter_context(on_rank(number, device, "trainer.token_budget"))  # e.g. no room for the optimizer's state
+        if isinstance(ranks, Ranks) and ranks.rank:
+            follow_rank_0(settings, config.run.seed, ranks, config.critic.dtype)
         elif init_only:
             initialise_stores(config, ranks)
         else:

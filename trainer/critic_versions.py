@@ -10,7 +10,8 @@ from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
-from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
+from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights
 
 logger = logging.getLogger(__name__)
 JOIN_S = 0.005
@@ -56,7 +57,7 @@ class CriticVersions:
         They may not be served because the step's version was rejected or skipped, or an operator rolled back.
         """
         with self._progress.working("comparing the served weights"):
-            served = self.publisher.holds_weights(self._critic.update.critic, self.current())
+            served = holds_weights(self._store, self.current(), self._critic.update.critic)
         return None if served else self.publish_again()
 
     def publish_again(self) -> str | None:

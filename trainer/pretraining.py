@@ -3,41 +3,27 @@
 The training set is held in memory, 20 bytes a token. On a CPU, the same files and settings give a bit-identical result.
 """
 
-import functools
 import itertools
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer, reply_end
-from rlhf_triton.config import ConfigError, RunConfig, RunSection
-from rlhf_triton.config.required_files import has_tokenizer
-from rlhf_triton.errors import NotFinite, reason_of
+from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.errors import NotFinite
 from rlhf_triton.learning.ranks import AnyRanks
 from rlhf_triton.learning.trained import MAX_ROWS
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
-from rlhf_triton.store.durable import INT64_MAX, staged_folder
-from rlhf_triton.store.journal import DamagedEntry, JournalState, read_training_file
-from rlhf_triton.store.jsonl import append_jsonl, named_lines
-from rlhf_triton.store.weights import WeightsError, WeightsStore
-from rlhf_triton.trainer.critic_update import TrainingRow, load_update, split_rows
-from rlhf_triton.wire.chats import render_chat, template_options
-from rlhf_triton.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
-from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
-from rlhf_triton.wire.training_payload import TrainPayload, train_payload
+from rlhf_triton.store.durable import staged_folder
+from rlhf_triton.store.jsonl import append_jsonl
+from rlhf_triton.trainer.critic_update import TrainingRow, load_update
+from rlhf_triton.trainer.training_set import KEY, packed, read_rows, split
 
 logger = logging.getLogger(__name__)
-KEY = "critic.pretrain"
-FIELDS = ("prompt", "response", "return")
 EPOCHS = 3  # passes over the training set
-HELD_OUT = 0.1  # share of the prompts on whose rows the critic is measured, not trained
 LOGGED = 10  # lines of the log for each pass over the training set
 
 
@@ -87,156 +73,6 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
     }
     append_jsonl(config.run.dir / "critic_metrics.jsonl", [line])
     return update.critic
-
-
-def tokenizer_of(folder: Path) -> str | None:
-    """Return the fingerprint of a model's tokenizer; None if it has none."""
-    return fingerprint(load_tokenizer(folder.absolute())) if has_tokenizer(folder) else None
-
-
-# The training set: rows of tokens, with a return for each token of a response.
-
-
-def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:
-    """Return the rows of all files and runs in `critic.pretrain`, in order.
-
-    Args:
-        limits: of the critic.
-
-    Raises:
-        ConfigError: one of them is damaged, has no rows, or has rows that do not fit the critic.
-    """
-    rows: list[TrainingRow] = []
-    for source in config.critic.pretrain:
-        before, model, special = len(rows), config.critic.model, config.actor.prompts.add_special_tokens
-        payloads = steps_of_run(source, model) if source.is_dir() else rows_of_file(source, model, special=special)
-        for where, payload in payloads:
-            arrays = {n: a[:, None] if n == SEQUENCE_LENGTHS else a[None] for n, a in payload.arrays().items()}
-            try:
-                rows += [row for row in split_rows(train_payload(arrays, limits)) if row.mask.any()]
-            except ContractError as error:
-                raise ConfigError(f"{KEY}: {where} does not fit {model}: {error}; remove it") from error
-        if len(rows) == before:
-            raise ConfigError(f"{KEY}: {source} has no rows to train on; a run keeps only its last steps")
-    return rows
-
-
-def steps_of_run(folder: Path, model: Path) -> Iterator[tuple[Path, TrainPayload]]:
-    """Yield file and content of each step on disk of an earlier run, whose tokenizer must be that of `model`.
-
-    Raises:
-        ConfigError: it is not the folder of a run with a critic, or has another tokenizer; its sidecar is running; or
-            an entry is damaged.
-    """
-    run = RunSection(dir=folder)
-    try:
-        manifest = WeightsStore(run.weights_dir).manifest(0)
-    except WeightsError as error:
-        raise ConfigError(f"{KEY}: {folder} is not the folder of a run with a critic: {error}; remove it") from error
-    if (tokenizer := tokenizer_of(model)) is None or tokenizer != manifest.tokenizer:
-        raise ConfigError(
-            f"{KEY}: the tokenizer of {folder} is not that of {model}, or is not known, so that its token ids may mean "
-            "other texts; remove it"
-        )
-    journal = JournalState(run.journal_dir, manifest.run_id)
-    if journal.is_followed():
-        raise ConfigError(f"{KEY}: {folder} is in training; stop it first, or remove it")
-    for path in journal.training_files():
-        try:
-            yield path, read_training_file(path)[0]
-        except DamagedEntry as error:
-            raise ConfigError(f"{KEY}: {error}; restore the file, or remove {folder} from the list") from error
-
-
-def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[str, TrainPayload]]:
-    """Yield place and content of each line of a JSONL file, tokenised with the tokenizer of `model`.
-
-    A line has a `prompt` (text, messages or token ids), a `response` (text or token ids) and the `return` of each of
-    its tokens, a number. As the policy's, a text response ends with the end-of-sequence token; one to messages, with
-    the chat template's end of a reply.
-
-    Args:
-        special: begin text prompts with the tokenizer's BOS.
-
-    Raises:
-        RlhfError: a line is not such an object, or the model has no tokenizer, which texts need.
-    """
-    tokenizer = functools.cache(lambda: load_tokenizer(model.absolute()))
-    chat_end = functools.cache(lambda: reply_end(tokenizer()))
-    for where, line in named_lines(path, KEY, FIELDS):
-        prompt, response, target = [line.get(name) for name in FIELDS]
-        end = chat_end() if isinstance(prompt, list) and isinstance(response, str) and not _is_ids(prompt) else None
-        if prompt and isinstance(prompt, str | list) and not _is_ids(prompt):
-            prompt = _prompt_ids(tokenizer(), line, where, special=special)
-        if isinstance(response, str):
-            end = tokenizer().eos_token_id if end is None else end
-            response = tokenizer()(response, add_special_tokens=False)["input_ids"]
-            response += [] if end in (None, *response[-1:]) else [end]
-        if not (_is_ids(prompt) and _is_ids(response) and isinstance(target, int | float) and -3e38 < target < 3e38):
-            raise ConfigError(
-                f"{KEY}: {where} must have a prompt (text, messages or token ids), a response (text or token ids), "
-                f"neither of them empty, and a return (a finite number), got {json.dumps(line)[:80]}"
-            )
-        mask = np.zeros(len(prompt) + len(response) - 1, np.float32)
-        mask[len(prompt) - 1 :] = 1
-        tokens, returns = np.array([*prompt, *response], np.int64), np.where(mask > 0, np.float32(target), mask)
-        yield where, TrainPayload(tokens, np.array([len(tokens)]), returns, np.zeros_like(mask), mask)
-
-
-def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bool) -> list[int]:
-    """Return the ids of a text or of messages, tokenised as the actor's prompts are."""
-    prompt = line["prompt"]
-    if isinstance(prompt, str):
-        if is_text_of_messages(prompt):
-            raise ConfigError(f"{KEY}: {where}: prompt holds messages written as a text; store the list itself")
-        before, ids = encode_prompt(tokenizer, prompt)
-        return [*before, *ids] if special else [*tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    try:
-        messages = plain_messages(prompt)
-    except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
-    try:
-        options = template_options(tokenizer, line)
-    except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: {error}") from error
-    try:
-        text = render_chat(tokenizer, messages, options, owner="critic", generation_prompt=True)
-    except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
-    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-        raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {reason_of(error)}") from error
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-def _is_ids(value: Any) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list) and bool(value) and all(type(each) is int and 0 <= each < INT64_MAX for each in value)
-    )
-
-
-def split(rows: Sequence[TrainingRow], seed: int) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Return the rows to train on and those held out, in order: all rows of a tenth of the prompts, at least of one.
-
-    Raises ConfigError if all rows have the same prompt.
-    """
-    begins = [row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes() for row in rows]
-    prompts = [*dict.fromkeys(begins)]
-    if len(prompts) < 2:
-        raise ConfigError(f"{KEY}: all rows have the same prompt, and one prompt must be held out; add others")
-    num_held_out = max(1, round(HELD_OUT * len(prompts)))
-    chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:num_held_out]}
-    sides: tuple[list[TrainingRow], list[TrainingRow]] = ([], [])
-    for row, prompt in zip(rows, begins, strict=True):
-        sides[prompt in chosen].append(row)
-    return sides
-
-
-def packed(rows: Sequence[TrainingRow]) -> TrainPayload:
-    """Return the rows as a payload. Its old values, of another critic, are 0: nothing may be clipped around them."""
-    tokens, returns, mask = (
-        np.concatenate([getattr(row, name) for row in rows]) for name in ("tokens", "returns", "mask")
-    )
-    return TrainPayload(tokens, np.array([row.tokens.size for row in rows]), returns, np.zeros_like(returns), mask)
 
 
 def explained_variance(critic: CriticModel, rows: Sequence[TrainingRow], token_budget: int) -> float:

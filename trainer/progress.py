@@ -4,7 +4,6 @@ Long work renews the heartbeat: `working` for a `with` block, `persist` for a di
 """
 
 import contextlib
-import errno
 import logging
 import threading
 import time
@@ -13,141 +12,20 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.errors import reason_of
 from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values
 from rlhf_triton.python_backend.models.card import card_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport
+from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
 from rlhf_triton.trainer.publish import Publisher, Reload
-
-# Retries disk operations until they succeed or a stop is requested; logs the error and reports it to callers.
-
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-REMIND_EVERY_S = 60.0
-# Errors that may go away with time or when an operator acts; others, such as a missing file, are raised at once.
-CURABLE = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EROFS,
-        errno.EIO,
-        errno.EACCES,
-        errno.EPERM,
-        errno.ESTALE,
-        errno.ENODEV,
-        errno.ENXIO,
-        errno.EBUSY,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOTEMPTY,
-        errno.ETIMEDOUT,
-    }
-)
-
-
-class StoppedWaiting(RlhfError):
-    """A stop was requested while waiting for a server or the disk; nothing is lost, the journal holds the step."""
-
-
-def until_done(
-    what: str,
-    action: Callable[[], T],
-    stop: threading.Event,
-    show: Callable[[str, str | None], None] = lambda *_: None,
-) -> T:
-    """Call `action`, and again after growing pauses while it fails with an error in `CURABLE`; return its result.
-
-    Args:
-        what: the operation, for messages: "publishing step 3".
-        action: must be safe to repeat after an OSError.
-        stop: ends the retries when set.
-        show: called with the operation and its error, and with None as the error once a retry has succeeded; must not
-            raise.
-
-    Raises:
-        StoppedWaiting: a stop was requested during the retries; the message names the error.
-        OSError: `action` failed with an error that is not in `CURABLE`.
-    """
-    pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
-    while True:
-        try:
-            result = action()
-        except OSError as error:
-            if error.errno not in CURABLE:
-                raise
-            refused, trouble = True, reason_of(error)
-        else:
-            if refused:
-                logger.warning("%s: succeeded, the disk is writable again", what)
-                show(what, None)
-            return result
-        if time.monotonic() >= remind_at:
-            logger.error("%s: disk error, retrying: %s", what, trouble)
-            remind_at = time.monotonic() + REMIND_EVERY_S
-        show(what, trouble)
-        if stop.wait(pause_s):
-            raise StoppedWaiting(
-                f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
-                "accepted request, and the next start continues from there"
-            )
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
 BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was requested
-
-
-class SidecarMetrics:
-    """What one sidecar shows to Prometheus, if `monitoring.trainer_port` is set."""
-
-    def __init__(self, config: RunConfig) -> None:
-        journal, store = Journal(config.run.journal_dir, config.run.identity), WeightsStore(config.run.weights_dir)
-
-        def live() -> Values:
-            pending = sum(not journal.is_answered(entry) for entry in journal.entries())
-            found = {"journal_pending_entries": pending, "journal_last_step": journal.last_step()}
-            version = store.current()
-            return found if version is None else {**found, "weights_version": version}
-
-        self.exporter = Exporter("rlhf_trainer_", TRAINER, config.run.dir, live=live)
-        self._rejected = 0
-        self.exporter.serve(config.monitoring.host, config.monitoring.trainer_port)
-
-    def updated(self, step: int, report: UpdateReport, reload: Reload | None) -> None:
-        """Show an update, and the version that it put into service, if any."""
-        self.exporter.count("updates")
-        self.exporter.count("skipped_optimizer_steps", report.skipped_steps)
-        self.exporter.count("out_of_memory", report.out_of_memory)
-        self.exporter.show(
-            {
-                "step": step,
-                "loss": report.loss_mean,
-                "grad_norm": report.grad_norm,
-                "learning_rate": report.lr,
-                "update_seconds": report.seconds,
-                **report.memory,
-            }
-        )
-        if reload is not None:
-            phases = {"write": reload.publish_ms, "verify": reload.verify_ms, "reload": reload.reload_ms}
-            self.exporter.show({"publish_seconds": {phase: ms / 1e3 for phase, ms in phases.items()}})
-
-    def failed(self, step: int, rejected: int, out_of_memory: int, memory: dict[str, int]) -> None:
-        """Show a failed update; `rejected` is the number of versions rejected so far."""
-        self.exporter.show({"step": step, **memory})
-        self.exporter.count("failed_updates")
-        self.exporter.count("out_of_memory", out_of_memory)
-        self.exporter.count("rejected_versions", rejected - self._rejected)
-        self._rejected = rejected
-
-    def beat(self, step: int, *, blocked: bool) -> None:
-        """Show a heartbeat of the sidecar at `step`, and whether something blocks it."""
-        self.exporter.show({"step": step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(blocked)})
 
 
 class SidecarProgress:
@@ -156,7 +34,17 @@ class SidecarProgress:
     def __init__(self, config: RunConfig, journal: Journal, *, epoch: int, stop: threading.Event) -> None:
         self._journal = journal
         self._metrics_path = config.run.dir / "critic_metrics.jsonl"
-        self._exported = SidecarMetrics(config)
+        store = WeightsStore(config.run.weights_dir)
+
+        def live() -> Values:
+            pending = sum(not journal.is_answered(entry) for entry in journal.entries())
+            found = {"journal_pending_entries": pending, "journal_last_step": journal.last_step()}
+            version = store.current()
+            return found if version is None else {**found, "weights_version": version}
+
+        self._exporter = Exporter("rlhf_trainer_", TRAINER, config.run.dir, live=live)
+        self._exporter.serve(config.monitoring.host, config.monitoring.trainer_port)
+        self._rejected = 0
         self.epoch = epoch
         self._stop = stop
         self._last_beat = 0.0
@@ -232,7 +120,23 @@ class SidecarProgress:
                 "weights_version": version,
             }
         )
-        self._exported.updated(step, report, reload)
+        exporter = self._exporter
+        exporter.count("updates")
+        exporter.count("skipped_optimizer_steps", report.skipped_steps)
+        exporter.count("out_of_memory", report.out_of_memory)
+        exporter.show(
+            {
+                "step": step,
+                "loss": report.loss_mean,
+                "grad_norm": report.grad_norm,
+                "learning_rate": report.lr,
+                "update_seconds": report.seconds,
+                **report.memory,
+            }
+        )
+        if reload is not None:
+            phases = {"write": reload.publish_ms, "verify": reload.verify_ms, "reload": reload.reload_ms}
+            exporter.show({"publish_seconds": {phase: ms / 1e3 for phase, ms in phases.items()}})
 
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
         """Write one line for a critic update that failed, or whose version was rejected."""
@@ -247,7 +151,11 @@ class SidecarProgress:
                 "weights_version": version,
             }
         )
-        self._exported.failed(step, publisher.rejected, halved, memory)
+        self._exporter.show({"step": step, **memory})
+        self._exporter.count("failed_updates")
+        self._exporter.count("out_of_memory", halved)
+        self._exporter.count("rejected_versions", publisher.rejected - self._rejected)
+        self._rejected = publisher.rejected
 
     def log_reload(self, step: int, reload: Reload, reason: str) -> None:
         """Write one line for a reload that is not part of a critic update."""
@@ -255,7 +163,8 @@ class SidecarProgress:
 
     def _beat(self, state: str, micro_batch: int, trouble: str | None) -> None:
         self._last_beat = time.monotonic()
-        self._exported.beat(self.step, blocked=trouble is not None)
+        shown = {"step": self.step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(trouble is not None)}
+        self._exporter.show(shown)
         with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar
             self._journal.beat(Heartbeat(self.epoch, self.step, micro_batch, state, time.time(), trouble))
 

@@ -7,11 +7,9 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
 from rlhf_triton.client.control_plane import ControlPlaneError, Failure, Loaded, ModelServers
@@ -26,10 +24,10 @@ from rlhf_triton.python_backend.models.canary import canary_outputs
 from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
-from rlhf_triton.trainer.pretraining import pretrained, tokenizer_of
+from rlhf_triton.trainer.pretraining import pretrained
 from rlhf_triton.trainer.trained_critic import TrainedCritic
-from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
-from rlhf_triton.wire.contract import CRITIC
+from rlhf_triton.trainer.training_set import tokenizer_of
+from rlhf_triton.trainer.verification import VersionRejected, verify_version
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]
@@ -59,44 +57,6 @@ class Publisher:
 
     def __init__(
         self,
-        store: WeightsStore,
-        *,
-        run_id: str,
-        epoch: int,
-        servers: Sequence[str],
-        reload: str,
-        timeout_s: float,
-        keep: int,
-        model: str = CRITIC,
-        show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
-    ) -> None:
-        """Create a publisher.
-
-        Args:
-            servers: gRPC addresses of the model's servers, as in `trainer.servers`.
-            reload: "swap" or "triton".
-            timeout_s: timeout of a load at one server; also, how long instances may lag before they are reloaded.
-            keep: number of newest versions to keep.
-            model: name of the model on the servers.
-            show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
-        """
-        self._store = store
-        self._run_id = run_id
-        self._epoch = epoch
-        self._servers = ModelServers(servers, control_key(store.root), model=model)
-        self._model = model
-        self._reload = reload
-        self._timeout_s = timeout_s
-        self._keep = keep
-        self._show_trouble = show_trouble
-        self._look_at = self._heal_at = 0.0
-        self._died_at: float | None = None
-        self.rejected = 0
-        """Number of versions rejected so far, by verification or by an instance."""
-
-    @classmethod
-    def of(
-        cls,
         config: RunConfig,
         store: WeightsStore,
         *,
@@ -104,20 +64,23 @@ class Publisher:
         epoch: int,
         model: LiveModel | None = None,
         show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
-    ) -> Publisher:
-        """Return a publisher with the settings of `config`, by default of the critic."""
+    ) -> None:
+        """Create a publisher.
+
+        Args:
+            model: whose versions are published; default: the critic.
+            show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
+        """
         settings, model = config.trainer, model or live_model(config, "critic")
-        return cls(
-            store,
-            servers=settings.servers or [config.server.grpc_url],
-            reload=model.reload,
-            timeout_s=SERVE_TIMEOUT_S,
-            keep=settings.publish.keep,
-            run_id=run_id,
-            epoch=epoch,
-            model=model.served_as,
-            show_trouble=show_trouble,
-        )
+        self._store, self._run_id, self._epoch = store, run_id, epoch
+        servers = settings.servers or [config.server.grpc_url]
+        self._servers = ModelServers(servers, control_key(store.root), model=model.served_as)
+        self._model, self._reload, self._keep = model.served_as, model.reload, settings.publish.keep
+        self._show_trouble = show_trouble
+        self._look_at = self._heal_at = 0.0
+        self._died_at: float | None = None
+        self.rejected = 0
+        """Number of versions rejected so far, by verification or by an instance."""
 
     def publish(
         self,
@@ -165,7 +128,7 @@ class Publisher:
         self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
         try:
             with span("verify", version=manifest.version):
-                self.verify(manifest.version, model, expected)
+                verify_version(self._store, manifest.version, model, expected)
                 if in_slices:
                     self.await_staging(manifest, beat)
             verified = time.monotonic()
@@ -194,7 +157,7 @@ class Publisher:
         Raises:
             VersionRejected: an instance could not load the version, or its values differ.
         """
-        version, recover_at = manifest.version, time.monotonic() + self._timeout_s
+        version, recover_at = manifest.version, time.monotonic() + SERVE_TIMEOUT_S
         while self._reload == "swap":
             records = [record for record in self._store.serving() if record.version != version]
             waiting = [record for record in records if record.staged != version]
@@ -208,16 +171,8 @@ class Publisher:
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not staged yet: reloading %s through Triton", version, self._model)
                 self._outcomes()
-                recover_at = time.monotonic() + self._timeout_s
+                recover_at = time.monotonic() + SERVE_TIMEOUT_S
             time.sleep(WAIT_POLL_S)
-
-    def holds_weights(self, critic: CriticModel, version: int) -> bool:
-        """Return whether a version has the critic's weights, bit for bit."""
-        return holds_weights(self._store, version, critic)
-
-    def verify(self, version: int, model: CriticModel | RewardModel, expected: np.ndarray | None = None) -> None:
-        """Verify a version of this store; see `verify_version`."""
-        verify_version(self._store, version, model, expected)
 
     def triton_reload(self) -> Reload:
         """Reload the model through Triton on every server: new processes load the version that CURRENT names.
@@ -283,7 +238,7 @@ class Publisher:
         previous = manifest.parent if before == version else before  # equal if a step is replayed after a crash
         if self._reload == "triton":
             self._reject_if_refused(version, previous, self._outcomes())
-        recover_at = time.monotonic() + self._timeout_s
+        recover_at = time.monotonic() + SERVE_TIMEOUT_S
         while True:
             records = self._store.serving()
             refused = next((record for record in records if record.rejected == version), None)
@@ -317,7 +272,7 @@ class Publisher:
             self._store.set_current(version, back=True)
 
     def _load(self) -> list[Loaded]:
-        return self._servers.load(self._store.current() or 0, timeout_s=self._timeout_s)
+        return self._servers.load(self._store.current() or 0, timeout_s=SERVE_TIMEOUT_S)
 
     def _outcomes(self) -> list[Loaded]:
         """Reload all servers; return the outcomes and log the errors.

@@ -13,8 +13,9 @@ from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_checkpoints import CriticCheckpoints
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.critic_versions import CriticVersions
+from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
 from rlhf_triton.trainer.pending_entries import PendingEntries
-from rlhf_triton.trainer.progress import SidecarProgress, StoppedWaiting, until_done
+from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.trainer.publish import Publisher, initialise_stores
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
-        publisher = Publisher.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
+        publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
         critic = CriticState(config, store, journal, folder, progress, ranks)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)
         versions = CriticVersions(config, critic, publisher, store, progress)

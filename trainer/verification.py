@@ -1,28 +1,23 @@
 """The checks that a version must pass before CURRENT may name it."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError
-from rlhf_triton.checkpoints.safetensors_header import read_header
-from rlhf_triton.checkpoints.tensor_file import STORED_AS, raw_bytes
-from rlhf_triton.digests import Hasher, digest_of, digest_of_mapped
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.tensor_file import STORED_AS
+from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import RankFailed
 from rlhf_triton.python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
-from rlhf_triton.python_backend.models.loading import check_sums
 from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
-SUMMED_AT_ONCE = 1 << 20  # elements: the sum finds them in the cache, where the digest left them
 CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other one on the CPU
 
 
@@ -52,21 +47,16 @@ def verify_version(
         except (WeightsError, CheckpointError, RankFailed) as error:
             raise _rejected(version, error) from error
         return
-    staged: CriticModel | RewardModel
     try:
-        if isinstance(model, CriticModel) and model.model.device.type == "cpu":
-            manifest, staged = _load_and_hash(store, version, model)
-            served = canary_outputs(staged)
-        else:
-            # Hashing releases the GIL: run it in parallel to the other checks.
-            with ThreadPoolExecutor(1, "hash") as beside:
-                whole = beside.submit(store.verify_files, version, digest_of_mapped)
-                try:
-                    staged = model.with_weights(store.folder(version))
-                    staged.check_finite()
-                    served = canary_outputs(staged)
-                finally:
-                    manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
+        # Hashing releases the GIL: run it in parallel to the other checks.
+        with ThreadPoolExecutor(1, "hash") as beside:
+            whole = beside.submit(store.verify_files, version, digest_of_mapped)
+            try:
+                staged = model.with_weights(store.folder(version))
+                staged.check_finite()
+                served = canary_outputs(staged)
+            finally:
+                manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
     except (WeightsError, CheckpointError) as error:
         raise _rejected(version, error) from error
     tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
@@ -79,54 +69,6 @@ def verify_version(
         raise VersionRejected(
             f"version {version}: the values for the canary row differ by {difference:.3g} from the published model's"
         )
-
-
-def _load_and_hash(store: WeightsStore, version: int, critic: CriticModel) -> tuple[Manifest, CriticModel]:
-    """Map a version's weights, then verify their digest and that they are finite in one pass over these pages.
-
-    Raises:
-        WeightsError, CheckpointError: a check failed.
-    """
-    try:
-        staged = critic.with_weights(store.folder(version))
-    except CheckpointError:
-        store.verify_files(version)  # a damaged file's own error replaces the one that it caused
-        raise
-    sums: dict[str, Tensor] = {}
-    try:
-        manifest = store.verify_files(version, functools.partial(_digest_of_mapped, staged.model.state_dict(), sums))
-    except WeightsError:  # a file is damaged, or adapters were merged into the tensors of their base
-        manifest = store.verify_files(version, digest_of_mapped)
-        sums.clear()
-    if sums:
-        check_sums(sums)
-    else:
-        staged.check_finite()
-    return manifest, staged
-
-
-def _digest_of_mapped(tensors: Mapping[str, Tensor], sums: dict[str, Tensor], path: Path, algorithm: str) -> str:
-    """Return the digest of a file from the tensors that were mapped from it, and add the sum of each to `sums`.
-
-    If one of them is missing or has another dtype, the file itself is hashed, and nothing is added.
-    """
-    if path.name == CONFIG_FILE:
-        return digest_of(path, algorithm)
-    header = read_header(path)
-    names = sorted(header, key=lambda name: header[name].start)
-    if any(name not in tensors or STORED_AS[tensors[name].dtype] != header[name].dtype for name in names):
-        return digest_of_mapped(path, algorithm)
-    with path.open("rb") as file:
-        hasher = Hasher(algorithm, file.read(header[names[0]].start))
-        for name in names:
-            total = torch.zeros((), dtype=torch.float64)
-            for block in tensors[name].reshape(-1).split(SUMMED_AT_ONCE):
-                hasher.update(raw_bytes(block))
-                total += block.sum()
-            sums[name] = total
-        file.seek(header[names[-1]].start + header[names[-1]].num_bytes)
-        hasher.update(file.read())  # nothing, unless the file is damaged
-    return hasher.digest()
 
 
 def verify_alone(

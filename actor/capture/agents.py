@@ -12,7 +12,6 @@ import uvicorn
 from starlette.applications import Starlette
 
 from rlhf_triton.actor.capture.app import capture_routes
-from rlhf_triton.actor.capture.dialects import refuse
 from rlhf_triton.actor.capture.http import HttpError, refused
 from rlhf_triton.actor.capture.sessions import CapturedRow, Sampled, Sampling, Sessions
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -65,7 +64,8 @@ class CapturedAgents(Agent):
         if session not in self._rows:
             raise HttpError(404, f"session {session} is over: its agent has ended")
         if more := [stop for stop in sampling.stop if stop not in self._stop_strings]:
-            refuse("stop", more, "must be in actor.generation.stop_strings: a run decides what ends a reply")
+            told = "must be in actor.generation.stop_strings: a run decides what ends a reply"
+            raise HttpError(400, f"stop: {more} {told}", "stop")
         try:
             turn = await self._rows[session].alone(tokens)
         except asyncio.CancelledError as error:

@@ -5,27 +5,32 @@ import dataclasses
 import re
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_triton.actor.capture.dialects import (
-    ANTHROPIC_MESSAGES,
-    NUMBER,
-    OPENAI_CHAT,
-    Dialect,
-    checked,
-    number,
-    reply_to,
-)
-from rlhf_triton.actor.capture.http import HttpError, read_json, while_connected
+from rlhf_triton.actor.capture.dialects import ANTHROPIC_MESSAGES, OPENAI_CHAT, Dialect, reply_to
+from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
 from rlhf_triton.actor.capture.sessions import Sampler, Session, Sessions
 from rlhf_triton.store.jsonl import append_jsonl
 
 SESSION = "/sessions/{name}"
 NAME = re.compile(r"[\w.:-]{1,200}")
+
+
+class RewardBody(Body):
+    """A reward for the last call."""
+
+    reward: Annotated[float, Field(ge=-1e9, le=1e9)]
+
+
+class EndBody(Body):
+    """The end of a session."""
+
+    group: str = ""
 
 
 def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int) -> list[Route]:
@@ -66,9 +71,9 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 
     async def reward(request: Request) -> Response:
         """Add to the reward of the last call; return the sum."""
-        body = checked(await read_json(request), {"reward": NUMBER}, ("reward",))
+        body = RewardBody.read(await read_json(request))
         last = sessions.find(_name(request)).calls[-1]
-        last.reward += number(body, "reward", None, -1e9, 1e9)
+        last.reward += body.reward
         return JSONResponse({"reward": last.reward})
 
     return [
@@ -95,8 +100,9 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
 
     async def end(request: Request) -> Response:
         """Export the trajectories, forget the session, and return them."""
-        body, session = checked(await read_json(request), {"group": str}), sessions.find(_name(request))
-        rows = _rows(session, body.get("group"))
+        body = EndBody.read(await read_json(request))
+        session = sessions.find(_name(request))
+        rows = _rows(session, body.group)
         if export is not None:
             try:
                 append_jsonl(export, rows)
@@ -119,5 +125,5 @@ def _name(request: Request) -> str:
     return name
 
 
-def _rows(session: Session, group: str | None = None) -> list[dict[str, Any]]:
+def _rows(session: Session, group: str = "") -> list[dict[str, Any]]:
     return [row.exported(session, group) for row in session.rows()]

@@ -3,11 +3,13 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
 
-from rlhf_triton.actor.capture.http import HttpError
+from pydantic import BeforeValidator, Field, field_validator
+
+from rlhf_triton.actor.capture.http import Body, HttpError
 from rlhf_triton.actor.capture.sessions import Sampled, Sampling
 from rlhf_triton.actor.data.chat import HERMES, Message, tool_calls
 from rlhf_triton.checkpoints.tokenization import reply_text
@@ -25,7 +27,6 @@ class Asked:
     sampling: Sampling
     calls_tools: bool  # whether tool calls in the reply are parsed
     stream: bool
-    logprobs: bool = False
     stream_usage: bool = False
 
 
@@ -39,7 +40,6 @@ class PolicyReply:
     stopped_by: str | None  # the stop string
     prompt_tokens: int
     sampled: Sampled
-    pieces: list[str]  # text of each token, if the request wants log-probs
 
     @property
     def message(self) -> Message:
@@ -75,145 +75,165 @@ def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, toke
         return ""
 
     rest = HERMES.sub(taken, text[:end]) if asked.calls_tools else text[:end]
-    pieces = [tokenizer.decode([token]) for token in sampled.tokens] if asked.logprobs else []
-    return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled, pieces)
+    return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled)
 
 
-# Reading: tables name the fields of each object with their type, or the values that mean what happens anyway. A field
-# that would change the reply in a way that is not possible here is refused.
+# Reading. A field that would change the reply in a way that is not possible here is refused.
 
 
-NUMBER, TEXT_OR_LIST, ANYTHING = (int, float), (str, list), (str, int, float, list, dict)
-NAMES = {str: "a text", int: "an integer", NUMBER: "a number", bool: "true or false", dict: "an object", list: "a list"}
+MAX_ID = 200  # of names and ids, which no template need write, but all are kept
+Id = Annotated[str, Field(max_length=MAX_ID)]
+Nothing = Annotated[float, Field(ge=0, le=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NumTokens = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda one: [one] if isinstance(one, str) else one)
+]
 
 
-IDS, MAX_ID = ("id", "name", "tool_call_id", "tool_use_id"), 200  # which no template need write, but all are kept
+class Text(Body):
+    """A part of a content; only texts can be taken."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
 
 
-def refuse(field: str, value: Any, must: str) -> NoReturn:
-    """Raise the HttpError of a field."""
-    shown = json.dumps(value)
-    raise HttpError(400, f"{field}: {shown if len(shown) <= 80 else shown[:80] + '…'} {must}", field)
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def checked(body: Any, fields: Mapping[str, Any], required: tuple[str, ...] = (), where: str = "") -> Json:
-    """Return the fields of an object that are not null. Raises HttpError unless they are as the table says."""
-    if not isinstance(body, dict):
-        refuse(where.rstrip(".") or "body", body, "must be an object")
-    found = {name: value for name, value in body.items() if value is not None}
-    for name, value in found.items():
-        kind = fields.get(name, [])
-        if isinstance(kind, list) and value not in kind:
-            instead = " or ".join(map(json.dumps, kind)) or "absent"
-            refuse(where + name, value, f"cannot be honoured, must be {instead}")
-        if not isinstance(kind, list) and (
-            not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, ANYTHING))
-        ):
-            refuse(where + name, value, f"must be {NAMES.get(kind, 'a text or a list')}")
-        if name in IDS and len(value) > MAX_ID:
-            refuse(where + name, value, f"has {len(value)} characters, must have at most {MAX_ID}")
-    if missing := [name for name in required if name not in found]:
-        raise HttpError(400, f"{where}{missing[0]}: missing, must be given", where + missing[0])
-    return found
+Content = Annotated[list[Text], Field(fail_fast=True), BeforeValidator(_parts)]
 
 
-def number(body: Any, name: str, default: float | None, least: float, most: float) -> float:
-    """Return a number of a body. Raises HttpError unless it is finite and within the bounds."""
-    value = body.get(name, default)
-    if not least <= value <= most:
-        refuse(name, value, f"must be between {least:g} and {most:g}")
-    return float(value)
-
-
-def _each(body: Json, name: str, where: str = "") -> list[tuple[Any, str]]:
-    """Return the entries of a list, each with its place."""
-    return [(entry, f"{where}{name}[{i}].") for i, entry in enumerate(body.get(name, ()))]
-
-
-def _sampling(body: Json, limit: str, default: int, stop: str, hottest: float) -> Sampling:
-    stops = body.get(stop, [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if not all(isinstance(each, str) and each for each in stops):
-        refuse(stop, stops, "must have texts that are not empty")
-    tokens = int(number(body, limit, default, 1, 1e9))
-    return Sampling(
-        tokens, number(body, "temperature", 1.0, 0, hottest), number(body, "top_p", 1.0, 0, 1), tuple(stops)
-    )
-
-
-PART = {"type": ["text"], "text": str, "cache_control": ANYTHING, "citations": ANYTHING}
-
-
-def _text(body: Json, name: str, where: str = "") -> str:
-    """Return the text of a content, a string or a list of text parts; other parts are refused."""
-    if not isinstance(body.get(name), list):
-        return str(body.get(name, ""))
-    return "".join(checked(part, PART, ("type", "text"), place)["text"] for part, place in _each(body, name, where))
+def _joined(content: list[Text]) -> str:
+    return "".join(part.text for part in content)
 
 
 def _asked_last(messages: list[Message]) -> list[Message]:
     if not messages or messages[-1]["role"] == "assistant":
-        refuse("messages", [each["role"] for each in messages[-1:]], "must end with a message that the policy answers")
+        raise HttpError(400, "messages: must end with a message that the policy answers", "messages")
     return messages
 
 
 # OpenAI's chat completions.
 
 
-OPENAI = {
-    **{"model": str, "messages": list, "tools": list, "tool_choice": ["auto", "none"], "stop": TEXT_OR_LIST},
-    **{"temperature": NUMBER, "top_p": NUMBER, "max_tokens": int, "max_completion_tokens": int},
-    **{"stream": bool, "stream_options": dict, "logprobs": bool, "parallel_tool_calls": [True]},
-    **{"n": [1], "top_logprobs": [0], "frequency_penalty": [0], "presence_penalty": [0], "logit_bias": [{}]},
-    **{"response_format": [{"type": "text"}], "modalities": [["text"]], "store": [False]},
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"), ANYTHING),
-}
-ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
-MESSAGE = {
-    **{"role": [*ROLES], "content": TEXT_OR_LIST, "name": str, "tool_calls": list, "tool_call_id": str},
-    **{"annotations": [[]]},
-}
-TOOL = {"type": ["function"], "function": dict}
-CALL = {"id": str, "type": ["function"], "function": dict, "index": int}  # OpenAI's client puts the last one in
-FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
+class Function(Body):
+    """A tool's declaration."""
+
+    name: Id
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool = False
+
+
+class Tool(Body):
+    """A tool that the policy may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    """A function with its arguments, an object as JSON."""
+
+    name: Id
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, arguments: str) -> str:
+        if not isinstance(json.loads(arguments or "{}"), dict):
+            raise ValueError("must be an object as JSON")
+        return arguments or "{}"
+
+
+class Call(Body):
+    """A call of a tool in the history."""
+
+    id: Id = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = 0  # OpenAI's client puts it in
+
+    def message(self) -> Json:
+        """Return the call as in a message of the policy."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
+
+
+class OpenAIMessage(Body):
+    """A message of the history."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content = Field(default=[])
+    name: Id = ""
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] = Field(default=[])
+    tool_call_id: Id = ""
+    annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
+
+    def message(self) -> Message:
+        """Return it as the chat template takes it."""
+        role = "system" if self.role == "developer" else self.role
+        further = {
+            "name": self.name,
+            "tool_calls": [call.message() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"role": role, "content": _joined(self.content), **{key: each for key, each in further.items() if each}}
+
+
+class TextFormat(Body):
+    """The only format of a reply."""
+
+    type: Literal["text"]
+
+
+class OpenAIRequest(Body):
+    """A request of chat completions; what stands behind `stream_options` has one value, or no effect."""
+
+    model: str = ""
+    messages: Annotated[list[OpenAIMessage], Field(fail_fast=True)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])
+    tool_choice: Literal["auto", "none"] = "auto"
+    stop: Texts = Field(default=[])
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Fraction = 1.0
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] = Field(default={})
+    logprobs: Literal[False] = False
+    top_logprobs: Nothing = 0
+    parallel_tool_calls: Literal[True] = True
+    n: Literal[1] = 1
+    frequency_penalty: Nothing = 0
+    presence_penalty: Nothing = 0
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = Field(default={})
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] = Field(default=[])
+    store: Literal[False] = False
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    service_tier: Any = None
 
 
 def _read_openai(body: Any, default: int) -> Asked:
-    found = checked(body, OPENAI, ("messages",))
-    tools = [checked(tool, TOOL, ("type", "function"), place) for tool, place in _each(found, "tools")]
-    for i, tool in enumerate(tools):
-        checked(tool["function"], FUNCTION, ("name",), f"tools[{i}].function.")
-    limit = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+    found = OpenAIRequest.read(body)
+    limit = found.max_completion_tokens or found.max_tokens or default
     return Asked(
-        model=found.get("model", ""),
-        messages=_asked_last([_openai_message(*each) for each in _each(found, "messages")]),
-        tools=tools,
-        sampling=_sampling(found, limit, default, "stop", 2.0),
-        calls_tools=bool(tools) and found.get("tool_choice") != "none",
-        stream=found.get("stream", False),
-        logprobs=found.get("logprobs", False),
-        stream_usage=bool(found.get("stream_options", {}).get("include_usage")),
+        model=found.model,
+        messages=_asked_last([message.message() for message in found.messages]),
+        tools=[tool.model_dump(exclude_unset=True) for tool in found.tools],
+        sampling=Sampling(limit, found.temperature, found.top_p, tuple(found.stop)),
+        calls_tools=bool(found.tools) and found.tool_choice != "none",
+        stream=found.stream,
+        stream_usage=bool(found.stream_options.get("include_usage")),
     )
-
-
-def _openai_message(body: Any, where: str) -> Message:
-    found = checked(body, MESSAGE, ("role",), where)
-    calls = [_openai_call(*each) for each in _each(found, "tool_calls", where)]
-    read = {"role": ROLES[found["role"]], "content": _text(found, "content", where), "tool_calls": calls or None}
-    return {name: value for name, value in {**found, **read}.items() if value is not None and name != "annotations"}
-
-
-def _openai_call(body: Any, where: str) -> Json:
-    call = checked(body, CALL, ("function",), where)
-    function = checked(call["function"], {"name": str, "arguments": str}, ("name", "arguments"), f"{where}function.")
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        refuse(f"{where}function.arguments", function["arguments"], "must be an object as JSON")
-    linked = {"id": call["id"]} if "id" in call else {}
-    return {**linked, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _openai_body(reply: PolicyReply, asked: Asked) -> Json:
@@ -222,14 +242,10 @@ def _openai_body(reply: PolicyReply, asked: Asked) -> Json:
         for call in reply.calls
     ]
     message = {"role": "assistant", "content": None if calls and not reply.text else reply.text, "refusal": None}
-    tokens = [
-        {"token": piece, "logprob": logprob, "bytes": [*piece.encode()], "top_logprobs": []}
-        for piece, logprob in zip(reply.pieces, reply.sampled.logprobs, strict=False)
-    ]
     choice = {
         "index": 0,
         "message": {**message, **({"tool_calls": calls} if calls else {})},
-        "logprobs": {"content": tokens, "refusal": None} if asked.logprobs else None,
+        "logprobs": None,
         "finish_reason": "tool_calls" if calls else "stop" if reply.sampled.ended else "length",
     }
     before, sampled = reply.prompt_tokens, len(reply.sampled.tokens)
@@ -248,7 +264,7 @@ def _openai_events(body: Json, asked: Asked) -> Iterator[str]:
     delta = {**choice["message"]}
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    first = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    first = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
     last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
     usage = [{**chunk, "choices": [], "usage": body["usage"]}] if asked.stream_usage else []
     for each in ({**chunk, "choices": [first]}, {**chunk, "choices": [last]}, *usage):
@@ -259,76 +275,114 @@ def _openai_events(body: Json, asked: Asked) -> Iterator[str]:
 # Anthropic's messages.
 
 
-ANTHROPIC = {
-    **{"model": str, "messages": list, "system": TEXT_OR_LIST, "tools": list, "tool_choice": dict, "max_tokens": int},
-    **{"temperature": NUMBER, "top_p": NUMBER, "stop_sequences": list, "stream": bool},
-    **{"thinking": [{"type": "disabled"}], "metadata": ANYTHING, "service_tier": ANYTHING},
-}
-ANTHROPIC_TOOL = {
-    **{"name": str, "description": str, "input_schema": dict, "type": ["custom"]},
-    **{"cache_control": ANYTHING, "strict": bool},
-}
-BLOCKS = {  # fields, and those that are required
-    "text": (PART, ("text",)),
-    "tool_use": (
-        {"type": ["tool_use"], "id": str, "name": str, "input": dict, "cache_control": ANYTHING},
-        ("id", "name", "input"),
-    ),
-    "tool_result": (
-        {
-            **{"type": ["tool_result"], "tool_use_id": str, "content": TEXT_OR_LIST, "is_error": bool},
-            **{"cache_control": ANYTHING},
-        },
-        ("tool_use_id",),
-    ),
-}
-KINDS = {"user": ["text", "tool_result"], "assistant": ["text", "tool_use"]}
+class ToolUse(Body):
+    """A call of a tool in the history."""
+
+    type: Literal["tool_use"]
+    id: Id
+    name: Id
+    input: dict[str, Any]
+    cache_control: Any = None
+
+
+class ToolResult(Body):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Content = Field(default=[])
+    is_error: bool = False
+    cache_control: Any = None
+
+
+Block = Annotated[Text | ToolUse | ToolResult, Field(discriminator="type")]
+
+
+class AnthropicMessage(Body):
+    """A message of the history."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_parts)]
+
+    def messages(self) -> list[Message]:
+        """Return it as the chat template takes it, after each tool result in it as a message of its own."""
+        texts = [block.text for block in self.content if isinstance(block, Text)]
+        results = [block for block in self.content if isinstance(block, ToolResult)]
+        calls = [
+            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+            for block in self.content
+            if isinstance(block, ToolUse)
+        ]
+        if (calls and self.role == "user") or (results and self.role == "assistant"):
+            raise HttpError(400, "messages: a user has no tool_use, an assistant no tool_result", "messages")
+        own = {"role": self.role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+        answers = [
+            {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)} for block in results
+        ]
+        return [*answers, *([own] if texts or not results else [])]
+
+
+class AnthropicTool(Body):
+    """A tool that the policy may call."""
+
+    name: Id
+    description: str = ""
+    input_schema: dict[str, Any]
+    type: Literal["custom"] = "custom"
+    cache_control: Any = None
+    strict: bool = False
+
+    def tool(self) -> Json:
+        """Return it in OpenAI's form, which templates know."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Body):
+    """Whether tools may be called."""
+
+    type: Literal["auto", "none"] = "auto"
+    disable_parallel_tool_use: Literal[False] = False
+
+
+class Thinking(Body):
+    """The policy thinks as its template says."""
+
+    type: Literal["disabled"]
+
+
+class AnthropicRequest(Body):
+    """A request of messages."""
+
+    model: str = ""
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)]
+    system: Content = Field(default=[])
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] = Field(default=[])
+    tool_choice: ToolChoice = ToolChoice()
+    max_tokens: NumTokens | None = None
+    temperature: Fraction = 1.0
+    top_p: Fraction = 1.0
+    stop_sequences: Texts = Field(default=[])
+    stream: bool = False
+    thinking: Thinking | None = None
+    metadata: Any = None
+    service_tier: Any = None
 
 
 def _read_anthropic(body: Any, default: int) -> Asked:
-    found = checked(body, ANTHROPIC, ("messages",))
-    choices = {"type": ["auto", "none"], "disable_parallel_tool_use": [False]}
-    choice = checked(found.get("tool_choice", {}), choices, where="tool_choice.")
-    system = _text(found, "system")
+    found = AnthropicRequest.read(body)
+    system = _joined(found.system)
     messages = [{"role": "system", "content": system}] if system else []
-    for message, place in _each(found, "messages"):
-        messages += _anthropic_messages(message, place)
-    tools = [checked(tool, ANTHROPIC_TOOL, ("name", "input_schema"), place) for tool, place in _each(found, "tools")]
-    functions = [
-        {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-        for tool in tools
-    ]
+    for message in found.messages:
+        messages += message.messages()
     return Asked(
-        model=found.get("model", ""),
+        model=found.model,
         messages=_asked_last(messages),
-        tools=[{"type": "function", "function": function} for function in functions],
-        sampling=_sampling(found, "max_tokens", default, "stop_sequences", 1.0),
-        calls_tools=bool(tools) and choice.get("type") != "none",
-        stream=found.get("stream", False),
+        tools=[tool.tool() for tool in found.tools],
+        sampling=Sampling(found.max_tokens or default, found.temperature, found.top_p, tuple(found.stop_sequences)),
+        calls_tools=bool(found.tools) and found.tool_choice.type != "none",
+        stream=found.stream,
     )
-
-
-def _anthropic_messages(body: Any, where: str) -> list[Message]:
-    """Split a message into one message per tool result, followed by the rest."""
-    found = checked(body, {"role": [*KINDS], "content": TEXT_OR_LIST}, ("role", "content"), where)
-    role, results, texts, calls = found["role"], list[Message](), list[str](), list[Json]()
-    if isinstance(found["content"], str):
-        found["content"] = [{"type": "text", "text": found["content"]}]
-    for block, place in _each(found, "content", where):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in KINDS[role]:
-            refuse(f"{place}type", kind, f"cannot be honoured, must be {' or '.join(KINDS[role])}")
-        part = checked(block, *BLOCKS[kind], place)
-        if kind == "tool_result":
-            content = _text(part, "content", place)
-            results.append({"role": "tool", "tool_call_id": part["tool_use_id"], "content": content})
-        elif kind == "tool_use":
-            function = {"name": part["name"], "arguments": part["input"]}
-            calls.append({"id": part["id"], "type": "function", "function": function})
-        else:
-            texts.append(part["text"])
-    own = {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
-    return [*results, *([own] if texts or not results else [])]
 
 
 def _anthropic_body(reply: PolicyReply, asked: Asked) -> Json:

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import reprlib
 from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from typing_extensions import Self
 
 from rlhf_triton.actor.data.chat import TemplateError
 from rlhf_triton.errors import RlhfError
@@ -20,6 +23,13 @@ HEADERS = {
     HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
     HTTPStatus.UNAUTHORIZED: {"www-authenticate": "Bearer"},
 }
+MOST_PROBLEMS = 3  # of an invalid body, in its error message
+WITHOUT_VALUE = ("missing", "too_short", "value_error")  # pydantic's problems that no value explains
+NOT_HONOURED = (  # parameters of the protocols that would change a score
+    *("truncate", "truncate_prompt_tokens", "truncation", "truncation_side", "truncation_direction"),
+    *("max_tokens_per_doc", "max_chunks_per_doc"),
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+)
 
 
 class HttpError(RlhfError):
@@ -79,3 +89,50 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for each in tasks:
             each.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Body(BaseModel):
+    """Base class of request bodies. A number in a string is no number, null is absent, an unknown field an error."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, data: Any) -> Self:
+        """Return a body from JSON. Raises HttpError with its first problems."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            found = [_problem(item) for item in error.errors(include_url=False)[:MOST_PROBLEMS]]
+            raise HttpError(400, "; ".join(problem for _, problem in found), found[0][0]) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {*cls.model_fields}
+        for info in cls.model_fields.values():
+            if isinstance(info.validation_alias, AliasChoices):
+                known.update(map(str, info.validation_alias.choices))
+        found = {name: value for name, value in data.items() if value is not None}
+        for name, value in found.items():
+            if name in NOT_HONOURED and value is not False:
+                raise ValueError(
+                    f"{name} is {reprlib.repr(value)}, but no row is truncated, and a chat is rendered with the reward "
+                    "model's template and ends as it is sent; leave it out"
+                )
+            if name not in known and name not in NOT_HONOURED:
+                raise ValueError(f"unknown field {reprlib.repr(name)}; known: {', '.join(sorted(known))}")
+        return found
+
+
+def _problem(item: Any) -> tuple[str, str]:
+    """Return the field of one of pydantic's problems, and what is wrong with it, with the value."""
+    place = ""
+    for part in item["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
+    place = place or "body"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] not in WITHOUT_VALUE:
+        message += f", got {reprlib.repr(item['input'])}"
+    return place, f"{place}{'' if message.startswith(('[', ':')) else ': '}{message}"

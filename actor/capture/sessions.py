@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
 from rlhf_triton.actor.data.recorded import RecordedRow, Version
-from rlhf_triton.wire.chats import TOOLS, texts_in, warn_once
+from rlhf_triton.wire.chats import TOOLS, warn_once
 
 logger = logging.getLogger(__name__)
 MOST_ENDED = 100_000  # names that are remembered
@@ -103,7 +103,7 @@ class CapturedRow(RecordedRow):
                 row.sample(sampled.tokens, sampled.logprobs, sampled.versions, reward=call.reward, number=call.number)
         return row
 
-    def exported(self, session: Session, group: str | None) -> dict[str, Any]:
+    def exported(self, session: Session, group: str) -> dict[str, Any]:
         """Return the row of a session as a line of JSON; `group`: by default the session's name."""
         columns = ("tokens", "observed", "logprobs", "versions", "messages")
         return {
@@ -119,8 +119,7 @@ class CapturedRow(RecordedRow):
 class Session:
     """The calls of one agent, which may lead several conversations, also at the same time."""
 
-    def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float, longest: int) -> None:
-        """`longest`: characters of the longest token."""
+    def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
         self.name, self.num_tokens, self.limit = name, 0, ""
         """`limit`: why a call was refused, `max_tokens` or `max_turns`; empty: none was."""
         self.calls: list[PolicyCall] = []
@@ -128,7 +127,6 @@ class Session:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._max_calls = max_calls
-        self._longest = longest
         self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
@@ -143,8 +141,6 @@ class Session:
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
         known = max((length for length, digest in enumerate(digests) if digest in self._ends), default=0)
-        # As many at least, which is known before seconds are spent on rendering them.
-        self._check_room(sum(len(str(text)) for _, text in texts_in(messages[known:])) // self._longest)
         parent, chat, before = self._ends.get(digests[known]), Chat(self._tokenizer, tools), None
         if parent is not None:
             try:
@@ -155,21 +151,16 @@ class Session:
         if before is None:
             parent, known = None, 0
             before = [*self._tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"]]
-        left = self._check_room(len(before))
+        left = self._max_tokens - self.num_tokens - len(before)
+        if left < 1:
+            self.limit = "max_tokens"
+            raise HttpError(
+                400,
+                f"messages: {len(before)} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
+                f"room for a reply, with at most {self._max_tokens} (environment.max_tokens in a run): end the session",
+                "messages",
+            )
         return PolicyCall(parent, messages[known:], before, digests[-1], chat.options), left
-
-    def _check_room(self, num_tokens: int) -> int:
-        """Return how many tokens a reply may have behind `num_tokens` more. Raises HttpError if there are none."""
-        left = self._max_tokens - self.num_tokens - num_tokens
-        if left >= 1:
-            return left
-        self.limit = "max_tokens"
-        raise HttpError(
-            400,
-            f"messages: {num_tokens} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
-            f"room for a reply, with at most {self._max_tokens} (environment.max_tokens in a run): end the session",
-            "messages",
-        )
 
     def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
         """Add a call with its reply. Raises HttpError if the session has ended meanwhile."""
@@ -217,7 +208,6 @@ class Sessions:
         self.tokenizer, self._most, self._idle_s = tokenizer, most, idle_s
         self._most_tokens, self._most_calls = most_tokens, most_calls
         self._open: dict[str, Session] = {}
-        self._longest = max(map(len, tokenizer.get_vocab()))
         self._ended: dict[str, float] = {}  # when, by name; the first one first
         chat = Chat(tokenizer)
         if not chat.has_template:
@@ -241,7 +231,7 @@ class Sessions:
             raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
             raise HttpError(429, f"session {name}: the limit of {len(self._open)} open sessions is reached: end some")
-        new = Session(name, self.tokenizer, self._most_tokens, self._most_calls, self._longest)
+        new = Session(name, self.tokenizer, self._most_tokens, self._most_calls)
         session = self._open.setdefault(name, new)
         session.in_flight += 1
         try:

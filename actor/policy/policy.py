@@ -33,7 +33,7 @@ from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.checkpoints.inspection import fingerprint_weights
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
-from rlhf_triton.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
+from rlhf_triton.config import ActorSection
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
@@ -54,29 +54,20 @@ class Policy:
     """The trained model, its frozen initial copy (the reference) and its optimizer, seen from one rank."""
 
     def __init__(
-        self,
-        settings: PolicySection,
-        generation: GenerationSection,
-        optimizer: OptimizerSection,
-        *,
-        longest_row: tuple[int, str],
-        keeps_reference: bool = False,
-        keeps_sampler: bool = False,
-        total_steps: int = 0,
-        ranks: AnyRanks = ALONE,
+        self, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None
     ) -> None:
         """Load the policy, which must be the same on all ranks.
 
+        A run that updates it beside a rollout, and several ranks, generate with a copy, which stays fixed meanwhile.
+        With LoRA, the reference needs no copy.
+
         Args:
-            longest_row: the most tokens that a row may have, and which settings say so.
-            keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
-            keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated; as several
-                ranks always do.
-            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            longest_row: the most tokens that a row may have, and which settings say so; default: those of `actor`.
 
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
+        settings, generation = actor.policy, actor.generation
         folder = settings.model
         check_language_model(folder)
         check_lora_targets(settings)
@@ -85,11 +76,15 @@ class Policy:
         self.temperature = generation.temperature
         self.tokenizer = load_tokenizer(folder)
         model = load_model(settings, as_stored=ranks.size > 1)
-        check_positions(model, folder, *longest_row)
+        check_positions(model, folder, *(longest_row or actor.longest_row))
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         self._models = PolicyModels(
-            model, settings, ranks, keeps_reference=keeps_reference, keeps_sampler=keeps_sampler
+            model,
+            settings,
+            ranks,
+            keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
+            keeps_sampler=actor.one_step_off_policy,
         )
         self.model, self.sampler, self.reference = self._models.model, self._models.sampler, self._models.reference
         self.causal = self._models.causal
@@ -115,7 +110,9 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
-        self.trained = Trained(causal, settings, optimizer, ranks, section="actor.policy", total_steps=total_steps)
+        self.trained = Trained(
+            causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
+        )
         self.halvings = [self.generation.memory, self.trained.memory]
         """Work that was repeated in smaller parts because the GPU was out of memory."""
         with in_float32(self.causal(self.sampler)):
@@ -132,20 +129,6 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
-
-    @classmethod
-    def of(cls, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None) -> Policy:
-        """Load the policy of a run; see `__init__`. Raises CheckpointError."""
-        return cls(
-            actor.policy,
-            actor.generation,
-            actor.optimizer,
-            longest_row=longest_row or actor.longest_row,
-            keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
-            keeps_sampler=actor.one_step_off_policy,
-            total_steps=actor.optimizer_steps,
-            ranks=ranks,
-        )
 
     @property
     def operations(self) -> dict[str, Callable[..., object]]:
@@ -248,10 +231,7 @@ class Policy:
 
         Its generation config names the ends and the padding of this run.
         """
-        if self.settings.lora_rank or self._models.is_sliced(self.model):
-            self._save_in_parts(folder)
-        else:
-            self.model.save_pretrained(folder)
+        self._save_model(folder)
         self.tokenizer.save_pretrained(folder)
         # In the file: transformers refuses to save a changed GenerationConfig whose other settings it only warns about.
         file = folder / GENERATION_CONFIG_NAME
@@ -259,7 +239,7 @@ class Policy:
         named = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.pad_id}
         file.write_text(json.dumps({**json.loads(file.read_text()), **named}, indent=2) + "\n")
 
-    def _save_in_parts(self, folder: Path) -> None:
+    def _save_model(self, folder: Path) -> None:
         """Save the policy, with its adapters merged in if it has any, one tensor at a time.
 
         The weights go through a file, from which `save_pretrained` maps them: a merged or gathered copy may not fit

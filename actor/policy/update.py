@@ -17,7 +17,7 @@ from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.config import ActorSection, UpdateSection
+from rlhf_triton.config import ActorSection
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.rewards.function import FunctionError
 
@@ -25,41 +25,13 @@ from rlhf_triton.rewards.function import FunctionError
 class PolicyUpdate:
     """Trains a policy with one `Method`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        method: Method,
-        settings: UpdateSection,
-        *,
-        is_one_update: bool,
-        is_off_policy: bool = False,
-        max_new_tokens: int = 1,
-    ) -> None:
-        """
-        Args:
-            is_one_update: each rollout is one minibatch, used once by the policy that sampled it.
-            is_off_policy: rollouts are of an older policy; with a correction, old log-probs are computed before the
-                update.
-            max_new_tokens: of a response, the constant that `loss_mean: constant` divides by.
-        """
+    def __init__(self, actor: ActorSection, policy: Policy, method: Method) -> None:
         self._policy, self._trained, self._ranks = policy, policy.trained, policy.ranks
-        self._method = method
-        self._settings = settings
-        self._is_one_update = is_one_update
-        self._recomputes = is_off_policy and method.settings.correction is not None
-        self._max_new_tokens = max_new_tokens
-
-    @classmethod
-    def of(cls, actor: ActorSection, policy: Policy, method: Method) -> PolicyUpdate:
-        """Create the policy update that the configuration describes."""
-        return cls(
-            policy,
-            method,
-            actor.update,
-            is_one_update=actor.is_one_update,
-            is_off_policy=actor.one_step_off_policy,
-            max_new_tokens=actor.generation.max_new_tokens,
-        )
+        self._method, self._settings = method, actor.update
+        self._is_one_update = actor.is_one_update
+        # Rollouts of an older policy: with a correction, its log-probs are compared with those before the update.
+        self._recomputes = actor.one_step_off_policy and method.settings.correction is not None
+        self._max_new_tokens = actor.generation.max_new_tokens  # the constant of `loss_mean: constant`
 
     def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.

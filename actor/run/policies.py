@@ -23,7 +23,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
     """Load the policy of a run, and create its update."""
     actor = config.actor
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
-    policy = Policy.of(actor, ranks, config.longest_row)
+    policy = Policy(actor, ranks, config.longest_row)
     if actor.generation.engine == "vllm":
         from rlhf_triton.actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
@@ -40,7 +40,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
             stop_strings=actor.generation.stop_strings,
         )
         policy.generation.agent = ranks.together(make_agent)
-    return policy, PolicyUpdate.of(actor, policy, method)
+    return policy, PolicyUpdate(actor, policy, method)
 
 
 def _agent_class(environment: EnvironmentSection) -> type[Agent]:

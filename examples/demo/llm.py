@@ -240,7 +240,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
     from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
     from rlhf_triton.actor.policy.policy import Policy
-    from rlhf_triton.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
+    from rlhf_triton.config import ActorSection, GenerationSection, PolicySection, PromptsSection
 
     generation = GenerationSection(
         max_new_tokens=NEW_TOKENS * PIECES_PER_REPLY, temperature=TEMPERATURE, batch_size=BATCH
@@ -248,7 +248,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
     longest = PromptsSection().max_tokens
     settings = PolicySection(model=policy_folder, lora_rank=1)
     longest_row = longest + generation.max_new_tokens, "the prompts of the demo; shorten them"
-    policy = Policy(settings, generation, OptimizerSection(), longest_row=longest_row)
+    policy = Policy(ActorSection(policy=settings, generation=generation), longest_row=longest_row)
     known = read_prompts(prompts_file, PromptReader(policy.tokenizer, longest))
     epochs = range(0, number, len(known))
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]

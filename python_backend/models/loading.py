@@ -95,7 +95,8 @@ def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:
 
 
 def _head_tensors(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
-    return {name: read_tensor(info.folder, tensor) for name, tensor in info.tensors.items() if head.owns(name)}
+    """Return the head's tensors, in memory of their own: mapped ones may be unaligned, which changes the last bits."""
+    return {name: tensor.clone() for name, tensor in _mapped_tensors(info).items() if head.owns(name)}
 
 
 def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
@@ -375,11 +376,7 @@ def _shown(head: Head | None) -> str:
 
 def check_finite(module: torch.nn.Module) -> None:
     """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
-    check_sums({name: parameter.detach().sum() for name, parameter in module.named_parameters()})
-
-
-def check_sums(sums: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError naming the first tensor with a NaN or infinity, given the sum of each."""
+    sums = {name: parameter.detach().sum() for name, parameter in module.named_parameters()}
     # A sum is not finite if any element is NaN or infinite; it costs a tenth of `isfinite` on every element.
     # All sums are checked together first, and one by one only to name the parameter.
     if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
@@ -407,14 +404,18 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    with as_checkpoint_error(info.folder):
-        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
-        tensors = {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
+    tensors = _mapped_tensors(info)
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
     with as_checkpoint_error(info.folder):
         return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
+
+
+def _mapped_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
+    with as_checkpoint_error(info.folder):
+        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
+        return {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -640,12 +641,6 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
             limit,
             positions,
         )
-
-
-def read_tensor(folder: Path, tensor: TensorInfo) -> Tensor:
-    """Copy a tensor into its own memory: a mapped one may be unaligned, which changes the last bits of results."""
-    with as_checkpoint_error(folder):
-        return _view(_mapped(folder / tensor.file), tensor).clone()
 
 
 def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:

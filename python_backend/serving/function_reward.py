@@ -112,7 +112,7 @@ class FunctionReward:
                 text, metadata = with_reply(metadata[MESSAGES_KEY], text, metadata)
             ids: Any = None
             if self._tokenizer is not None:
-                ids = encode_bare_text(self._tokenizer, text, LONGEST_ROW_TOKENS)
+                ids = encode_bare_text(self._tokenizer, text)[:LONGEST_ROW_TOKENS]
             yield Sample(text, ids, metadata)
 
 

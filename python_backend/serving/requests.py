@@ -18,7 +18,6 @@ from rlhf_triton.checkpoints.tokenization import (
     encode_sentence,
     is_encoder,
     load_tokenizer,
-    too_long,
 )
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import REPLY_KEY, split_reply, with_reply
@@ -50,6 +49,7 @@ if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the 
 
 logger = logging.getLogger(__name__)
 BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text
+CHARACTERS_PER_TOKEN = 128  # at most: no published vocabulary has longer entries
 
 
 @dataclass(eq=False)
@@ -127,6 +127,12 @@ class RowReader:
             last += "" if last.endswith(end) else end
             text, pair = (text, last) if pair else (last, "")
         is_chat = MESSAGES in metadata and self.template is None and not pair
+        num_characters = len(text) + len(pair)
+        if num_characters > CHARACTERS_PER_TOKEN * self._max_length:  # it would keep the other requests waiting
+            raise ContractError(
+                f"{SENTENCES}[{index}]: {num_characters} characters, the model takes {self._max_length} tokens "
+                "(max_length); shorten the text"
+            )
         row = self._encode(text, pair, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
@@ -135,8 +141,11 @@ class RowReader:
         return row
 
     def _checked(self, index: int, row: Encoded) -> TokenRow:
-        if row.num_tokens > self._max_length:
-            raise ContractError(f"{SENTENCES}[{index}]: {too_long(row.num_tokens, self._max_length)}")
+        if len(row.ids) > self._max_length:
+            raise ContractError(
+                f"{SENTENCES}[{index}]: {len(row.ids)} tokens, the model takes {self._max_length} (max_length), and "
+                "nothing is truncated; shorten the text"
+            )
         return self._valid(index, row.ids, row.types)
 
     def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
@@ -198,7 +207,6 @@ class RowReader:
         return encode_sentence(
             self.tokenizer,
             text,
-            self._max_length,
             special_tokens=self.add_special_tokens and (not is_chat or self._is_encoder),
             skipped_pad_id=self.skipped_pad_id,
             pair=pair,

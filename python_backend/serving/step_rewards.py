@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import Encoded, is_special, single_tokens
+from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
 from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
@@ -92,7 +92,7 @@ class StepReader(RowReader):
             return TokenRow(row, steps=RowSteps(ends, ends, ends))
         # The last step ends with the row. It is read at a mark behind its text, which takes the place of an
         # end-of-sequence token: no published model was trained to score that.
-        marked = [*row[: int(ends[-1]) + 1].tolist(), *self._bare(separator)]
+        marked = [*row[: int(ends[-1]) + 1].tolist(), *encode_bare_text(self.tokenizer, separator)]
         ends[-1] = row.size - 1
         steps = RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
         return self._valid(index, marked)._replace(steps=steps)
@@ -136,15 +136,15 @@ class StepReader(RowReader):
         self, prefix: str, contents: Sequence[str], mark: str | None, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
         """Return a row and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
-        ids, at = self._bare(prefix) if prefix else [], []
+        ids, at = encode_bare_text(self.tokenizer, prefix), list[int]()
         bos = self.tokenizer.bos_token_id
         if self.add_special_tokens and not is_chat and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
-        behind = self._bare(mark) if mark else []
+        behind = encode_bare_text(self.tokenizer, mark or "")
         for content in contents:
-            ids += [*self._bare(content), *behind]
+            ids += [*encode_bare_text(self.tokenizer, content), *behind]
             at.append(len(ids) - 1)
-        return Encoded(ids, num_tokens=len(ids)), at
+        return Encoded(ids), at
 
     def _whole(
         self, index: int, prefix: str, contents: Sequence[str], mark: str, *, is_chat: bool
@@ -172,14 +172,11 @@ class StepReader(RowReader):
             )
         return self.rules.separator
 
-    def _bare(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _piece(self, token: int) -> str:
         """Return the text of one token; of a special token nothing, unless it has the separator."""
         if token not in self._pieces:
             # Behind another one: SentencePiece's decoder drops the space at the beginning of a text.
-            anchor = self._bare("a")[-1:]
+            anchor = encode_bare_text(self.tokenizer, "a")[-1:]
             piece = self.tokenizer.decode([*anchor, token]).removeprefix(self.tokenizer.decode(anchor))
             has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
             self._pieces[token] = "" if has_role and str(self.rules.separator) not in piece else piece

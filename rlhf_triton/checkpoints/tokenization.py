@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +21,10 @@ from rlhf_triton.checkpoints.inspection import (
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
 from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
-# A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
-# as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
-CHARACTERS_PER_TOKEN = 8
-SPARE_TOKENS = 64
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
 GENERATION_FILE = "generation_config.json"
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
-LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
 
 
 def load_tokenizer(folder: Path | str) -> Any:
@@ -51,38 +46,21 @@ def load_tokenizer(folder: Path | str) -> Any:
     return tokenizer
 
 
-def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
-    """Return the ids of `tokenizer(text)`, truncated to `max_length`, special tokens included.
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of `tokenizer(text)`, special tokens included.
 
-    Truncation keeps the special tokens that the tokenizer adds and follows its `truncation_side`. There are two
-    differences from transformers:
-
-    * A special token that the text already has at its start or end, such as in the output of a chat template, is not
-      added again. The ids are then those of `apply_chat_template(tokenize=True)`.
-    * If truncation removes such a token from the text, the tokenizer adds its own again.
-
-    Only the part of a very long text that can remain after truncation is tokenised.
+    Unlike there, a special token that the text already has at its start or end, such as in the output of a chat
+    template, is not added again. The ids are then those of `apply_chat_template(tokenize=True)`.
     """
-    encoded: Any = {}
-    for part in _parts(text, max_length, tokenizer.truncation_side):
-        encoded = tokenizer(part, return_special_tokens_mask=True)
-        if len(encoded["input_ids"]) - sum(encoded["special_tokens_mask"]) >= max_length + SPARE_TOKENS:
-            break
+    encoded = tokenizer(text, return_special_tokens_mask=True)
     ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # the mask is 0 for special tokens in the text
     # Nothing of the text is left, or the mask has another length (T5's tokenizer does not add a second </s>).
     if 0 not in added or len(added) != len(ids):
-        return ids[:max_length]
+        return list(ids)
     start, end = added.index(0), len(ids) - added[::-1].index(0)
-    before, content, after = ids[:start], ids[start:end], ids[end:]
-    keeps_start = len(content) <= max_length or tokenizer.truncation_side == "right"
-    keeps_end = len(content) <= max_length or tokenizer.truncation_side == "left"
-    if keeps_start and text.lstrip().startswith(_literal(tokenizer, before)):
-        before = []
-    if keeps_end and text.rstrip().endswith(_literal(tokenizer, after)):
-        after = []
-    excess = max(0, len(before) + len(content) + len(after) - max_length)
-    content = content[excess:] if tokenizer.truncation_side == "left" else content[: max(0, len(content) - excess)]
-    return [*before, *content, *after]
+    has_start = text.lstrip().startswith(_literal(tokenizer, ids[:start]))
+    has_end = text.rstrip().endswith(_literal(tokenizer, ids[end:]))
+    return list(ids[start if has_start else 0 : end if has_end else len(ids)])
 
 
 def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
@@ -110,109 +88,38 @@ def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | 
     )
 
 
-def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
-    """Return the first `max_length` ids of the text, without special tokens."""
-    ids: list[int] = []
-    for part in _parts(text, max_length, "right"):
-        ids = tokenizer(part, add_special_tokens=False)["input_ids"]
-        if len(ids) >= max_length + SPARE_TOKENS:
-            break
-    return ids[:max_length]
+def encode_bare_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of the text, without special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class Encoded(NamedTuple):
     """The tokens of a row."""
 
     ids: list[int]
-    types: list[int] | None = None  # of a text pair whose tokens have types
-    num_tokens: int = 0  # counted up to `SPARE_TOKENS` beyond the limit
+    types: list[int] | None = None  # of a text pair whose tokens have types, such as 1 in BERT's second text
 
 
 def encode_sentence(
-    tokenizer: Any,
-    text: str,
-    max_length: int,
-    *,
-    special_tokens: bool,
-    skipped_pad_id: int | None,
-    pair: str = "",
+    tokenizer: Any, text: str, *, special_tokens: bool, skipped_pad_id: int | None, pair: str = ""
 ) -> Encoded:
-    """Return the tokens of a sentence for a reward model, of a longer one up to `SPARE_TOKENS` beyond `max_length`.
+    """Return the tokens of a sentence for a reward model; nothing is truncated.
 
     Args:
         special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
         skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
         pair: the second text of a text pair; empty: there is none.
     """
-
-    def encode(limit: int) -> tuple[list[int], list[int] | None]:
-        if pair:
-            return _encode_pair(tokenizer, text, pair, limit, special_tokens)
-        return (encode_text if special_tokens else encode_bare_text)(tokenizer, text, limit), None
-
-    def without_padding(ids: list[int]) -> list[int]:
-        size = len(ids)
-        while size > 1 and ids[size - 1] == skipped_pad_id:
-            size -= 1
-        return ids[:size]
-
-    most = max_length + SPARE_TOKENS
-    ids, types = encode(most)
-    kept = without_padding(ids) if len(ids) < most else ids  # the end of a longer row may be missing
-    return Encoded(kept, types and types[: len(kept)], len(kept))
-
-
-def too_long(num_tokens: int, max_length: int) -> str:
-    """Return the message about a row that is too long; `num_tokens` is that of `Encoded`."""
-    least = "at least " if num_tokens >= max_length + SPARE_TOKENS else ""
-    return (
-        f"{least}{num_tokens} tokens, the model takes {max_length} (max_length), and nothing is truncated; "
-        "shorten the text"
-    )
-
-
-def _encode_pair(
-    tokenizer: Any, text: str, pair: str, max_length: int, special_tokens: bool
-) -> tuple[list[int], list[int] | None]:
-    """Return the ids of `tokenizer(text, pair, truncation=True)` and their types, such as 1 in BERT's second text.
-
-    Of very long texts, only a part that can remain is tokenised: for each pair of pieces that it cuts off, the
-    tokenizer makes a row, which could exhaust the memory.
-    """
-    parts = (_enough(tokenizer, one, max_length) for one in (text, pair))
-    encoded = tokenizer(*parts, truncation=True, max_length=max_length, add_special_tokens=special_tokens)
-    return encoded["input_ids"], encoded.get("token_type_ids")
-
-
-def _enough(tokenizer: Any, text: str, max_length: int) -> str:
-    """Return the text, or a part of it with more than `max_length` tokens."""
-    for part in _parts(text, max_length, tokenizer.truncation_side):
-        is_whole = len(part) == len(text)  # its tokens need no count
-        if is_whole or len(tokenizer(part, add_special_tokens=False)["input_ids"]) >= max_length + SPARE_TOKENS:
-            break
-    return part
-
-
-def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
-    """Yield prefixes (or suffixes, if `truncation_side` is left) of doubling length, and finally the whole text.
-
-    A part is cut at the end of a word if one is near, so that its tokens equal those of the whole text. A cut within a
-    word can change the tokens next to it; the callers discard those (`SPARE_TOKENS`).
-    """
-    size = CHARACTERS_PER_TOKEN * (max_length + SPARE_TOKENS)
-    while size < len(text):
-        if truncation_side == "left":
-            yield text[_word_end(text, range(len(text) - size, len(text) - size + LONGEST_WORD)) :]
-        else:
-            yield text[: _word_end(text, range(size, size - LONGEST_WORD, -1))]
-        size *= 2
-    yield text
-
-
-def _word_end(text: str, positions: range) -> int:
-    """Return the first of `positions` at which a word ends and white space begins; `positions[0]` if there is none."""
-    ends = (i for i in positions if text[i].isspace() and not text[i - 1].isspace())
-    return next(ends, positions[0])
+    types = None
+    if pair:
+        encoded = tokenizer(text, pair, add_special_tokens=special_tokens)
+        ids, types = encoded["input_ids"], encoded.get("token_type_ids")
+    else:
+        ids = (encode_text if special_tokens else encode_bare_text)(tokenizer, text)
+    size = len(ids)
+    while size > 1 and ids[size - 1] == skipped_pad_id:
+        size -= 1
+    return Encoded(ids[:size], types and types[:size])
 
 
 def _literal(tokenizer: Any, special_ids: list[int]) -> str:

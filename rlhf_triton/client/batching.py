@@ -1,7 +1,6 @@
 """Requests of several rows: rows that come at about the same time share one, and one that is refused is halved."""
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -15,22 +14,18 @@ F = TypeVar("F")
 class Gathering(Generic[T, R]):
     """Gathers rows for a request, which is sent as soon as it is full, or a moment after its first row."""
 
-    def __init__(
-        self, send: Callable[[list[T]], Awaitable[R]], *, gather_s: float, max_rows: int, max_size: float = math.inf
-    ) -> None:
-        """`max_size`: of the rows of a request together, in the unit of `add`."""
-        self._send, self._gather_s, self._max_rows, self._max_size = send, gather_s, max_rows, max_size
+    def __init__(self, send: Callable[[list[T]], Awaitable[R]], *, gather_s: float, max_rows: int) -> None:
+        self._send, self._gather_s, self._max_rows = send, gather_s, max_rows
         self._rows: list[T] = []  # of the request that is open
-        self._size, self._is_full = 0, asyncio.Event()
+        self._is_full = asyncio.Event()
         self._request: asyncio.Task[R]
 
-    def add(self, rows: Sequence[T], size: int = 0) -> tuple[asyncio.Task[R], int]:
-        """Return the request that carries all of these rows, and the index of the first row in it."""
-        if len(self._rows) + len(rows) > self._max_rows or self._size + size > self._max_size:
+    def add(self, rows: Sequence[T]) -> tuple[asyncio.Task[R], int]:
+        """Return the request that these rows are sent in, all of them, and the index of the first one in it."""
+        if len(self._rows) + len(rows) > self._max_rows:
             self.flush()
         index = len(self._rows)
         self._rows += rows
-        self._size += size
         if index == 0:
             self._request = asyncio.create_task(self._sent(self._rows, self._is_full))
             asyncio.get_running_loop().call_later(self._gather_s, self._is_full.set)
@@ -41,7 +36,7 @@ class Gathering(Generic[T, R]):
     def flush(self) -> None:
         """Send the open request, if there is one."""
         self._is_full.set()
-        self._rows, self._size, self._is_full = [], 0, asyncio.Event()
+        self._rows, self._is_full = [], asyncio.Event()
 
     async def _sent(self, rows: list[T], is_full: asyncio.Event) -> R:
         await is_full.wait()

@@ -13,7 +13,6 @@ from rlhf_triton.wire.contract import (
     LABELS,
     LOAD_LABEL,
     PROCESS,
-    QUEUE_US,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
     REWARD_VERSION,
@@ -121,11 +120,6 @@ class ServedModel:
     def is_live(self) -> bool:
         """Whether the server names the version of its reward model."""
         return REWARD_VERSION in self.outputs
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the server returns times."""
-        return QUEUE_US in self.outputs
 
     @property
     def reads_texts(self) -> bool:

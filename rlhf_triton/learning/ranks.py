@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -70,10 +70,6 @@ class OneRank:
     def gather(self, value: Any) -> list[Any]:
         """Return the value of this rank."""
         return [value]
-
-    def totals(self, values: Sequence[float]) -> list[float]:
-        """Return the values of this rank."""
-        return list(values)
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the values of this rank."""
@@ -203,10 +199,6 @@ class Ranks:
         self._values.delete_key(f"{self._gathers - KEPT}/{self.rank}")
         dist.barrier()
         return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
-
-    def totals(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of values over all ranks; collective."""
-        return self.summed(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def summed(self, values: Tensor) -> Tensor:
         """Replace CPU values by their sums over all ranks, and return them; collective."""

@@ -122,7 +122,8 @@ class Trained:
         # Added one by one: from Python 3.12 on, `sum` rounds differently.
         values = torch.stack([torch.stack([part[name] for name in parts[0]]) for part in parts]).tolist()
         sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
-        return dict(zip(parts[0], self.ranks.totals(sums), strict=True))
+        totals = self.ranks.summed(torch.tensor(sums, dtype=torch.float64)).tolist()
+        return dict(zip(parts[0], totals, strict=True))
 
     def drop_gradients(self) -> None:
         """Discard the gradients."""

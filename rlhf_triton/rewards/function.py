@@ -4,7 +4,6 @@ Imports only the standard library, so that worker processes start fast.
 """
 
 import collections
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -213,32 +212,20 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
         return function  # whatever its signature
     try:
         signature = inspect.signature(function)
-        if is_class and TIMEOUT_OPTION in signature.parameters:
-            options[TIMEOUT_OPTION] = timeout_s
-        has_columns = not is_class and COMPLETIONS in signature.parameters  # which are its other arguments
-        _check_names(options, [*signature.parameters.values()][0 if is_class else 1 :], complete=not has_columns)
-        return function(**options) if is_class else functools.partial(function, **options)
+        if is_class:
+            limit = {TIMEOUT_OPTION: timeout_s} if TIMEOUT_OPTION in signature.parameters else {}
+            return function(**options, **limit)
+        if COMPLETIONS in signature.parameters:  # its other arguments are columns
+            signature.bind_partial(**options)
+        else:
+            signature.bind(None, **options)
+        return functools.partial(function, **options)
     except FunctionError as error:
         raise FunctionError(f"{spec}: {error}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code, as above
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
-
-
-def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parameter], *, complete: bool) -> None:
-    """Raise FunctionError for an option that is none of `parameters`; if `complete`, also for one that is missing."""
-    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    valid = [each.name for each in named]
-    unknown = sorted(options.keys() - set(valid))
-    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        near = difflib.get_close_matches(unknown[0], valid, 1)
-        names = ", ".join(name for name in valid if name != TIMEOUT_OPTION) or "none"
-        hint = f"did you mean {near[0]}?" if near else f"the options: {names}"
-        raise FunctionError(f"options.{unknown[0]}: unknown; {hint}")
-    for each in named:
-        if complete and each.default is each.empty and each.name not in options:
-            raise FunctionError(f"options.{each.name}: missing")
 
 
 def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:

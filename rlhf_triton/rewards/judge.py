@@ -49,7 +49,7 @@ Text = Annotated[str, pydantic.StringConstraints(min_length=1)]
 class Judge(pydantic.BaseModel):
     """Scores a sample; the fields are the options. Raises FunctionError for an invalid one."""
 
-    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
     model: Text
     """Name of the model, as the endpoint knows it."""

@@ -43,9 +43,6 @@ from rlhf_triton.store.ownership import Sender, owners_after, refuse_superseded
 from rlhf_triton.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractError
 from rlhf_triton.wire.training_payload import TrainPayload
 
-# The sidecar's heartbeat file, and a watch that measures the time since its last change without wall clocks.
-
-
 HEARTBEAT_FILE = "heartbeat.json"
 LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
 HEARTBEAT_TIMEOUT_S = 15.0  # without progress of the sidecar, after which callers of critic_train get a 503
@@ -87,14 +84,11 @@ class HeartbeatWatch:
         return now - self._since
 
 
-# Read-only view of a journal, shared by the writers inside tritonserver and the sidecar.
-
-
 DAMAGED = "damaged"  # stands in for a digest that cannot be read
 
 
 class JournalState:
-    """The journal of one run, read-only."""
+    """The journal of one run, read-only, as the writers inside tritonserver and the sidecar share it."""
 
     def __init__(self, root: Path, run_id: str) -> None:
         self.root = root
@@ -234,14 +228,12 @@ ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that ho
 
 
 class Journal(JournalState):
-    """The journal of one run, with the operations that modify it."""
+    """The journal of one run: tritonserver calls the methods `accept_...`, the sidecar the others."""
 
     def __init__(self, root: Path, run_id: str, integrity: Algorithm = DEFAULT) -> None:
         """`integrity`: algorithm of the digests in new entries."""
         super().__init__(root, run_id)
         self._integrity = integrity
-
-    # ---- writers: inside tritonserver ----
 
     def accept_training(
         self,
@@ -370,8 +362,6 @@ class Journal(JournalState):
         result = self.result(entry)
         return result is not None and result.error is not None
 
-    # ---- the sidecar ----
-
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
         """Hold the journal's exclusive lock and yield the new epoch, which is one above the last.
@@ -481,8 +471,6 @@ class Journal(JournalState):
     def beat(self, heartbeat: Heartbeat) -> None:
         """Write the heartbeat, without fsync: a lost one is replaced by the next one."""
         durable.write_json(self.root / HEARTBEAT_FILE, asdict(heartbeat), durable=False)
-
-    # ---- internal ----
 
     def _make_folders(self) -> None:
         for folder in (self._entries, self._results):  # both at once: an NFS client may remember that one is missing

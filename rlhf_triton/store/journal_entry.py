@@ -121,18 +121,16 @@ def metadata_in(path: Path, name: str) -> str | None:
         return None
 
 
-# Writes a training entry's file while other threads validate its content and compute its digest.
-#
-# Hashing takes about as long as writing, so the two overlap: the file starts with a placeholder header, and the header
-# with the digest replaces it at the end. The arrays are written from their own buffers, without a copy.
-
-
 DTYPES = {"float32": "F32", "int64": "I64"}  # NumPy name -> safetensors name
 BESIDE = ThreadPoolExecutor(3, "journal-file")  # hashing and checks; the writing thread mostly waits for the disk
 
 
 class TrainingFile:
-    """The safetensors file of one payload, with `digest` in its metadata."""
+    """The safetensors file of one payload, with `digest` in its metadata.
+
+    Hashing takes about as long as writing, so the two overlap: the file starts with a placeholder header, and the
+    header with the digest replaces it at the end. The arrays are written from their own buffers, without a copy.
+    """
 
     def __init__(
         self,

@@ -30,19 +30,16 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import make_folder, read_json, write_json
 
-# Records of a model's instances: which version each serves, and whether it is alive.
-#
-# Each instance writes one small file in a folder that servers and sidecar share, so readers need no connection to the
-# servers.
-
-
 REMOTE_SILENCE_S = 15.0  # an instance that is suspended, or whose process is not visible here, is dead after this
 STOPPED = ("T", "t")  # process states: suspended by a signal, by a debugger
 
 
 @dataclass(frozen=True)
 class ServingRecord:
-    """State of one instance of a model, written by the instance."""
+    """State of one instance of a model: which version it serves, and whether it is alive.
+
+    The instance writes it to a folder that servers and sidecar share, so readers need no connection to the servers.
+    """
 
     instance: str
     host: str

@@ -346,7 +346,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
 def make_policy(checkpoint: Path, **settings: Any) -> Policy:
-    return Policy.of(actor_section(model=checkpoint, max_new_tokens=12, **settings))
+    return Policy(actor_section(model=checkpoint, max_new_tokens=12, **settings))
 
 
 def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[SampledRow]:

@@ -108,7 +108,7 @@ PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5
 
 @pytest.fixture(scope="module")
 def policy(checkpoint: Path) -> Policy:
-    made = Policy.of(actor_section(model=checkpoint, max_new_tokens=12, generation_batch_size=2))
+    made = Policy(actor_section(model=checkpoint, max_new_tokens=12, generation_batch_size=2))
     made.model.lm_head.weight.data[made.eos_ids[0]] += 0.5  # responses end now and then
     return made
 

@@ -159,8 +159,8 @@ def test_a_text_begins_as_the_tokenizer_begins_it_and_a_chat_as_its_template_doe
     before = tokenizer.convert_tokens_to_ids([start] if start else [])
     path = write(tmp_path, {"text": text}, {"text": start + text}, {"prompt": chat}, {"prompt": text})
     plain, given, rendered, other = (prompt.tokens.tolist() for prompt in read(path, tokenizer=tokenizer))
-    assert plain == other == [*before, *bare] == encode_text(tokenizer, text, 99)[: len(plain)]
-    assert given == encode_text(tokenizer, start + text, 99)[: len(given)]
+    assert plain == other == [*before, *bare] == encode_text(tokenizer, text)[: len(plain)]
+    assert given == encode_text(tokenizer, start + text)[: len(given)]
     assert given[:1] + given[1:].count(given[0]) * ["twice"] == plain[:1]
     assert rendered == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert read(path, tokenizer=tokenizer, add_special_tokens=False)[0].tokens.tolist() == bare

@@ -19,13 +19,12 @@ import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from live_system import Checkpoints, make_run
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.sample import SampledRow
 from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
-from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
 from rlhf_triton.actor.run.recorder import ConstantTerms, Recorder
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
@@ -33,11 +32,12 @@ from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
+from rlhf_triton.config import ActorSection, ConfigError, OptimizerSection, PolicySection, RunConfig, load_config
 from rlhf_triton.config.actor import Tracker
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE
+from rlhf_triton.learning.trained import Trained
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
@@ -45,25 +45,22 @@ from tests.support.prompts import one_prompt
 from tests.support.samples import a_sample, rewarded
 from tests.support.settings import nested
 
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
 
 class TinyPolicy:
     """What checkpoints are made of, and nothing that generates."""
 
     ranks = ALONE
-    write_state, read_state = Policy.write_state, Policy.read_state
 
     def __init__(self) -> None:
         self.settings = PolicySection()
         self.model = torch.nn.Linear(2, 2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.optimizer_step = 0
+        self.trained = Trained(self.model, self.settings, OptimizerSection(), section="actor.policy")
         self.fingerprint = "of its start"
 
     def save(self, folder: Path) -> None:
         save_file(self.model.state_dict(), folder / "model.safetensors")
-
-    def load(self, folder: Path) -> None:
-        self.model.load_state_dict(load_file(folder / "model.safetensors"))
 
 
 class Server:
@@ -224,7 +221,7 @@ def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
 
 def damage_all(server: Server, root: Path, recorder: Recorder) -> None:
     for step in (2, 4):
-        (root / str(step) / "model.safetensors").unlink()
+        (root / str(step) / SHARD).unlink()
 
 
 def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
@@ -235,7 +232,7 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
     ("trouble", "kind", "message"),
     [
         (lose_every_step, RequestFailed, "rewind_to: 2"),
-        (damage_all, CheckpointError, r"2/model\.safetensors cannot be read.*there is no earlier checkpoint"),
+        (damage_all, CheckpointError, rf"2/{SHARD} cannot be read.*there is no earlier checkpoint"),
         (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
     ],
 )
@@ -251,7 +248,7 @@ async def test_a_run_without_a_checkpoint_to_resume_from_does_not_start_anew(
     assert (saved_steps(root), server.rewound) == ([2, 4], [])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", [SHARD, "state.json"])
 async def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
 ):

@@ -45,7 +45,7 @@ from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.dialects import RewardInput
 from rlhf_triton.tools.gateway.rows import reply_row
-from rlhf_triton.trainer.live import read_pairs
+from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
     VALUES,
@@ -606,7 +606,7 @@ def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
     row = replace(row, messages=messages)
     whole = theirs.apply_chat_template([QUESTION, *messages], tokenize=False)
     assert whole.endswith(" A day.(look)<|im_end|>")
-    assert scored_ids(Reader(tmp_path, theirs), row) == encode_text(theirs, whole, 500)
+    assert scored_ids(Reader(tmp_path, theirs), row) == encode_text(theirs, whole)
 
 
 def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
@@ -671,13 +671,13 @@ def test_a_run_is_scored_by_the_reward_models_own_rendering(tmp_path: Path, othe
         row = (with_a_tool if shape == "tools" else answered)(row_of(columns), reply)
         if before is None:
             first, whole = columns["text"], columns["text"] + text
-            assert scored_ids(ended, row) == encode_text(theirs, whole + theirs.eos_token, 500), reply
+            assert scored_ids(ended, row) == encode_text(theirs, whole + theirs.eos_token), reply
         else:
             said = [*before, *row.messages[:-1]]
             first = theirs.apply_chat_template(said, tokenize=False)
             whole = theirs.apply_chat_template([*said, assistant(text)], tokenize=False)
-        assert scored_ids(joined, row) == encode_text(theirs, whole, 500), reply
-        assert scored_ids(pairs, row) == (theirs(first, text)["input_ids"] if text else encode_text(theirs, first, 500))
+        assert scored_ids(joined, row) == encode_text(theirs, whole), reply
+        assert scored_ids(pairs, row) == (theirs(first, text)["input_ids"] if text else encode_text(theirs, first))
 
 
 def gate_ids(
@@ -786,7 +786,7 @@ def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, 
     gateway = RewardInput.model_validate({"messages": whole}).row()
     ways = [(gateway.text, gateway.metadata), ("", {"messages": whole})]
     ways.append((text, {"messages": [QUESTION], "response": text, "reply_messages": [reply]}))
-    expected = encode_text(theirs, theirs.apply_chat_template(whole, tokenize=False), 500)
+    expected = encode_text(theirs, theirs.apply_chat_template(whole, tokenize=False))
     assert pairs_ids(reader, ways) == [expected] * 3
     assert gate_ids(tmp_path, [QUESTION], reply) == expected
     # The reply comes twice in a request, the question twice in UltraFeedback's columns; each is read once.
@@ -816,7 +816,7 @@ def test_tools_that_a_reward_models_template_does_not_know_are_refused_or_left_o
     reader = RowReader(tmp_path, **known, template=RowTemplate(recipe.replace("\\n", "\n")))
     whole = POLICY.apply_chat_template([QUESTION, assistant(" A day.")], tokenize=False)
     found = [reader.row_of_text(0, *row, "").tokens.tolist() for row in ((" A day.", metadata), ("", metadata))]
-    assert found == [encode_text(POLICY, whole.removesuffix("\n"), 500)] * 2
+    assert found == [encode_text(POLICY, whole.removesuffix("\n"))] * 2
 
 
 def test_the_columns_of_a_row_for_the_template_reach_both_models(tmp_path: Path):
@@ -827,6 +827,6 @@ def test_the_columns_of_a_row_for_the_template_reach_both_models(tmp_path: Path)
     prompt = PromptReader(theirs, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
     assert prompt.text == theirs.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **options)
     whole = theirs.apply_chat_template([QUESTION, assistant(" A day.")], tokenize=False, **options)
-    assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole, 500)
+    assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole)
     with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which has the tools of"):
         PromptReader(theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))

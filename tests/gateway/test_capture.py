@@ -243,10 +243,6 @@ async def test_replies_end_as_their_request_says() -> None:
         assert sampler.samplings[-1] == Sampling(3, 0.5, 0.9, ("x",))
         await chat(caller, "s", [USER])
         assert sampler.samplings[-1] == Sampling(500)
-        [choice] = (await chat(caller, "s", [USER], logprobs=True))["choices"]
-        tokens = choice["logprobs"]["content"]
-        assert [each["logprob"] for each in tokens] == [-0.5 - i for i in range(len(tokens))]
-        assert b"".join(bytes(each["bytes"]) for each in tokens).decode() == "A END B<|im_end|>"
 
 
 async def test_only_well_formed_tool_calls_are_parsed() -> None:
@@ -303,47 +299,35 @@ async def test_streams_have_the_events_of_each_api() -> None:
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-BOTH: dict[str, Json] = {
-    "messages": {"messages": []},
-    "messages[0]": {"messages": [5]},
-    "messages[0].role": {"messages": [{"role": "critic", "content": "x"}]},
-    "temperature": {"temperature": float("nan")},
-    "top_p": {"top_p": "high"},
-    "max_tokens": {"max_tokens": 0},
-    "tools[0].name": {"tools": [{"type": "custom", "input_schema": {}}]},
-    "unknown": {"unknown": 1},
-    "stream": {"stream": 1},
-}
+BOTH: list[tuple[str, Json]] = [
+    ("messages", {"messages": []}),
+    ("messages[0]", {"messages": [5]}),
+    ("messages[0].role", {"messages": [{"role": "critic", "content": "x"}]}),
+    ("temperature", {"temperature": float("nan")}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("body", {"unknown": 1}),
+    ("stream", {"stream": 1}),
+]
 REFUSED: list[tuple[str, str, Json]] = [
-    *((MESSAGES, field, fields) for field, fields in BOTH.items()),
-    *((CHAT, field, fields) for field, fields in BOTH.items() if field != "tools[0].name"),
+    *((path, field, fields) for path in (CHAT, MESSAGES) for field, fields in BOTH),
     (CHAT, "n", {"n": 2}),
     (CHAT, "messages[0].name", {"messages": [{**USER, "name": "x" * 201}]}),
-    (CHAT, "messages[0].tool_call_id", {"messages": [{**USER, "tool_call_id": "x" * 201}]}),
     (CHAT, "logit_bias", {"logit_bias": {"5": -100}}),
-    (CHAT, "response_format", {"response_format": {"type": "json_object"}}),
-    (CHAT, "seed", {"seed": 1}),
+    (CHAT, "response_format.type", {"response_format": {"type": "json_object"}}),
+    (CHAT, "logprobs", {"logprobs": True}),
     (CHAT, "tool_choice", {"tool_choice": "required"}),
     (CHAT, "tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
     (CHAT, "messages", {"messages": [USER, {"role": "assistant", "content": "a prefix"}]}),
-    (CHAT, "messages[0].content[0].type", {"messages": [IMAGE]}),
-    (CHAT, "messages[0].audio", {"messages": [{**USER, "audio": {"id": "x"}}]}),
+    (CHAT, "messages[0].content[0]", {"messages": [IMAGE]}),
     (
         CHAT,
         "messages[0].tool_calls[0].function.arguments",
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}, USER]},
     ),
-    (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
-    (
-        MESSAGES,
-        "messages[0].content[0].tool_use_id",
-        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-    ),
-    (MESSAGES, "top_k", {"top_k": 5}),
+    (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     (MESSAGES, "thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
     (MESSAGES, "tool_choice.type", {"tool_choice": {"type": "any"}}),
-    (MESSAGES, "tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
-    (MESSAGES, "stop_sequences", {"stop_sequences": [""]}),
+    (MESSAGES, "stop_sequences[0]", {"stop_sequences": [""]}),
 ]
 
 
@@ -355,7 +339,6 @@ async def test_what_cannot_be_honoured_is_refused_in_the_shape_of_the_api() -> N
             error = reply["error"]
             assert (status, error["type"]) == (400, "invalid_request_error"), (path, field)
             assert error["message"].startswith(f"{field}: "), error
-            assert " must " in error["message"]
             assert "\n" not in error["message"]
             assert (reply["type"], error["param"], error["code"]) == ("error", field, 400), "both shapes"
         for path in (CHAT, MESSAGES):
@@ -434,7 +417,7 @@ async def test_bodies_leave_the_gateway_before_the_policy_samples() -> None:
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
 
 
-async def test_a_context_is_rendered_beside_the_event_loop_if_it_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_context_is_rendered_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[threading.Thread] = []
     prompt = Chat.prompt
 
@@ -442,14 +425,11 @@ async def test_a_context_is_rendered_beside_the_event_loop_if_it_may_fit(monkeyp
         places.append(threading.current_thread())
         return prompt(chat, messages)
 
-    async with scripted_gateway(ScriptedSampler(), most_tokens=100) as (caller, _):
+    async with scripted_gateway(ScriptedSampler()) as (caller, _):
         monkeypatch.setattr(Chat, "prompt", watched)
         await say(caller, "s", [USER])
         assert len(places) == 1
         assert places[0] is not threading.current_thread()
-        long = {"messages": [{"role": "user", "content": "a " * 5_000}]}
-        assert ": end the session" in await caller.error(f"/sessions/s{CHAT}", long, 400)
-        assert len(places) == 1, "no token is as long as that"
 
 
 # ---- sessions ----

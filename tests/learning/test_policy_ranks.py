@@ -70,8 +70,8 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
 def make(section: Any, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
     """The policy and its update; adapters that are not zero at the start."""
     torch.manual_seed(0)
-    policy = Policy.of(section, ranks)
-    return policy, PolicyUpdate.of(section, policy, Method.of(section.algorithm, section.kl))
+    policy = Policy(section, ranks)
+    return policy, PolicyUpdate(section, policy, Method.of(section.algorithm, section.kl))
 
 
 def batch_of(seed: int) -> PPOBatch:

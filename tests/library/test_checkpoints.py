@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_checkpoints import POSITIONS, VOCAB, change_config, save_tiny
+from tiny_checkpoints import change_config, save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -33,24 +32,6 @@ def refused(*parts: object):
 
 
 # ---- everything else ----
-
-
-def test_what_is_found(tmp_path: Path):
-    model = save_tiny(tmp_path, "llama", "reward", num_labels=2)
-    assert inspect_checkpoint(tmp_path).labels == (), "names that only count say nothing"
-    change_config(tmp_path, id2label={0: "helpfulness", 1: "verbosity"})
-    (tmp_path / "tokenizer.json").write_text("{}")
-    tensors = load_file(tmp_path / "model.safetensors")
-    half = {name: tensor if name == "score.weight" else tensor.bfloat16() for name, tensor in tensors.items()}
-    save_file(half, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    size, head = sum(p.numel() for p in model.parameters()), model.score.weight.numel()
-    info = inspect_checkpoint(tmp_path)
-    assert (info.model_type, info.architecture) == ("llama", "LlamaForSequenceClassification")
-    assert info.labels == ("helpfulness", "verbosity")
-    assert (info.vocab_size, info.max_positions, info.tokenizer) == (VOCAB, POSITIONS, "fast (tokenizer.json)")
-    assert (info.num_parameters, info.num_bytes) == (size, 2 * (size - head) + 4 * head)
-    assert list(info.dtypes.items()) == [("BF16", size - head), ("F32", head)]
-    assert (info.files, info.constants) == ([tmp_path / "model.safetensors"], None)
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path):

@@ -22,7 +22,7 @@ from rlhf_triton.critic_client import (
     RequestRefused,
     ServerFailed,
 )
-from rlhf_triton.critic_client.client import training_arrays
+from rlhf_triton.critic_client.rows import training_arrays
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import Limits, VersionRange
 from rlhf_triton.wire.training_payload import train_payload

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rlhf_triton.config import RewardTerm, RunConfig, keys_of, load_config
 from rlhf_triton.config.without_effect import without_effect
@@ -204,60 +203,6 @@ def test_keys_paths_and_links_exist(page: Path) -> None:
 
 
 # Of docs/coming-from.md: names on our side that are neither keys nor commands nor options.
-OTHER_NAMES = {
-    *("critic", "critic_infer", "critic_train", "critic_save", "reward_model"),  # served models
-    *("prompt", "text", "messages", '"text"'),  # columns of prompt files
-    *(f"sample.{name}" for name in Sample.__dataclass_fields__),
-    *("trainer.optimizer", "vllm serve"),
-}
-
-
-def wrong_names(rows: list[str]) -> list[str]:
-    """The names on our side of a table of docs/coming-from.md, all columns but the first, that do not exist."""
-    options = set().union(*(options_in(ROOT / f"{module.replace('.', '/')}.py") for module, _ in COMMANDS.values()))
-    known = OTHER_NAMES | KNOWN_KEYS | options | {f"rlhf-triton {command}" for command in COMMANDS}
-    spans = [span for row in rows for span in SPAN.findall(row.split(" | ", 1)[1])]
-    return [span for span in spans if span not in known and not is_setting(*span.partition(": "))]
-
-
-def is_setting(key: str, _: str, value: str) -> bool:
-    """Whether a key takes this value, whatever other keys may demand of it."""
-    if key not in KNOWN_KEYS or not value:
-        return False
-    section: Any = RunConfig
-    *path, last = key.split(".")
-    for name in path:
-        kinds = [section.model_fields[name].annotation, *get_args(section.model_fields[name].annotation)]
-        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    field = section.model_fields[last]
-    kind = TypeAdapter(Annotated[(field.annotation, *field.metadata, None)])
-    try:
-        kind.validate_python(yaml.safe_load(value) if value.startswith("[") else value)
-    except (ValidationError, yaml.YAMLError):
-        return False
-    return True
-
-
-def tables_of(page: Path) -> dict[str, list[str]]:
-    """The rows of a page's tables, by what stands over the first column."""
-    tables: dict[str, list[str]] = {}
-    for part in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
-        head, _, *rows = part.splitlines()
-        tables[head.split("|")[1].strip()] = rows
-    return tables
-
-
-COMING_FROM = tables_of(ROOT / "docs" / "coming-from.md")
-
-
-@pytest.mark.parametrize("table", COMING_FROM)
-def test_our_side_of_each_table_for_users_of_other_trainers_exists(table: str) -> None:
-    rows = COMING_FROM[table]
-    assert wrong_names(rows) == []
-    for row in rows:  # nor is the check blind
-        left, right = row.split(" | ", 1)
-        for invented in {f"{span}x" for span in SPAN.findall(right) if ".py:" not in span}:
-            assert wrong_names([f"{left} | {right} `{invented}`"]) == [invented]
 
 
 def anchors(page: Path) -> set[str]:

@@ -9,7 +9,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -299,14 +298,6 @@ def test_a_swap_leaves_nothing_behind(tmp_path: Path):
 # ---- micro-batches ----
 
 
-def test_plans_of_micro_batches():
-    # Sorted: 1 2 2 3 9. Three rows of 2 cost 6; four of 3 would cost 12; the row of 9 is over the budget: alone.
-    assert plan_micro_batches([9, 2, 1, 3, 2], token_budget=6, max_rows=64) == [[2, 1, 4], [3], [0]]
-    assert plan_micro_batches([9, 2, 1, 3, 2], token_budget=12, max_rows=64) == [[2, 1, 4, 3], [0]]
-    assert plan_micro_batches([5, 5, 5], token_budget=100, max_rows=2) == [[0, 1], [2]]
-    assert plan_micro_batches([], token_budget=1, max_rows=1) == []
-
-
 @given(lengths=st.lists(st.integers(1, 40), max_size=60), token_budget=st.integers(1, 100), max_rows=st.integers(1, 9))
 def test_batches_hold_every_row_once_within_the_budget_and_have_no_room_for_another(
     lengths: list[int], token_budget: int, max_rows: int
@@ -593,19 +584,6 @@ def test_a_row_scores_as_in_transformers_whatever_was_scored_before_or_beside_it
     assert_close(score(MIXED[::-1]), expected[::-1])
     for i in (5, 1, 3, 0, 1):  # a long row before each short one
         assert_close(score([MIXED[i]]), [expected[i]])
-
-
-@models
-def test_workers_that_share_a_model_write_nothing_of_it(tmp_path: Path, model: str):
-    save(tmp_path, model, "critic")
-    critic = load_critic(tmp_path)
-    alone = [critic.values([row])[0] for row in MIXED]
-    swapped = critic.with_weights(tmp_path)  # shares the table with the version before it
-    before = [(id(buffer), buffer._version) for buffer in critic.model.buffers()]
-    with ThreadPoolExecutor(3) as workers:
-        for i, found in enumerate(workers.map(lambda i: (critic, swapped)[i % 2].values([MIXED[i % 7]])[0], range(70))):
-            np.testing.assert_allclose(found, alone[i % 7], atol=TOLERANCE)
-    assert [(id(buffer), buffer._version) for buffer in critic.model.buffers()] == before
 
 
 @torch.no_grad()

@@ -15,8 +15,7 @@ from tiny_checkpoints import POSITIONS, save_tiny
 from tiny_tokenizers import save_chat_policy
 from triton_python_backend_utils import Request
 
-from rlhf_triton.actor.data.prompt_files import PromptError
-from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, read_prompts
+from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import SampledRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -60,7 +59,7 @@ def save_policy(folder: Path, family: str = "llama") -> Path:
 def make_policy(folder: Path, **settings: Any) -> Policy:
     limits = {"model": folder, "max_new_tokens": 8, "prompts_max_tokens": 12, "precision": "bfloat16"}
     torch.manual_seed(0)
-    return Policy.of(actor_section(**{**limits, **settings}))
+    return Policy(actor_section(**{**limits, **settings}))
 
 
 def by_hand(model: Any, rows: list[SampledRow], banned: list[int]) -> torch.Tensor:
@@ -218,7 +217,7 @@ def policy_of(folder: Path, model: str, *, length: int, **settings: Any) -> Poli
     save(folder, model, "language", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder)
     limits = {"prompts_max_tokens": 6, "max_new_tokens": length - 6}
-    return Policy.of(actor_section(**{"model": folder, "precision": "float32", **limits, **settings}))
+    return Policy(actor_section(**{"model": folder, "precision": "float32", **limits, **settings}))
 
 
 SHORT_PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
@@ -262,7 +261,7 @@ def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, famil
     save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})
     tokenizer.save_pretrained(tmp_path)
-    policy = Policy.of(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
+    policy = Policy(actor_section(model=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
     assert torch.isfinite(logprobs_of(policy, rows_of(policy.generate(SHORT_PROMPTS, seed=0)))).all()
     assert render_configs._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
@@ -275,7 +274,7 @@ def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
     config = RunConfig.model_validate(
         {"run": {"dir": tmp_path}, "actor": actor, "reference": {"model": tmp_path / "policy"}}
     )
-    policy = Policy.of(actor_section(model=tmp_path / "policy", max_new_tokens=8))
+    policy = Policy(actor_section(model=tmp_path / "policy", max_new_tokens=8))
     row = policy.generate(SHORT_PROMPTS, seed=0)[0][0].tokens
     unknown = np.array([3, 165, 4])
     own = load_language_model(tmp_path / "policy", banned_token_ids=[0, 1, *range(160, 176)]).logprobs([row, unknown])
@@ -285,15 +284,3 @@ def test_a_served_reference_leaves_out_what_the_tokenizer_lacks(tmp_path: Path):
         found = request.responses.get(timeout=120).outputs[LOGPROBS]
     np.testing.assert_allclose(found[0, : row.size], own[0], atol=1e-5)
     assert found[1, :3].tolist() == pytest.approx([-np.inf, own[1][1], 0.0], abs=1e-5)
-
-
-def test_a_prompt_of_tokens_beyond_the_embeddings_is_refused(tmp_path: Path):
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
-    (tmp_path / "prompts.jsonl").write_text('{"text": "Open the file"}\n{"text": "Open <tool>"}\n')
-    size = len(tokenizer) - 1
-    with pytest.raises(
-        PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is outside the policy's {size} embedd"
-    ):
-        read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size))
-    assert len(read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size + 1))) == 2

@@ -33,8 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from rlhf_triton.checkpoints.heads import GATES
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import RewardSection
 from rlhf_triton.config.labels import attribute_weights
+from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.python_backend.models import loading
 from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -922,6 +922,16 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
     "pair-preference-model": (
         Shape("llama", "LlamaForCausalLM", {}, layers(), language=True),
         ["its weights have no head", "reward.logit"],
+    ),
+    "a head that is wider than the body": (
+        Shape("llama", "X", {"v_head.summary.weight": (1, 24)}, layers()),
+        ["v_head.summary.weight", r"has shape \[1, 24\]"],
+    ),
+    "a head of a class that is wider than the body": (
+        Shape(
+            "bert", "BertForSequenceClassification", {"classifier.weight": (1, 24), "classifier.bias": (1,)}, layers()
+        ),
+        ["classifier.weight", r"has shape \[1, 24\]", rf"\[num_labels, {H}\]"],
     ),
     "an activation that is unknown": (
         Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_activation": "snake"}),

@@ -1,10 +1,7 @@
 """Models split over two processes: same outputs as in one process, and new weights that all ranks accept or none."""
 
-import json
-import multiprocessing
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,29 +135,6 @@ def test_what_one_rank_refuses_no_rank_serves(ranks: ServingRanks, versions: lis
         with pytest.raises(CheckpointError, match="rank 1: " + ("" if is_cut else f"{LAYER} has values that are not")):
             ranks.load("load_critic", versions[1], previous, {})
     assert_same(ranks, served, load_model("load_critic", versions[0], None, {}))
-
-
-def test_rows_reach_the_other_ranks_as_they_are() -> None:
-    """The longest of them are larger than a socket's buffer."""
-    rows = [np.arange(2 * length, dtype=np.int32)[::2] + (1 << 30) for length in (8192, 0, 1, 70_000)]
-    ours, theirs = multiprocessing.Pipe()
-    rank, model = Rank(SimpleNamespace()), Mock()  # type: ignore[arg-type]
-    rank._models[7] = model
-    controller = ServingRanks.__new__(ServingRanks)
-    controller._connections, controller._unused = [ours], deque()
-    controller._forwards, controller._sending = threading.Lock(), threading.Lock()
-    controller._keys = {model: 7}  # type: ignore[assignment]
-    controller._group = SimpleNamespace(device="cpu")  # type: ignore[assignment]
-    other = threading.Thread(
-        target=lambda: rank.execute(json.loads(theirs.recv_bytes()), theirs.recv_bytes), daemon=True
-    )
-    other.start()
-    with controller.forward(model, rows, 70_000):
-        other.join()
-    (received, width) = model.launch.call_args.args
-    assert width == 70_000
-    assert [row.dtype for row in received] == [np.dtype(np.int64)] * len(rows)
-    assert [row.tolist() for row in received] == [row.tolist() for row in rows]
 
 
 def test_a_rank_loads_one_model_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from triton_python_backend_utils import InferenceResponse, Request
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tokenization import (
     dropped_ids,
-    encode_bare_text,
     encode_text,
     reply_text,
     single_tokens,
@@ -174,7 +172,7 @@ def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
     assert [row.tolist() for row in tokens] == [one["input_ids"] for one in encoded]
     assert [None if row is None else row.tolist() for row in types] == [one.get("token_type_ids") for one in encoded]
     for huge in [(LONG, "y"), ("y", LONG), ("word " * 199_000, "one " * 199_000)]:  # not tokenised as a whole
-        with pytest.raises(ContractError, match=r"sentences\[0\]: (at least )?\d+ tokens, the model takes 64"):
+        with pytest.raises(ContractError, match=r"sentences\[0\]: \d+ (tokens|characters), the model takes 64"):
             read(tmp_path, [huge[0]], takes_pairs=True, text_pairs=texts_array([huge[1]]))
     given = [{"text": first, "text_pair": second} for first, second in pairs]
     np.testing.assert_allclose(
@@ -277,68 +275,34 @@ def test_a_padding_token_that_ends_texts_is_skipped_as_in_the_pipeline(tmp_path:
     assert [load_reward(tmp_path, pooling=each).skipped_pad_id for each in ("last", "mean")] == [None, None]
 
 
-@pytest.mark.parametrize("template", ["", "{{ eos_token }}"])
-def test_a_row_that_ends_with_its_eos_pools_there(tmp_path: Path, template: str):
-    chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + template
-    tokenizer = save_text_reward(tmp_path, "llama", added=("<s>", "</s>"), chat_template=chat_template)
-    rows, rewards = score(tmp_path, [REPLY, "Good friends"], [{"messages": MESSAGES}, {}])
-    assert rows == [
-        tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False),  # without the BOS of a text
-        tokenizer("Good friends")["input_ids"],
-    ]
-    assert [row[-1] == tokenizer.eos_token_id for row in rows] == [bool(template), True]
-    assert tokenizer.bos_token_id not in rows[0]
-    np.testing.assert_allclose(rewards, [score_ids(tmp_path, row) for row in rows], atol=TOLERANCE, rtol=0)
-
-
-EOS_PADS: dict[str, Any] = {"pad_token": "</s>"}  # a turn's end is also the padding
-ANSWERED = [*CHAT, {"role": "user", "content": "Read it."}]
 BY_TURN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
 @pytest.mark.parametrize(
-    ("settings", "text", "metadata", "arrays"),
+    ("text", "metadata", "pair"),
     [
-        ({}, REPLY, {"messages": ANSWERED}, {}),
-        ({}, "", {"messages": [*ANSWERED, CHAT[-1]]}, {}),
-        ({"add_special_tokens": False}, REPLY, {"messages": ANSWERED}, {}),
-        ({}, "Open it. Good day.", {"response": REPLY}, {}),
-        ({"takes_pairs": True}, "Open it.", {}, {TEXT_PAIRS: REPLY}),
-        ({"takes_pairs": True}, "", {"messages": MESSAGES}, {TEXT_PAIRS: REPLY}),
-        ({"append_eos": True}, "Open it. Good day.", {}, {}),
-        ({}, "Open it. Good day.", {}, {}),
+        (REPLY, {"messages": [*CHAT, {"role": "user", "content": "Read it."}]}, ""),
+        ("Open it. Good day.", {}, ""),
+        ("Open it.", {}, REPLY),
     ],
 )
-def test_a_row_loses_nothing_of_its_reply_to_the_models_length(
-    tmp_path: Path,
-    family: str,
-    settings: dict[str, Any],
-    text: str,
-    metadata: dict[str, Any],
-    arrays: dict[str, str],
+def test_a_row_of_one_token_too_many_is_refused_with_its_number_of_tokens(
+    tmp_path: Path, text: str, metadata: dict[str, Any], pair: str
 ):
-    """One token too many is an error that counts them."""
-    own = {"chat_template": BY_TURN, **EOS_PADS} if family == "llama" else {"eos_token": "[SEP]"}
-    save_text_reward(tmp_path, family, **own)
+    """A turn's end is also the padding: it counts."""
+    save_text_reward(tmp_path, "llama", chat_template=BY_TURN, pad_token="</s>")
     model = load_reward(tmp_path)
-    _, (whole,) = read(tmp_path, [text], [metadata], **settings, **{k: texts_array([v]) for k, v in arrays.items()})
-    for most in range(whole.tokens.size + 1, 2, -1):
-        reader = RowReader(
-            tmp_path,
-            dataclasses.replace(model.limits, max_length=most),
-            skipped_pad_id=model.skipped_pad_id,
-            **{"add_special_tokens": True, **settings},
-        )
-        found, message = None, ""
-        try:
-            found = reader.row_of_text(0, text, metadata, arrays.get(TEXT_PAIRS, "")).tokens.tolist()
-        except ContractError as error:
-            message = str(error)
-        if most >= whole.tokens.size:
-            assert found == whole.tokens.tolist()
+    pairs = {"takes_pairs": True, TEXT_PAIRS: texts_array([pair])} if pair else {}
+    _, (whole,) = read(tmp_path, [text], [metadata], **pairs)
+    size = whole.tokens.size
+    for most in (size, size - 1):
+        limits = dataclasses.replace(model.limits, max_length=most)
+        reader = RowReader(tmp_path, limits, skipped_pad_id=model.skipped_pad_id, add_special_tokens=True)
+        if most == size:
+            np.testing.assert_array_equal(reader.row_of_text(0, text, metadata, pair).tokens, whole.tokens)
         else:
-            assert message.startswith(f"sentences[0]: {whole.tokens.size} tokens, the model takes {most} (max_length)")
+            with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {most} "):
+                reader.row_of_text(0, text, metadata, pair)
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -417,38 +381,8 @@ def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, fami
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")
 def test_a_tokenizer_in_python():
     a, b = 100, 101  # ids are bytes + 3; </s> is 1
-    for text, ids in {"ab": [a, b, 1], "ab</s>": [a, b, 1], "abaaa": [a, b, a, 1]}.items():
-        assert encode_text(ByT5Tokenizer(), text, 4) == ids
-
-
-class Counting:
-    """A tokenizer that counts the characters it gets."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.characters = 0
-
-    def __call__(self, text: str, **settings: Any) -> Any:
-        self.characters += len(text)
-        return self._tokenizer(text, **settings)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@families
-def test_a_text_that_is_cut_before_it_is_tokenised_has_the_tokens_of_the_whole(family: str, side: str) -> None:
-    tokenizer = make_text_tokenizer(family, [*TEXTS, "x" * 40], truncation_side=side)
-    text = " ".join(random.Random(family).choices(WORDS, k=20_000))
-    odd = [" " * 30_000, "x" * 30_000, "\n \n" * 10_000, " x" + " " * 30_000 + "x"]
-    for each, max_length in [*((text, length) for length in (8, 31, 64)), *((other, 16) for other in odd)]:
-        counting = Counting(tokenizer)
-        expected = tokenizer(each, truncation=True, max_length=max_length)["input_ids"]
-        assert encode_text(counting, each, max_length) == expected
-        whole = tokenizer(each, add_special_tokens=False)["input_ids"]
-        assert encode_bare_text(counting, each, max_length) == whole[:max_length]
-        assert each in odd or counting.characters < len(text) / 10
+    for text in ("ab", "ab</s>"):
+        assert encode_text(ByT5Tokenizer(), text) == [a, b, 1]
 
 
 # ---- rewards at single tokens ----
@@ -570,10 +504,7 @@ def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> N
         ({"tokens": np.asarray([[5, 6]])}, needs),
         ({"sentences": ["x"]}, "reward.template cannot be rendered: 'prompt' is undefined"),
         ({"sentences": [""], "metadata": [{"prompt": ""}]}, "reward.template gives an empty text"),
-        (
-            {"sentences": ["x"], "metadata": long},
-            f"at least {POSITIONS + 64} tokens, the model takes {POSITIONS} (max_length)",
-        ),
+        ({"sentences": ["x"], "metadata": long}, f"tokens, the model takes {POSITIONS} (max_length)"),
         ({"sentences": ["x"], "metadata": [{"prompt": "\ud800"}]}, "surrogates not allowed"),
     ]
     assert_refused(ask, cases)

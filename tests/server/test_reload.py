@@ -38,6 +38,7 @@ from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.python_backend.models.modeling import load_critic
 from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.weights import main
 from rlhf_triton.wire.contract import (
     CRITIC,
@@ -283,13 +284,6 @@ def test_processes_share_the_requests_and_change_versions_together(several: Syst
     assert sidecar.num_threads() <= 2 + OTHER_THREADS
 
 
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.mark.slow
 def test_a_killed_process_is_replaced(several: System) -> None:
     """What a killed instance had taken over is lost. Without a rank, rank 0 refuses requests until it is unloaded."""
@@ -297,7 +291,7 @@ def test_a_killed_process_is_replaced(several: System) -> None:
     with CriticLoad(several.run.url, ROWS) as load:
         processes[1].kill()
         ended = processes if several.run.config.critic.tensor_parallel == 2 else processes[1:]
-        wait_for(lambda: all(map(is_gone, ended)), timeout_s=120.0)
+        wait_for(lambda: not any(map(is_alive, ended)), timeout_s=120.0)
         wait_for(lambda: len({*processes_of(several)} - {*ended}) == 2, several.server)
         count = len(load.outcomes)
         wait_for(lambda: len(load.outcomes) > count + 50 and {code for *_, code in load.outcomes[-50:]} == {"200"})

@@ -52,6 +52,7 @@ from rlhf_triton.store.journal import Entry
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
+from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -201,7 +202,7 @@ def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then
     process.send_signal(signal.SIGINT)
 
     def all_ended() -> bool:  # who ended between two looks did so in the order of `roles`, for all that can be seen
-        ended.extend(role for role, child in roles.items() if role not in ended and not alive(child))
+        ended.extend(role for role, child in roles.items() if role not in ended and not is_alive(child))
         return len(ended) == len(roles) and process.poll() is not None
 
     wait_for(all_ended, timeout_s=120)
@@ -219,16 +220,9 @@ def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then
     assert_nothing_is_left(process.pid, family)
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
     """Neither a process of the run nor a shared-memory region of its server."""
-    assert not [process for process in family if alive(process)]
+    assert not [process for process in family if is_alive(process)]
     assert not list(SHARED_MEMORY.glob(f"rlhf-{pid}-*"))
 
 
@@ -353,7 +347,7 @@ def test_rewards_and_kl_are_those_of_a_run_with_a_copy(served: Served, finished:
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
     summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
-    assert Policy.of(served.run.config.actor).reference is None
+    assert Policy(served.run.config.actor).reference is None
     with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
         assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
     assert finished.run.config.actor.kl.reference == "actor"
@@ -372,7 +366,7 @@ def compare(run: LiveRun, *overrides: str) -> None:
 
     async def use() -> None:
         async with TritonClient(run.url, config.actor.client) as client:
-            policy = Policy.of(config.actor)
+            policy = Policy(config.actor)
             await ServedReference(client, policy, config.reference.model, rows_per_request=1).compare()
 
     asyncio.run(use())

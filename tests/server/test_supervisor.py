@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from live_system import wait_for
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
@@ -55,7 +55,6 @@ class Rig:
         self.grpc = True
         self.probe_s = 0.0
         self.start_process()
-        self.beside: list[psutil.Process] = []
         monkeypatch.setattr(server_health, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
         monkeypatch.setattr(server_health, "_switches", lambda processes: [str(0 if self.held() else self.now)])
         monkeypatch.setattr(server_health, "get_page", lambda url, path: "OK")
@@ -91,7 +90,7 @@ class Rig:
         return self
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        return {"critic": [self.process, *self.beside] if self.child.poll() is None else []}
+        return {"critic": [self.process] if self.child.poll() is None else []}
 
     def answers_inference(self, timeout_s: float) -> bool:
         return self.grpc
@@ -252,36 +251,6 @@ def test_one_missed_probe_after_a_long_round_is_no_hang_of_the_server(rig: Rig):
     assert rig.run(script()) == "tritonserver has not answered over gRPC for 21 s"
 
 
-def test_a_stopped_process_beside_one_that_answers_is_killed(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """During a reload: the process that is loading would keep the reload waiting, the one that ends its requests."""
-    page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {rig.now}'  # noqa: E731
-    monkeypatch.setattr(server_health, "get_page", page)
-    monkeypatch.setattr(rig, "statistics", lambda _: SimpleNamespace(success_count=rig.now, failure_count=0))
-
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as second:
-        process = psutil.Process(second.pid)
-        rig.beside = [process]
-
-        def script() -> Script:
-            for seconds in (1.0, STOPPED_S - 1.0):
-                suspend(process)
-                yield from (1.0, seconds)
-                process.resume()
-                while process.status() == psutil.STATUS_STOPPED:
-                    pass
-                yield 1.0
-            assert second.poll() is None
-            suspend(process)
-            yield from (1.0, STOPPED_S + 1.0)
-
-        try:
-            assert rig.run(script()) is None
-            assert second.wait(120) == -signal.SIGKILL
-        finally:
-            second.kill()
-    assert (rig.loads, rig.child.poll()) == ([], None)
-
-
 def test_checks_stop_before_they_began_and_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     ServerHealth(rig, print).stop()  # type: ignore[arg-type]  # a signal arrived before their thread was started
     loading, closed = threading.Event(), threading.Event()
@@ -326,21 +295,19 @@ class Scripted:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The supervisor's clock; nothing is watched."""
+    """The supervisor's clock."""
     now = [1000.0]
-    health = SimpleNamespace(start=lambda: None, stop=lambda: None, trouble=None)
-    monkeypatch.setattr(supervisor_module, "ServerHealth", lambda server, log: health)
     monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]) -> None:
     """The pauses grow to a minute, and are forgotten once a server has lived a while."""
-    supervisor = Supervisor(Scripted, log=lambda line: None)  # type: ignore[arg-type]
+    supervisor = Supervisor(Scripted, log=lambda line: None)
     pauses = []
     for _ in range(12):
         server = supervisor.server
-        server.dead = True  # type: ignore[attr-defined]
+        server.dead = True
         down = now[0]
         while supervisor.server is server:
             supervisor.look()
@@ -348,7 +315,7 @@ def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]) 
         pauses.append(now[0] - down - 0.25)
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
     now[0] += 11
-    supervisor.server.dead = True  # type: ignore[attr-defined]
+    supervisor.server.dead = True
     dead = supervisor.server
     supervisor.look()
     assert supervisor.server is not dead
@@ -364,14 +331,14 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
             raise made
         return made
 
-    supervisor = Supervisor(start, log=lines.append)  # type: ignore[arg-type]
+    supervisor = Supervisor(start, log=lines.append)
     first = supervisor.server
-    first.dead = True  # type: ignore[attr-defined]
+    first.dead = True
     for _ in range(100):
         supervisor.look()
         now[0] += 0.25
     assert supervisor.server is not first
-    assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)  # type: ignore[attr-defined]
+    assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)
     assert [line.splitlines()[-1] for line in lines[1:]] == [
         "trying again in 1 s",
         "trying again in 2 s",
@@ -381,13 +348,6 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
 
 
 # ---- real servers ----
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -402,7 +362,7 @@ def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Sup
         server.wait_ready()
         return server
 
-    supervisor = Supervisor(start, log=log)
+    supervisor = Supervisor(start, log=log, watch=ServerHealth)
     try:
         yield supervisor
     finally:
@@ -445,12 +405,12 @@ def test_a_model_that_hangs_again_and_a_server_that_hangs_take_a_new_server(
     with supervised(tmp_path, lines.append) as supervisor:
         first = supervisor.server
         block.touch()
-        until(lambda: "although it has just been reloaded" in str(supervisor._health.trouble))
+        wait_for(lambda: "although it has just been reloaded" in str(supervisor._watch.trouble))
         block.unlink()
-        until(lambda: supervisor.look() or supervisor.server is not first)
+        wait_for(lambda: supervisor.look() or supervisor.server is not first)
         second = supervisor.server
         os.kill(second.pid, signal.SIGSTOP)
-        until(lambda: supervisor.look() or supervisor.server is not second)
+        wait_for(lambda: supervisor.look() or supervisor.server is not second)
         assert any(line.startswith("tritonserver has not answered over ") for line in lines)
         assert second.poll() == -signal.SIGKILL
         with supervisor.server.control() as control:

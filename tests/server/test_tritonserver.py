@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from live_system import wait_for
 from settled import settled_statistics
 from tiny_models import (
     regions,
@@ -33,13 +34,6 @@ from rlhf_triton.tools.server.ports import check_ports, free_port, with_free_por
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import server_command
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -225,14 +219,14 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
     write_scoring_model(tmp_path / "repository", "critic", on_load=noise, on_request="raise RuntimeError('no luck')")
     with tiny_server(tmp_path, lines.append) as server, ControlPlane(server.section.grpc_url) as control:
-        until(control.is_live)
+        wait_for(control.is_live)
         assert control.is_ready("critic")
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
             control.probe("critic", 120.0, ("values",))
         assert caught.value.kind is Failure.FAILED
         with pytest.raises(ServerStartError, match="no luck"):
             server.wait_ready()
-        until(lambda: any("caf\\xe9 \\xff" in line for line in lines))
+        wait_for(lambda: any("caf\\xe9 \\xff" in line for line in lines))
         assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
 
 

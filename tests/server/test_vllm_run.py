@@ -31,7 +31,8 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
-from rlhf_triton.tools.server.vllm import VllmServer
+from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.vllm import start_vllm
 from tests.support.samples import tokens_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -125,9 +126,8 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
     """Start vLLM for a run; yield the run's configuration with its address."""
     for name, value in KV_CACHE.items():
         monkeypatch.setenv(name, value)
-    server = VllmServer(config, log=print)
+    server = start_vllm(config, f"127.0.0.1:{free_port()}", lambda: None)
     try:
-        server.await_ready(lambda: time.sleep(0.5))
         actor = config.actor.model_dump(mode="json")
         actor["generation"]["vllm"]["servers"] = [server.url]
         yield RunConfig.model_validate({**config.model_dump(mode="json"), "actor": actor})
@@ -142,7 +142,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
     """Greedy responses of three versions differ, and equal those of the actor's own decoder, also where these stop."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy.of(config.actor)
+        policy = Policy(config.actor)
         own, policy.generation = policy.generation, VllmGeneration(config, policy)
         seen = []
         for _ in range(3):
@@ -187,7 +187,7 @@ def test_conversations_are_sampled_turn_by_turn(
     data["actor"]["generation"]["stop_strings"] = ["e"]
     environment = EnvironmentSection.model_validate({"class": f"{CLASSES}:Countdown", "max_tokens": 120})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy.of(config.actor, longest_row=(120, ""))
+        policy = Policy(config.actor, longest_row=(120, ""))
         policy.generation = VllmGeneration(config, policy)
         policy.generation.agent = Agent(environment, policy.tokenizer, max_prompt_tokens=60)
         try:

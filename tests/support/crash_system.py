@@ -16,11 +16,10 @@ from rlhf_triton.config import load_config
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.run import LIBRARY_ENV
-from rlhf_triton.tools.serve import ensure_first_version, start_server
+from rlhf_triton.tools.serve import ensure_first_version, supervised
 from rlhf_triton.tools.server.child import Child, tail
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
-from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
 
@@ -101,7 +100,7 @@ class DisturbedSystem:
         self._killed: set[int] = set()
         self._failed_starts = 0
         ensure_first_version(self.config, path, [])
-        self._supervisor = Supervisor(lambda: start_server(self.config, log=_say_restarts), log=_say_restarts)
+        self._supervisor = supervised(self.config, log=_say_restarts)
         for program in programs:
             self._start(program)
 

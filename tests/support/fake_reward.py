@@ -20,7 +20,7 @@ from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.retry import RETRIES
 from rlhf_triton.config import ClientSection, GatewaySection
 from rlhf_triton.tools.gateway import app, scoring
-from rlhf_triton.tools.gateway.command import bounded, close_silent
+from rlhf_triton.tools.gateway.command import bounded
 from rlhf_triton.wire.contract import REWARD_MODEL
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
@@ -172,7 +172,6 @@ async def gateway(
     server = uvicorn.Server(bounded(application, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))
-    silent = asyncio.create_task(close_silent(server.server_state.connections))
     try:
         while not server.started:
             assert not task.done(), task.result()
@@ -181,7 +180,6 @@ async def gateway(
             yield Caller(f"http://127.0.0.1:{bound.getsockname()[1]}", session)
     finally:
         patch.undo()
-        silent.cancel()
         server.should_exit = True
         await task
         bound.close()

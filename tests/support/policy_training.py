@@ -29,7 +29,7 @@ class TrainablePolicy(Policy):
 def trainable_policy(**settings: Any) -> TrainablePolicy:
     """Load a policy with these settings of the actor, named as in `tests.support.settings`."""
     actor = actor_section(**settings)
-    policy = cast(TrainablePolicy, TrainablePolicy.of(actor))
+    policy = cast(TrainablePolicy, TrainablePolicy(actor))
     policy.actor = actor
     return policy
 
@@ -37,7 +37,7 @@ def trainable_policy(**settings: Any) -> TrainablePolicy:
 def update_of(policy: TrainablePolicy) -> PolicyUpdate:
     """Return the update of this policy, by the algorithm of its section."""
     method = Method.of(policy.actor.algorithm, policy.actor.kl)
-    return PolicyUpdate.of(policy.actor, policy, method)
+    return PolicyUpdate(policy.actor, policy, method)
 
 
 def train(policy: Policy, rows: Sequence[SampledRow]) -> None:

@@ -40,7 +40,7 @@ class VllmSetup:
             "client": {"max_outage_s": 120, **changes},
         }
         self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
-        self.policy = Policy.of(self.config.actor)
+        self.policy = Policy(self.config.actor)
         self.generation = self.policy.generation = VllmGeneration(self.config, self.policy)
         self.policy.renew_sampler()
 

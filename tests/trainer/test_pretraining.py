@@ -27,8 +27,9 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.pretraining import explained_variance, packed, pretrained, read_rows, rows_of_file, split
+from rlhf_triton.trainer.pretraining import explained_variance, pretrained
 from rlhf_triton.trainer.publish import initialise_store, initialise_stores
+from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import nested

@@ -18,6 +18,7 @@ from versions import reseal
 
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
+from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import Algorithm, digest_of
 from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import canary_row, check_canary
@@ -28,7 +29,7 @@ from rlhf_triton.store.weights import MANIFEST_FILE, Manifest, ServingRecord, We
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
-from rlhf_triton.trainer.verification import VersionRejected, verify_alone, verify_version
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 
@@ -36,7 +37,8 @@ ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
 
 
 def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
-    return Publisher(store, run_id="run", epoch=1, servers=[], reload=reload, timeout_s=60, keep=9)
+    sections = {"critic": {"reload": reload}, "trainer": {"servers": ["127.0.0.1:1"], "publish": {"keep": 9}}}
+    return Publisher(RunConfig.model_validate(sections), store, run_id="run", epoch=1)
 
 
 # ---- verification ----
@@ -174,13 +176,12 @@ def test_the_caller_gets_the_cause_and_training_goes_on(rig: Rig, monkeypatch: p
     rig.train(1)
     damage, message = DAMAGE["another number"]
     with monkeypatch.context() as patch:
-        verify = Publisher.verify
 
-        def damaging(publisher: Publisher, version: int, *args: object) -> None:
-            damage(publisher._store.folder(version))
-            verify(publisher, version, *args)
+        def damaging(store: WeightsStore, version: int, *args: Any) -> None:
+            damage(store.folder(version))
+            verify_version(store, version, *args)
 
-        patch.setattr(Publisher, "verify", damaging)
+        patch.setattr("rlhf_triton.trainer.publish.verify_version", damaging)
         (result,) = rig.train(2)
     assert re.search(message.replace("version 1", "version 2"), str(result.error)), result.error
     assert (rig.store.current(), rig.instances[0].served) == (1, [0, 1])
@@ -271,11 +272,10 @@ def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
         manifest = Manifest(version=1, step=1, tensors=WeightsStore._tensor_types(root / "1"), files=files, **ABOUT)
         write_json(root / "1" / "manifest.json", manifest.to_json())
     torch.distributed.barrier()
-    publisher = publisher_of(store)
-    publisher.verify(1, update.critic)
-    found = [publisher.holds_weights(update.critic, 1)]
+    verify_version(store, 1, update.critic)
+    found = [holds_weights(store, 1, update.critic)]
     train_a_little(update.critic)
-    return [*found, publisher.holds_weights(update.critic, 1)]
+    return [*found, holds_weights(store, 1, update.critic)]
 
 
 @pytest.mark.parametrize("case", ["all weights", "merged adapters in bfloat16"])

@@ -22,8 +22,7 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer import trained_critic
 from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
-from rlhf_triton.trainer.publish import Publisher
-from rlhf_triton.trainer.verification import VersionRejected
+from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
@@ -197,17 +196,16 @@ def adapters_alone(root: Path, step: int | None = None) -> CriticUpdate:
 
 def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
     """Publish twice; then a version of other weights, and one that was damaged."""
-    publisher = Publisher(store, run_id="run", epoch=1, servers=["127.0.0.1:1"], reload="swap", timeout_s=60, keep=9)
     seen: list[Any] = []
     for _ in range(2):
         manifest = store.add(update.critic.write, **about(1), reuse=False, canary=[0.5])
-        publisher.verify(manifest.version, update.critic)
-        seen.append((manifest.version, publisher.holds_weights(update.critic, manifest.version)))
-    seen.append(publisher.holds_weights(update.critic, 0))
+        verify_version(store, manifest.version, update.critic)
+        seen.append((manifest.version, holds_weights(store, manifest.version, update.critic)))
+    seen.append(holds_weights(store, 0, update.critic))
     for spoil in (lambda: None, lambda: spoil_one(store.folder(2))):
         spoil()
         try:
-            publisher.verify(0 if len(seen) == 3 else 2, update.critic)
+            verify_version(store, 0 if len(seen) == 3 else 2, update.critic)
         except VersionRejected as error:
             seen.append(str(error))
     return seen

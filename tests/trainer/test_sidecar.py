@@ -27,7 +27,7 @@ from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
 from rlhf_triton.trainer.critic_versions import CriticVersions
-from rlhf_triton.trainer.progress import StoppedWaiting
+from rlhf_triton.trainer.disk_retry import StoppedWaiting
 from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
 

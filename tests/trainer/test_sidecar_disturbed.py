@@ -34,7 +34,7 @@ from sidecar_rig import PATIENCE_S, Killed, Rig, until
 from small_disk import SmallDisk, small_disk
 from versions import reseal
 
-import rlhf_triton.trainer.progress
+import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.store.durable import disk_errors, refusal, replace_file
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
@@ -42,7 +42,7 @@ from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
-from rlhf_triton.trainer.progress import StoppedWaiting, until_done
+from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
 from rlhf_triton.trainer.publish import Publisher
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -65,8 +65,8 @@ FULL_TOO: list[tuple[type, str]] = [(Journal, "beat")]  # killed, it would end t
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
 
 
 def flip(path: Path) -> None:

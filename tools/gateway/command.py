@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import socket
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
@@ -28,16 +27,10 @@ from rlhf_triton.wire.contract import REWARD_MODEL
 
 KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
 MAX_CONNECTIONS = 2000  # beyond it, requests get 503
-MAX_FILES = 4096  # which bounds the connections, on each of which a client without the key can leave half a head
 
 
 def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.Config:
-    """Return the configuration that serves `app` within the bounds, with further options of uvicorn.
-
-    This process may then have as many files open as the bounds need.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_FILES), hard))
+    """Return the configuration that serves `app` within the bounds, with further options of uvicorn."""
     return uvicorn.Config(
         app,
         settings.host,
@@ -48,16 +41,6 @@ def bounded(app: ASGIApp, settings: GatewaySection, **options: Any) -> uvicorn.C
         limit_concurrency=MAX_CONNECTIONS,
         **options,
     )
-
-
-async def close_silent(connections: Collection[Any]) -> None:
-    """Close uvicorn's connections on which no request begins for KEEP_ALIVE_S: it has no deadline for a head."""
-    while True:
-        waiting = {each: each.cycle for each in connections if each.cycle is None or each.cycle.response_complete}
-        await asyncio.sleep(KEEP_ALIVE_S)
-        for each, cycle in waiting.items():
-            if each in connections and each.cycle is cycle:
-                each.transport.abort()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,8 +112,6 @@ async def serve(config: RunConfig) -> None:
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         bound = listening_socket(settings, server.config.backlog)  # clients can connect as soon as the line is printed
         say(f"gateway: http://{settings.host}:{bound.getsockname()[1]}, {', '.join(sources)}")
-        silent = asyncio.ensure_future(close_silent(server.server_state.connections))
-        closing.callback(silent.cancel)
         await server.serve([bound])
 
 

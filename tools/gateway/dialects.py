@@ -19,11 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_triton.actor.capture.http import HttpError, read_json, while_connected
+from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.tools.gateway.rows import (
-    Body,
     Chat,
     Row,
     RowResult,
@@ -35,7 +34,7 @@ from rlhf_triton.tools.gateway.rows import (
     text_row,
 )
 from rlhf_triton.tools.gateway.scoring import RewardSource
-from rlhf_triton.wire.contract import COMPUTE_US, MESSAGES, PROBABILITIES, QUEUE_US, REWARD_MODEL
+from rlhf_triton.wire.contract import MESSAGES, PROBABILITIES, REWARD_MODEL
 
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 RESERVED = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, MESSAGES}
@@ -87,7 +86,7 @@ class ScoredBody(Body):
         raise NotImplementedError
 
     def outputs(self, served: ServedModel) -> set[str]:
-        """Return further tensors that the reply needs. Raises HttpError if the served reward has none."""
+        """Return further tensors that the reply needs."""
         return set()
 
     def reply(self, found: Results) -> Any:
@@ -152,27 +151,16 @@ class RewardsRequest(ScoredBody):
     """Rows to score, of any kinds and lengths."""
 
     inputs: Annotated[Rows[RewardInput], Field(min_length=1)]
-    probabilities: bool = False
-    """Return the probabilities of the reward model's labels."""
-    timing: bool = False
-    """Return how long each row waited in the server's queue, and how long its forward pass took."""
 
     def rows(self, served: ServedModel) -> list[Row]:
         return [item.row() for item in self.inputs]
-
-    def outputs(self, served: ServedModel) -> set[str]:
-        if (self.probabilities and not served.labels) or (self.timing and not served.is_timed):
-            name = "timing" if self.timing and not served.is_timed else "probabilities"
-            raise HttpError(400, f"{name}: the served reward has none: it is a sum of terms, not one model")
-        probabilities = {PROBABILITIES} if self.probabilities else set()
-        return probabilities | ({QUEUE_US, COMPUTE_US} if self.timing else set())
 
     def reply(self, found: Results) -> dict[str, Any]:
         """Return one entry per row in each list. Raises HttpError only if no server could score any row in time."""
         results, names = found.rows, found.served.components
         if all(result.status in UNAVAILABLE for result in results):
             check_all(results, "inputs")
-        reply: dict[str, Any] = {
+        return {
             "rewards": [row.rewards[0] if len(row.rewards) == 1 else [*row.rewards] or None for row in results],
             "errors": [row.error for row in results],
             "components": {
@@ -180,14 +168,6 @@ class RewardsRequest(ScoredBody):
             },
             "weights_versions": [row.weights_version for row in results],
         }
-        if self.probabilities:
-            reply["labels"] = [*found.served.labels]
-            reply["probabilities"] = [[*row.probabilities] or None for row in results]
-        if self.timing:
-            times = [row.times_us or (None, None) for row in results]
-            reply["queue_us"] = [queued for queued, _ in times]
-            reply["compute_us"] = [took for _, took in times]
-        return reply
 
 
 # ---- OpenRLHF's `--reward.remote_url http://host:port/get_reward` ----
@@ -267,7 +247,7 @@ class PoolingRequest(VllmRequest):
 
     input: Rows[
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[TokenIds, Field(min_length=1), Tag("tokens")],
+            Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("tokens")],
             Discriminator(lambda value: "text" if isinstance(value, str) else "tokens"),
         ]
     ] = Field(default=[])

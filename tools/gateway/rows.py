@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from typing_extensions import Self
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, with_reply
 from rlhf_triton.wire.messages import plain_messages
 
 MAX_ROWS = 4096  # of one request
-MOST_PROBLEMS = 3  # of an invalid body, in its error message
-WITHOUT_VALUE = ("missing", "too_short", "value_error")  # pydantic's problems that no value explains
-NOT_HONOURED = (  # parameters of the protocols that would change a score
-    *("truncate", "truncate_prompt_tokens", "truncation", "truncation_side", "truncation_direction"),
-    *("max_tokens_per_doc", "max_chunks_per_doc"),
-    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-)
 Message = dict[str, Any]
 
 
@@ -90,8 +72,6 @@ class RowResult:
     """Version of the reward model's weights, if the server names one."""
     probabilities: tuple[float, ...] = ()
     """Of the labels, if requested."""
-    times_us: tuple[int, int] | None = None
-    """In the server's queue and in the forward pass, if requested."""
     error: str | None = None
     status: HTTPStatus = HTTPStatus.OK
     """Status of the HTTP error if the protocol has no place for the error of a single row."""
@@ -111,7 +91,7 @@ def check_all(results: Sequence[RowResult], name: str) -> None:
             raise HttpError(result.status, where + result.error)
 
 
-# What the bodies of all protocols share: strict types, unknown fields refused, token ids and messages.
+# What the bodies of several protocols have: rows, token ids and messages.
 
 
 T = TypeVar("T")
@@ -126,51 +106,6 @@ def _few(value: Any) -> Any:
 # A list stops at its first invalid item: the errors of millions would need gigabytes.
 Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_few)]
 Texts = Annotated[Rows[str], Field(min_length=1), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 # Other keys of a message, such as `tool_calls`, reach the reward model's chat template.
 Chat = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), AfterValidator(plain_messages)]
-
-
-class Body(BaseModel):
-    """Base class of request bodies. A number in a string is no number, and an unknown field is an error."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    @classmethod
-    def read(cls, data: Any) -> Self:
-        """Return a body from JSON. Raises HttpError with its first problems."""
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            lines = [_problem(item) for item in error.errors(include_url=False)[:MOST_PROBLEMS]]
-            raise HttpError(400, "; ".join(lines)) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {*cls.model_fields}
-        for info in cls.model_fields.values():
-            if isinstance(info.validation_alias, AliasChoices):
-                known.update(map(str, info.validation_alias.choices))
-        for name, value in data.items():
-            if name in NOT_HONOURED and value is not None and value is not False:
-                raise ValueError(
-                    f"{name} is {reprlib.repr(value)}, but no row is truncated, and a chat is rendered with the reward "
-                    "model's template and ends as it is sent; leave it out"
-                )
-            if name not in known and name not in NOT_HONOURED:
-                raise ValueError(f"unknown field {reprlib.repr(name)}; known: {', '.join(sorted(known))}")
-        return data
-
-
-def _problem(item: Any) -> str:
-    """Return one of pydantic's problems: its field, what is wrong, and the value."""
-    place = ""
-    for part in item["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] not in WITHOUT_VALUE:
-        message += f", got {reprlib.repr(item['input'])}"
-    return f"{place or 'body'}{'' if message.startswith(('[', ':')) else ': '}{message}"

@@ -1,12 +1,10 @@
-"""Scores rows on Triton; rows of all callers share requests if only a model scores them.
+"""Scores rows on Triton, in requests of some rows of one caller.
 
-If a reward function is groupwise, a request to Triton is one group instead: rows of one caller with the same group id
-or prompt.
+If a reward function is groupwise, a request to Triton is one group: rows with the same group id or prompt.
 """
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import math
 import re
@@ -16,7 +14,7 @@ from http import HTTPStatus
 import numpy as np
 
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.client.batching import Gathering, halved
+from rlhf_triton.client.batching import halved
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.connection import timeout
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
@@ -25,11 +23,9 @@ from rlhf_triton.rewards.function import RESPONSE_KEY
 from rlhf_triton.rewards.groups import grouped
 from rlhf_triton.tools.gateway.rows import Row, RowResult, check_number
 from rlhf_triton.wire.contract import (
-    COMPUTE_US,
     MESSAGES,
     METADATA,
     PROBABILITIES,
-    QUEUE_US,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
     REWARD_MODEL,
@@ -39,7 +35,6 @@ from rlhf_triton.wire.contract import (
     SEQUENCE_LENGTHS,
     TEXT_PAIRS,
     TOKENS,
-    Limits,
     sentence_texts,
 )
 
@@ -69,9 +64,6 @@ class Room:
             self._freed.set()
 
 
-# Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row. It is
-# answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
-GATHER_S = 0.002
 ROWS_PER_REQUEST = 32  # one that the server refuses does not affect the others
 ROWS_IN_FLIGHT = 256  # of one caller, at each server: more would wait there, encoded, before the rows of other callers
 DEADLINE_S = 60.0  # for the rewards of a row, retries included
@@ -93,8 +85,6 @@ class RewardSource:
 
     def __init__(self, client: TritonClient) -> None:
         self._client = client
-        self._gatherings: dict[tuple[bool, frozenset[str], int], Gathering[Row, list[RowResult]]] = {}
-        """By kind of row, the further outputs and the most characters of a request."""
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedModel:
@@ -132,54 +122,39 @@ class RewardSource:
         size = sum(row.num_characters for row in rows)  # of /score, far more than its body
         if size > MAX_BODY_BYTES:
             raise HttpError(413, f"{size} characters in all rows, must be at most {MAX_BODY_BYTES}: send fewer")
-        extra = frozenset(outputs)
         served = await self.served()
+        if (longest := max(row.num_characters for row in rows)) > served.max_request_bytes:
+            raise HttpError(413, f"a text of {longest} characters, must have at most {served.max_request_bytes}")
         deadline = asyncio.get_running_loop().time() + DEADLINE_S
         room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
-        failures = [_unscorable(row) for row in rows]
         if served.groupwise:
             groups, errors = grouped(row.metadata for row in rows)
             parts = [*groups, *([i] for i in errors)]  # alone, so that the server explains it
         else:
-            parts = _requests(rows, failures, served.max_request_bytes)
+            parts = _requests(rows, served.max_request_bytes)
 
         async def score_part(part: list[int]) -> list[RowResult]:
-            failed = next((failures[i] for i in part if failures[i]), None)
             if len({rows[i].tokens is None for i in part}) > 1:
-                failed = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
-            if failed:
-                return [failed] * len(part)
-            if not (served.groupwise or served.components) and len(part) < ROWS_PER_REQUEST:
-                return await asyncio.gather(*(self._shared(rows[i], extra, served.max_request_bytes) for i in part))
+                return [_failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")] * len(part)
             async with room.reserved(len(part)):
-                return await self._results([rows[i] for i in part], extra, deadline, divisible=not served.groupwise)
+                return await self._results([rows[i] for i in part], outputs, deadline, divisible=not served.groupwise)
 
         scored = await asyncio.gather(*map(score_part, parts))
         results = dict(zip(itertools.chain(*parts), itertools.chain(*scored), strict=True))
         return [results[i] for i in range(len(rows))]
 
-    async def _shared(self, row: Row, extra: frozenset[str], most: int) -> RowResult:
-        """Score a row in a request that rows of other callers may join, up to `most` characters."""
-        kind = (row.tokens is not None, extra, most)
-        if kind not in self._gatherings:
-            send = functools.partial(self._results, extra=extra)
-            self._gatherings[kind] = Gathering(send, gather_s=GATHER_S, max_rows=ROWS_PER_REQUEST, max_size=most)
-        request, index = self._gatherings[kind].add([row], row.num_characters)
-        return (await asyncio.shield(request))[index]  # shared: one caller that leaves must not cancel it
-
     async def _results(
-        self, rows: list[Row], extra: frozenset[str], deadline: float | None = None, *, divisible: bool = True
+        self, rows: list[Row], outputs: Collection[str], deadline: float, *, divisible: bool
     ) -> list[RowResult]:
         """Return the results of rows that share a request, as long as the server does not refuse it.
 
         A group is not `divisible`: a part of it would get other rewards, so none of its rows has one.
         """
-        until = deadline or asyncio.get_running_loop().time() + DEADLINE_S
 
         async def ask(part: Sequence[Row]) -> list[RowResult]:
             try:
-                async with timeout(until - asyncio.get_running_loop().time()):
-                    return self._read(await self._ask(part, extra), len(part))
+                async with timeout(deadline - asyncio.get_running_loop().time()):
+                    return self._read(await self._ask(part, outputs), len(part))
             except RecursionError:  # of JSON
                 raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
             except asyncio.TimeoutError:
@@ -191,9 +166,9 @@ class RewardSource:
         results = (found if isinstance(found, list) else [found] * len(part) for part, found in parts)
         return [*itertools.chain(*results)]
 
-    async def _ask(self, rows: Sequence[Row], extra: frozenset[str]) -> Answer:
+    async def _ask(self, rows: Sequence[Row], further: Collection[str]) -> Answer:
         served = await self.served()
-        outputs = (*served.reward_outputs, *sorted(extra))
+        outputs = (*served.reward_outputs, *further)
         sends_metadata = served.reads_texts or any({MESSAGES, RESPONSE_KEY} & row.metadata.keys() for row in rows)
         metadata = [row.metadata for row in rows] if sends_metadata else None
         if rows[0].tokens is not None:
@@ -215,7 +190,6 @@ class RewardSource:
         for i in range(num_rows):
             terms = tuple(float(term) if math.isfinite(term) else None for term in components[i])
             version = None if versions is None else int(versions[i, 0])
-            times = (int(answer[QUEUE_US][i, 0]), int(answer[COMPUTE_US][i, 0])) if QUEUE_US in answer else None
             is_scored = np.isfinite(rewards[i]).all()
             results.append(
                 RowResult(
@@ -223,7 +197,6 @@ class RewardSource:
                     components=terms,
                     weights_version=version,
                     probabilities=tuple(probabilities[i]) if is_scored else (),
-                    times_us=times,
                     error=None if is_scored else errors[i] or f"the reward is {rewards[i].tolist()}",
                     status=HTTPStatus.OK if is_scored else HTTPStatus.BAD_GATEWAY,
                 )
@@ -242,33 +215,19 @@ def _failed(error: RequestFailed) -> RowResult:
     return _failure(HTTPStatus.BAD_GATEWAY if is_answered else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
 
-def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most_characters: int) -> list[list[int]]:
-    """Group row indices into requests of one kind, at most `ROWS_PER_REQUEST` each; failed rows stand alone."""
-    parts = [[i] for i, failure in enumerate(failures) if failure]
+def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
+    """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`."""
+    parts: list[list[int]] = []
     for are_tokens in (False, True):
         size, part = 0, list[int]()
         for i, row in enumerate(rows):
-            if (row.tokens is not None) != are_tokens or failures[i]:
-                continue
-            size += row.num_characters
-            if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
-                size, part = row.num_characters, []
-                parts.append(part)
-            part.append(i)
+            if (row.tokens is not None) == are_tokens:
+                size += row.num_characters
+                if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
+                    size, part = row.num_characters, []
+                    parts.append(part)
+                part.append(i)
     return parts
-
-
-def _unscorable(row: Row) -> RowResult | None:
-    """Return the failure of a row that must not be sent: a text that no server takes would cost ten times its size."""
-    if row.tokens == []:
-        return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
-    most = Limits.max_request_tokens
-    if 4 * row.num_characters > most:  # UTF-8 takes at most four bytes for each
-        size = sum(len(part.encode()) for part in row.parts)
-        if size > most:
-            cause = f"text: {size} bytes, must be at most {most} (max_request_tokens)"
-            return _failure(HTTPStatus.BAD_REQUEST, cause)
-    return None
 
 
 def _in_our_words(message: str) -> str:

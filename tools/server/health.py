@@ -113,8 +113,6 @@ class ServerHealth:
         self._stopping = threading.Event()
         self._models = {model: _Watched() for model in server.models()}
         self._silences = {"HTTP": _Silence(), "gRPC": _Silence()}
-        self._stopped: dict[psutil.Process, float] = {}
-        """Stopped processes of models that have a second process, and when (monotonic) each was first seen stopped."""
         self._control = server.control()
         self._thread = threading.Thread(target=self._watch, name="server-health", daemon=True)
 
@@ -146,20 +144,6 @@ class ServerHealth:
             if self._stopping.is_set() or self.trouble is not None or self._server.poll() is not None:
                 break
             self._look_at(model, watched, processes.get(model, []))
-        self._end_stopped(processes)
-
-    def _end_stopped(self, processes: Mapping[str, Sequence[psutil.Process]]) -> None:
-        """Kill a process of a model that stays stopped during the model's reload, while another one answers.
-
-        The reload would wait for it, or its requests would.
-        """
-        now = time.monotonic()
-        second = {each: model for model, found in processes.items() if len(found) > 1 for each in found}
-        self._stopped = {each: self._stopped.get(each, now) for each in second if _is_stopped([each])}
-        for process, since in self._stopped.items():
-            if now - since > STOPPED_S:
-                self._log(f"a second process of {second[process]} was stopped for {now - since:.0f} s, and is killed")
-                _kill([process])
 
     def _server_answers(self) -> bool:
         """Return whether the server answers over both protocols; set `trouble` after a long silence.

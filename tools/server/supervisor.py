@@ -1,32 +1,67 @@
-"""Keeps one tritonserver running: restarts it when it dies or hangs. `ServerHealth` watches its models."""
+"""Keeps a server running, tritonserver or vLLM: restarts it when it dies or hangs."""
 
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from rlhf_triton.tools.server.child import restart_pause_s
-from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.triton_home import ServerStartError
-from rlhf_triton.tools.server.tritonserver import TritonServer
 
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
 
 
-class Supervisor:
+class SupervisedServer(Protocol):
+    """A running server."""
+
+    def raise_if_dead(self) -> None:
+        """Raise ServerStartError if it has ended."""
+
+    def bound_log(self) -> None:
+        """Rotate its log if it is large."""
+
+    def kill(self) -> None:
+        """Kill it at once."""
+
+    def stop(self) -> None:
+        """Stop it, and remove what it leaves."""
+
+
+class ServerWatch(Protocol):
+    """What watches a running server."""
+
+    trouble: str | None
+    """Why the server must be restarted."""
+
+    def start(self) -> None:
+        """Start watching."""
+
+    def stop(self) -> None:
+        """Stop watching."""
+
+
+S = TypeVar("S", bound=SupervisedServer)
+
+
+class Supervisor(Generic[S]):
     """Owns a server. Call `look` regularly, so that it restarts the server when needed, and `stop` at the end."""
 
     def __init__(
         self,
-        start: Callable[[], TritonServer],
+        start: Callable[[], S],
         *,
         log: Callable[[str], None],
+        name: str = "the server",
+        watch: Callable[[S, Callable[[str], None]], ServerWatch] | None = None,
         lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Start the server.
 
         Args:
-            start: starts a server and returns it once its models have answered; `look` calls it for each restart.
+            start: starts a server and returns it once it is ready; `look` calls it for each restart.
             log: receives a line for each event.
+            name: of the server, in these lines.
+            watch: makes what watches a started server, such as `ServerHealth`.
             lock: of the server's folder, held until `stop`; see `only_server`.
 
         Raises:
@@ -34,7 +69,8 @@ class Supervisor:
             ServerStartError: the first start failed; failed restarts are retried with exponential back-off.
         """
         self._start = start
-        self._log = log
+        self._log, self._name, self._make_watch = log, name, watch
+        self._watch: ServerWatch | None = None
         self._short_lives = 0
         self._start_at: float | None = None  # None while the server runs
         self.failed_starts = 0
@@ -44,7 +80,7 @@ class Supervisor:
                 held.enter_context(lock)
             self.server = start()
             self._held = held.pop_all()
-        self._watch()
+        self._begin_watch()
 
     def look(self) -> None:
         """Restart the server if it has died or hangs, and rotate its log."""
@@ -58,15 +94,15 @@ class Supervisor:
         if time.monotonic() >= self._start_at:
             self._start_again()
 
-    def drain(self, give_up: Callable[[], bool]) -> None:
-        """Stop the health checks, and drain the server if it runs; see `TritonServer.drain`."""
-        self._health.stop()  # they would load again what is unloaded
-        if self._start_at is None:
-            self.server.drain(give_up)
+    def stop_watching(self) -> bool:
+        """Stop the health checks, which would load again what a drain unloads; return whether the server runs."""
+        if self._watch is not None:
+            self._watch.stop()
+        return self._start_at is None
 
     def stop(self) -> None:
         """Stop the health checks and the server."""
-        self._health.stop()
+        self.stop_watching()
         self.server.stop()
         self._held.close()
 
@@ -75,15 +111,15 @@ class Supervisor:
             self.server.raise_if_dead()
         except ServerStartError as death:
             return str(death).splitlines()[0]
-        return self._health.trouble
+        return None if self._watch is None else self._watch.trouble
 
     def _take_down(self, reason: str) -> None:
         self._down_at = time.monotonic()
         self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
         self._start_at = self._down_at + restart_pause_s(self._short_lives)
-        self._log(f"{reason}\nrestarting the server")
+        self._log(f"{reason}\nrestarting {self._name}")
         self.server.kill()  # a hung server would only let SIGTERM time out
-        self._health.stop()
+        self.stop_watching()
         self.server.stop()
 
     def _start_again(self) -> None:
@@ -98,9 +134,10 @@ class Supervisor:
             return
         self._start_at = None
         self._log(f"serving again after {time.monotonic() - self._down_at:.1f} s")
-        self._watch()
+        self._begin_watch()
 
-    def _watch(self) -> None:
+    def _begin_watch(self) -> None:
         self._ready_at = time.monotonic()
-        self._health = ServerHealth(self.server, self._log)
-        self._health.start()
+        if self._make_watch is not None:
+            self._watch = self._make_watch(self.server, self._log)
+            self._watch.start()

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_triton.config import ConfigError, RunConfig
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.tools.server.child import Child, restart_pause_s
+from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
-from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.triton_home import ServerStartError
 
-HOST = "127.0.0.1"
 STOP_S = 20.0
 RANK_LIMITS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
-STEADY_S = 60.0  # a server that ran for less time is restarted after a pause
+POLL_INTERVAL_S = 0.1
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights; the server is bound to loopback
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -49,58 +47,63 @@ def check_vllm(config: RunConfig) -> None:
 
 
 class VllmServer:
-    """One `vllm serve` on a free port of loopback. Call `look` regularly, and `stop` at the end."""
+    """One `vllm serve` on loopback; a `Supervisor` owns it."""
 
-    def __init__(self, config: RunConfig, *, log: Callable[[str], None]) -> None:
-        self.url = f"{HOST}:{free_port(HOST)}"
-        self._arguments = vllm_arguments(config, self.url)
-        self._command = str(shutil.which(config.actor.generation.vllm.command))
+    def __init__(self, config: RunConfig, url: str) -> None:
+        """Start it."""
+        self.url = url
         devices = config.actor.generation.vllm.cuda_devices
-        self._environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
-        self._log_path, self._log = config.run.logs_dir / "vllm.log", log
-        self._short_lives, self._start_at = 0, 0.0
-        self._start()
+        environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
+        log_path = config.run.logs_dir / "vllm.log"
+        if log_path.exists():  # it may say why an earlier server died
+            log_path.replace(log_path.with_suffix(".previous.log"))
+        command = [str(shutil.which(config.actor.generation.vllm.command))]
+        self._child = Child("vLLM server", vllm_arguments(config, url), log_path, environment, command=command)
 
     @property
     def pid(self) -> int:
         """Process id of the server."""
         return self._child.process.pid
 
-    def await_ready(self, while_waiting: Callable[[], None]) -> None:
-        """Wait until the server has loaded the model. Raises RlhfError if it ends instead."""
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Return when the model is loaded; `check` may raise. Raises ServerStartError if the server ends instead."""
         while get_page(self.url, "/health") != "OK":
-            while_waiting()
-            if self._child.poll() is not None:
-                raise RlhfError(self._child.obituary())
+            check()
+            self.raise_if_dead()
+            time.sleep(POLL_INTERVAL_S)
 
-    def look(self) -> None:
-        """Restart the server if it has died, at once or after a pause; bound its log."""
-        if self._child.poll() is None:
-            self._child.bound_log()
-            return
-        now = time.monotonic()
-        if not self._start_at:
-            self._short_lives = self._short_lives + 1 if now - self._started < STEADY_S else 0
-            self._start_at = now + restart_pause_s(self._short_lives)
-            self._log(f"{self._child.obituary()}\nrestarting vLLM")
-            self._kill_group()
-        elif now >= self._start_at:
-            self._log_path.replace(self._log_path.with_suffix(".previous.log"))  # has the reason of the death
-            self._start()
+    def raise_if_dead(self) -> None:
+        """Raise ServerStartError, with the last lines of the log, if the process has ended."""
+        if self._child.poll() is not None:
+            raise ServerStartError(self._child.obituary())
+
+    def bound_log(self) -> None:
+        """Rotate the log if it is large."""
+        self._child.bound_log()
+
+    def kill(self) -> None:
+        """Kill the server and its processes, which survive it if it is killed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """Stop the server and its processes."""
         self._child.stop(signal.SIGTERM, STOP_S)
-        self._kill_group()
+        self.kill()
 
-    def _start(self) -> None:
-        self._started, self._start_at = time.monotonic(), 0.0
-        self._child = Child("vLLM server", self._arguments, self._log_path, self._environment, command=[self._command])
 
-    def _kill_group(self) -> None:
-        """Kill the server's processes, which survive it if it is killed."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+def start_vllm(config: RunConfig, url: str, check: Callable[[], None]) -> VllmServer:
+    """Start the server of a run at `url` and return it once it is ready; an exception of `check` ends the start.
+
+    Raises ServerStartError; nothing is left running.
+    """
+    server = VllmServer(config, url)
+    try:
+        server.wait_ready(check)
+    except BaseException:  # also that of `check`
+        server.stop()
+        raise
+    return server
 
 
 def vllm_arguments(config: RunConfig, url: str) -> list[str]:

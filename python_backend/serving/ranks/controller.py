@@ -66,11 +66,6 @@ class ServingRanks:
             self._start(rank, [str(size), str(threads), device_of(device, rank), str(rendezvous)])
         self._group = RankGroup(0, size, device_of(device, 0), rendezvous)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of ranks 1 to size - 1."""
-        return [process.pid for process in self._processes]
-
     def load(self, loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
         """Load a model on all ranks; see `load_part`."""
         key = next(self._numbers)

@@ -1,0 +1,82 @@
+"""Retries disk operations until they succeed or a stop is requested; logs the error and reports it to callers."""
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rlhf_triton.errors import RlhfError, reason_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+REMIND_EVERY_S = 60.0
+# Errors that may go away with time or when an operator acts; others, such as a missing file, are raised at once.
+CURABLE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ESTALE,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EBUSY,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOTEMPTY,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+class StoppedWaiting(RlhfError):
+    """A stop was requested while waiting for a server or the disk; nothing is lost, the journal holds the step."""
+
+
+def until_done(
+    what: str,
+    action: Callable[[], T],
+    stop: threading.Event,
+    show: Callable[[str, str | None], None] = lambda *_: None,
+) -> T:
+    """Call `action`, and again after growing pauses while it fails with an error in `CURABLE`; return its result.
+
+    Args:
+        what: the operation, for messages: "publishing step 3".
+        action: must be safe to repeat after an OSError.
+        stop: ends the retries when set.
+        show: called with the operation and its error, and with None as the error once a retry has succeeded; must not
+            raise.
+
+    Raises:
+        StoppedWaiting: a stop was requested during the retries; the message names the error.
+        OSError: `action` failed with an error that is not in `CURABLE`.
+    """
+    pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
+    while True:
+        try:
+            result = action()
+        except OSError as error:
+            if error.errno not in CURABLE:
+                raise
+            refused, trouble = True, reason_of(error)
+        else:
+            if refused:
+                logger.warning("%s: succeeded, the disk is writable again", what)
+                show(what, None)
+            return result
+        if time.monotonic() >= remind_at:
+            logger.error("%s: disk error, retrying: %s", what, trouble)
+            remind_at = time.monotonic() + REMIND_EVERY_S
+        show(what, trouble)
+        if stop.wait(pause_s):
+            raise StoppedWaiting(
+                f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
+                "accepted request, and the next start continues from there"
+            )
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,108 @@
+"""The gate of a live reward model: preferred texts that a new version must rank as well as the served one."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS
+from rlhf_triton.config import ConfigError, RewardSection
+from rlhf_triton.config.rewards import text_parameters
+from rlhf_triton.python_backend.models.modeling import RewardModel
+from rlhf_triton.python_backend.serving.reward_reader import reward_reader
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
+from rlhf_triton.store.jsonl import named_lines
+from rlhf_triton.wire.contract import ContractError, TokenRow
+from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
+
+ROWS_PER_FORWARD = 16
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The texts of the gate, tokenised as the served model does."""
+
+    chosen: list[TokenRow]
+    rejected: list[TokenRow]
+
+    def accuracy(self, model: RewardModel) -> float:
+        """Return the share of pairs whose chosen text has the higher reward; a tie counts as wrong, and so does NaN."""
+        scores = _scores(model, [*self.chosen, *self.rejected])
+        return float((scores[: len(self.chosen)] > scores[len(self.chosen) :]).mean())
+
+
+def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
+    """Read `reward.gate` for models with the limits of `model`.
+
+    Raises:
+        ConfigError: the file has no pair, a line is not one, or the model returns several rewards per row.
+    """
+    assert section.gate is not None
+    if model.num_outputs > 1:
+        raise ConfigError(
+            "reward.gate needs one reward per row; set reward.attribute_weights to one weight per label, or remove the "
+            "gate"
+        )
+    lengths = [length for length in (model.limits.max_length, section.max_length) if length]
+    limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
+    get, folder = text_parameters(section).get, section.model.absolute()
+    reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id)
+
+    def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
+        try:
+            return reader.row_of_text(0, *_row(pair, side, where, is_pair=section.text == "pair"))
+        except ContractError as error:
+            raise ConfigError(f"{where}: {error.of_only_row}") from error
+
+    sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
+    for where, pair in named_lines(section.gate, "reward.gate", SIDES):
+        for side in SIDES:
+            sides[side].append(encode(pair, side, f"{where}: {side}"))
+    if not sides["chosen"]:
+        raise ConfigError(f"reward.gate: {section.gate} has no pair")
+    return Pairs(**sides)
+
+
+def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:
+    """Return text, metadata and second text of one side of a pair, as a client of the server sends them."""
+    prompt, reply = pair.get("prompt"), pair.get(side)
+    own = (*SIDES, PROMPT_KEY, MESSAGES_KEY, RESPONSE_KEY, REPLY_KEY)
+    columns = {name: value for name, value in pair.items() if name not in own}
+    if len({type(pair.get(name)) for name in SIDES} & {str, list}) > 1:
+        raise ConfigError(f"{where}: chosen and rejected must both be texts or both be messages")
+    if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
+        if is_text_of_messages(reply) or is_text_of_messages(prompt or ""):
+            raise ConfigError(f"{where}: messages written as a text; store the list itself, here and as `prompt`")
+        known = {**columns, RESPONSE_KEY: reply}
+        if prompt is None:
+            return reply, known, ""
+        known[PROMPT_KEY] = prompt
+        return (prompt, known, reply) if is_pair else (prompt + reply, known, "")
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    before = [] if asked is None else _messages(asked, where)
+    said = _messages(reply, where)
+    if before and said[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
+        before = []
+    text, metadata = with_reply([*before, *said], "", columns)
+    return text, metadata, ""
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    try:
+        return plain_messages(value or None)
+    except BadMessages as error:
+        raise ConfigError(
+            f"{where}{error}; it and `prompt`, if there is one, must both be texts, or both be messages"
+        ) from error
+
+
+def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:
+    """Return the rewards float32 `[n]`; rows of similar length share a forward pass."""
+    scores = np.empty(len(rows), np.float32)
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.size)
+    for start in range(0, len(order), ROWS_PER_FORWARD):
+        batch = order[start : start + ROWS_PER_FORWARD]
+        scores[batch] = model.score([rows[i].tokens for i in batch], types=[rows[i].types for i in batch])[:, 0]
+    return scores
