@@ -47,11 +47,12 @@ def make_batch(
             adds the discounted value of the last token after the stages, and `score` takes them as they are.
         num_dropped: groups at the end that only the critic learns from.
     """
-    settings, in_groups = method.settings, method.settings.defaults.needs_groups
+    settings = method.settings
     conversations = [with_limit(each, truncated) for each in conversations_of(groups)]
     rows, ends = rows_of(conversations), [conversation[-1] for conversation in conversations]
     group = torch.tensor([i for i, each in enumerate(groups) for _ in each.conversations])
     owner = torch.tensor([i for i, conversation in enumerate(conversations) for _ in conversation])
+    versions = torch.tensor([row.score.version for row in rows])
     scored = torch.tensor([not failure_of(conversation) for conversation in conversations])
     ended = torch.tensor([end.ended for end in ends])
     learned = scored & (group < len(groups) - num_dropped)
@@ -66,16 +67,10 @@ def make_batch(
         # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
         kl = torch.where(mask > 0, kl_estimate(logprobs, ref_logprobs, method.kl_estimator), 0.0)
     penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
-    has_values = any(row.score.version >= 0 for row in rows)
     values = torch.where(mask > 0, padded([_or_zeros(row, row.score.values) for row in rows])[:, :-1], 0.0)
-    steps = given = None
-    # Within groups, conversations are compared by their total rewards.
-    if any(row.score.steps is not None for row in rows) and not (in_groups and ends[0].turns is not None):
-        steps = positions(rows, lambda row: _or_zeros(row, row.score.steps))
-        given = positions(rows, lambda row: _or_zeros(row, row.score.ends)).bool()
     lines = Lines(conversations)
     inputs = AdvantageInputs(
-        rewards=torch.tensor([end.score.reward if steps is None else end.score.outcome for end in ends]),
+        **_rewards(conversations, lines, in_groups=settings.defaults.needs_groups),
         penalty=lines.joined(penalty),
         values=lines.joined(values),
         mask=lines.joined(mask),
@@ -87,14 +82,11 @@ def make_batch(
         lam=settings.lam,
         lam_values=settings.defaults.lam_values,
         lam_length=settings.defaults.lam_length,
-        steps=None if steps is None else lines.joined(steps),
-        ends=None if given is None else lines.joined(given),
     )
     inputs = shaper.run(inputs)
     if truncated == "bootstrap":
         inputs = with_values_of_ends(inputs, conversations)
-    advantages, returns = method.advantage(inputs)
-    advantages, returns = lines.split(advantages), lines.split(returns)
+    advantages, returns = map(lines.split, method.advantage(inputs))
     weights = learned_mask = mask * (learned & inputs.counted)[owner, None]
     if method.loss_mean == "sequence":
         weights = weights / inputs.mask.sum(-1)[owner, None].clamp(min=1)
@@ -109,13 +101,28 @@ def make_batch(
         returns=returns * mask,
         prev_values=values,
         kl=kl,
-        rewards_to_go=lines.split(returns_to_go(inputs)[1]) if has_values else None,
+        rewards_to_go=lines.split(returns_to_go(inputs)[1]) if (versions >= 0).any() else None,
         groups=group[owner],
-        versions=torch.tensor([row.score.version for row in rows]),
+        versions=versions,
         positive=torch.tensor([end.score.reward > 0 for end in ends])[owner],
         sampled_logprobs=logprobs if engine is None else engine,
         conversations=owner,
     )
+
+
+def _rewards(conversations: Sequence[Conversation], lines: "Lines", *, in_groups: bool) -> dict[str, Tensor]:
+    """Return the fields of `AdvantageInputs` that have rewards: of whole conversations, and if there are any, of steps.
+
+    Within groups, conversations with environments are compared by their total rewards.
+    """
+    rows, scores = rows_of(conversations), [conversation[-1].score for conversation in conversations]
+    is_total = in_groups and rows[0].turns is not None
+    if is_total or all(row.score.steps is None for row in rows):
+        return {"rewards": torch.tensor([score.reward for score in scores])}
+    steps = positions(rows, lambda row: _or_zeros(row, row.score.steps))
+    ends = positions(rows, lambda row: _or_zeros(row, row.score.ends)).bool()
+    outcomes = torch.tensor([score.outcome for score in scores])
+    return {"rewards": outcomes, "steps": lines.joined(steps), "ends": lines.joined(ends)}
 
 
 def positions(rows: Sequence[SampledRow], field: Callable[[SampledRow], np.ndarray]) -> Tensor:

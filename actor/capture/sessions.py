@@ -230,7 +230,7 @@ class Sessions:
         if name in self._ended:
             raise _over(name)
         if name not in self._open and len(self._open) >= self._most:
-            raise HttpError(429, f"session {name}: the limit of {len(self._open)} open sessions is reached: end some")
+            raise HttpError(429, f"session {name}: {len(self._open)} open sessions are the limit: end some")
         new = Session(name, self.tokenizer, self._most_tokens, self._most_calls)
         session = self._open.setdefault(name, new)
         session.in_flight += 1

@@ -28,7 +28,7 @@ class PPOBatch:
     importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss; None: 1
     groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
     versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic
-    positive: Tensor | None = None  # bool [B], positive scores; None unless their likelihood is in the loss
+    positive: Tensor | None = None  # bool [B], positive scores
     sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
     conversations: Tensor | None = None  # int64 [B], equal for the rows of a conversation; None: all different
 

@@ -117,7 +117,6 @@ class Recorder:
             self.weights_version,
             step,
             every=self._publish_every,
-            save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,
         )
         settings = flat_settings(self._config)

@@ -1,8 +1,8 @@
 """Staleness of scores: critic updates sent before a row was scored, minus those in the weights that scored it.
 
 Versions count published weights and steps count updates, so a rewind, a rollback or `publish.every` makes them diverge.
-The manifests of the weights store map versions to steps. Without access to the store, the actor infers the step from
-the responses of critic_train, and treats a version that they do not explain as containing no update.
+The manifests of the weights store map versions to steps. Without access to the store, the actor takes the step of the
+newest response of critic_train that named the version or an older one.
 """
 
 from collections import Counter
@@ -36,47 +36,36 @@ class VersionSteps:
         step: int,
         *,
         every: int,
-        save_every: int,
         manifest_step: Callable[[int], int | None] = lambda version: None,
     ) -> None:
         """
         Args:
             version: weights version of `step`, as returned by the rewind at the start.
             every: updates per published version (`publish.every`).
-            save_every: steps between saves; a save also publishes pending updates.
             manifest_step: returns the step of a version from the weights store, or None if unknown.
         """
         self._every = every
-        self._save_every = save_every
         self._manifest_step = manifest_step
         self._steps = {version: step}
 
     def learn(self, version: int, step: int) -> None:
         """Record the response to update `step`: `version` is the newest version, and contains no later update."""
         before = max((self._steps[number] for number in self._steps if number < version), default=0)
-        contained = next((s for s in range(step, before, -1) if self._is_published(s)), before)
-        self._steps.setdefault(version, contained)
+        self._steps.setdefault(version, max(before, step // self._every * self._every))
         if len(self._steps) > KEPT_VERSIONS:
             del self._steps[min(self._steps)]
 
-    def step_of(self, version: int, *, sent: int) -> int:
-        """Return the last update that `version` contains, after `sent` updates have been sent.
+    def step_of(self, version: int) -> int:
+        """Return the last update that `version` contains.
 
-        Without a manifest, the step of a version that no response named is extrapolated from the last named version.
-        If the extrapolated step reaches that of a later named version, or exceeds `sent`, a rollback published the
-        version; its weights may be of any age, so the result is 0.
+        Without a manifest, that is the step of the newest response that named this version or an older one: no more
+        than the true one, unless a rollback published the version.
         """
         found = self._manifest_step(version)
-        if found is not None:
-            return found
-        known = max((number for number in self._steps if number <= version), default=None)
-        if known is None:  # older than all recorded versions
-            return 0
-        step = self._steps[known]
-        for _ in range(version - known):
-            step = min(step // size * size + size for size in (self._every, self._save_every))  # published next
-        later = min((self._steps[number] for number in self._steps if number > version), default=sent + 1)
-        return step if version == known or step < later else 0
+        if found is None:
+            known = max((number for number in self._steps if number <= version), default=None)
+            found = 0 if known is None else self._steps[known]
+        return found
 
     def histogram(self, versions: Iterable[int], *, sent: int) -> dict[int, int]:
         """Return the number of rows per staleness.
@@ -88,11 +77,8 @@ class VersionSteps:
         rows = Counter(versions)
         stale: Counter[int] = Counter()
         for version, count in rows.items():
-            stale[max(0, sent - self.step_of(version, sent=sent))] += count
+            stale[max(0, sent - self.step_of(version))] += count
         return dict(sorted(stale.items()))
-
-    def _is_published(self, step: int) -> bool:
-        return step % self._every == 0 or step % self._save_every == 0
 
 
 def staleness_metrics(histogram: dict[int, int]) -> dict[str, Metric]:

@@ -1,7 +1,7 @@
 """Least-loaded balancing over healthy servers; waits while none is healthy.
 
 A lost server receives no requests until it reports all models requested so far as ready, and neither does one that
-joins. A server that leaves its DNS name gets no further requests, and is closed once those in flight are answered.
+joins. A server that leaves its DNS name gets no further requests.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,7 +22,6 @@ from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.config import ClientSection
 from rlhf_triton.config.fields import DNS_PREFIX, resolve
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.wire.contract import VersionRange
 
 # State of one server as the pool sees it.
 
@@ -66,21 +65,7 @@ class Server(Generic[C]):
     down: str | None = None  # why the server is set aside; None: it receives requests
     unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
-    behind: dict[str, tuple[VersionRange, int, float]] = field(default_factory=dict)
-    """By model: the versions that it refused to serve, how often, and when one request may try it again."""
     probe: asyncio.Task[str | None] | None = None
-
-    def lacks(self, model: str, demanded: VersionRange | None) -> bool:
-        """Return whether the server has just refused a request for this model with the same or a lower demand."""
-        if demanded is None or model not in self.behind:
-            return False
-        refused, _, until = self.behind[model]
-        return time.monotonic() < until and refused.least <= demanded.least and demanded.most <= refused.most
-
-    def lacked(self, model: str, refused: VersionRange) -> None:
-        """Record that the server does not serve these versions; one request may try it again, after growing pauses."""
-        times = self.behind[model][1] + 1 if model in self.behind else 0
-        self.behind[model] = refused, times, time.monotonic() + backoff_s(retry.BACKOFF_S, times)
 
     def takes(self, model: str) -> bool:
         """Return whether a request for this model may be sent to this server."""
@@ -252,7 +237,7 @@ class ServerPool(Generic[C]):
         """
         self.servers: list[Server[C]] = []
         self.turns = Turns()
-        self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
+        self._gone: list[Server[C]] = []  # no longer in DNS; requests may be in flight
         self._looking_up = asyncio.Lock()
         self._names = ServerNames(addresses)
         self._connect, self._settings, self._counters, self._hint = connect, settings, counters, hint
@@ -277,7 +262,7 @@ class ServerPool(Generic[C]):
         *,
         writes: bool,
         patient: bool,
-        demanded: VersionRange | None = None,
+        besides: Collection[str] = (),
         session: int | None = None,
     ) -> AsyncIterator[Server[C]]:
         """Select a server for one attempt, which counts as in flight until the end of the block.
@@ -286,18 +271,16 @@ class ServerPool(Generic[C]):
             model: the requested model.
             writes: the request changes state, so select the same server as last time while that one is healthy.
             patient: if no server is healthy, True: wait for one; False: return one that was set aside.
-            demanded: versions that may answer; a server that has just refused to serve them is the last choice.
+            besides: URLs of servers that are the last choice.
             session: selects the same server for the same session, as long as the same ones are healthy.
 
         Raises:
             RequestFailed: no server was healthy for `max_outage_s`, or an address cannot be resolved.
         """
         self._models.add(model)
-        choose = self._writing if writes else functools.partial(self._least_busy, demanded=demanded, session=session)
+        choose = self._writing if writes else functools.partial(self._least_busy, besides=besides, session=session)
         server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
-        if demanded is not None and model in server.behind:  # this request tries it again; others wait for its answer
-            server.lacked(model, server.behind[model][0])
         server.in_flight += 1
         if suspended:
             suspended.on_trial = True
@@ -308,7 +291,6 @@ class ServerPool(Generic[C]):
             if suspended:
                 suspended.on_trial = False
                 self._change()
-            await self._close_gone()
 
     def answered(self, server: Server[C], model: str) -> None:
         """Record that the server has responded to a request for this model."""
@@ -355,7 +337,7 @@ class ServerPool(Generic[C]):
                     attempts.model,
                     writes=turn is not None,
                     patient=patient,
-                    demanded=attempts.demanded,
+                    besides=attempts.behind,
                     session=attempts.session,
                 )
                 async with chosen as server:
@@ -363,8 +345,6 @@ class ServerPool(Generic[C]):
                         with self.turns.under_way(turn, server.url):
                             answer = await ask(server.connection)
                         self.answered(server, attempts.model)
-                        if attempts.demanded is not None:
-                            server.behind.pop(attempts.model, None)
                         return answer
                     except Trouble as trouble:
                         if turn and trouble.is_out_of_order and not self.turns.is_first(turn):
@@ -390,7 +370,7 @@ class ServerPool(Generic[C]):
         there is no next attempt.
         """
         if trouble.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
-            return self._pause_for_version(server, attempts, attempts.demanded, trouble)
+            return self._pause_for_version(server, attempts, trouble)
         is_lost = await self.failed(server, attempts.model, trouble)
         goes_elsewhere = is_lost and self.can_take(attempts.model, besides=server)
         pause_s = 0.0
@@ -402,19 +382,16 @@ class ServerPool(Generic[C]):
         self._counters.retries += 1
         return pause_s
 
-    def _pause_for_version(
-        self, server: Server[C], attempts: Attempts, demanded: VersionRange, trouble: Trouble
-    ) -> float:
-        """Return the pause before the next attempt: 0 unless no server has the demanded versions."""
-        model = attempts.model
-        self.answered(server, model)
+    def _pause_for_version(self, server: Server[C], attempts: Attempts, trouble: Trouble) -> float:
+        """Return the pause before the next attempt: 0 unless all servers lack the demanded versions."""
+        self.answered(server, attempts.model)
         pause_s = attempts.pause_for_version_s(trouble, server.url)
-        if not server.lacks(model, demanded):
-            server.lacked(model, demanded)
-        goes_elsewhere = any(other.takes(model) and not other.lacks(model, demanded) for other in self.servers)
-        self._counters.failovers += goes_elsewhere
+        others = [other for other in self.servers if other.takes(attempts.model) and other.url not in attempts.behind]
+        if not others:
+            attempts.behind.clear()
+        self._counters.failovers += bool(others)
         self._counters.retries += 1
-        return 0.0 if goes_elsewhere else pause_s
+        return 0.0 if others else pause_s
 
     @property
     def outage(self) -> str:
@@ -449,19 +426,17 @@ class ServerPool(Generic[C]):
             await self._wait(model)
         return server
 
-    def _least_busy(
-        self, model: str, *, demanded: VersionRange | None = None, session: int | None = None
-    ) -> Server[C] | None:
+    def _least_busy(self, model: str, *, besides: Collection[str], session: int | None) -> Server[C] | None:
         """Return the available server with the fewest requests in flight, or the session's server; None: there is none.
 
-        A server without the demanded versions is chosen only if none has them.
+        One of `besides` is chosen only if there are no others.
         Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
         are sent to reward and critic in turn, so that one of two servers would get all requests for the critic.
         """
         server = min(
             (server for server in self.servers if server.takes(model)),
             key=lambda server: (
-                server.lacks(model, demanded),
+                server.url in besides,
                 0 if session is None else zlib.crc32(f"{session} {server.url}".encode()),
                 server.in_flight,
                 server.last_turns.get(model, 0),
@@ -503,20 +478,12 @@ class ServerPool(Generic[C]):
                 self._spawn(self._follow_names())
             if joined or left:
                 self._change()
-        await self._close_gone()
 
     async def _follow_names(self) -> None:
         """Resolve the addresses again and again, until cancelled."""
         while True:
             await asyncio.sleep(RESOLVE_EVERY_S)
             await self._look_up()
-
-    async def _close_gone(self) -> None:
-        """Close the connections to dropped servers once they are idle."""
-        idle = [server for server in self._gone if not server.in_flight and (not server.probe or server.probe.done())]
-        self._gone = [server for server in self._gone if server not in idle]
-        for server in idle:
-            await server.connection.close()
 
     # ---- losing and finding again ----
 

@@ -94,6 +94,8 @@ class Attempts:
             session: requests of the same one go to the same server, while that is healthy.
         """
         self.model, self.budget, self.demanded, self.session = model, budget, demanded, session
+        self.behind: set[str] = set()
+        """URLs of the servers that have refused the demanded versions since the last pause."""
         self._unserved_since: float | None = None
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
@@ -124,6 +126,7 @@ class Attempts:
         left_s = self._unserved_since + self._settings.deadline_s - now
         if left_s <= 0:
             raise self._failure(trouble, url) from trouble.__cause__
+        self.behind.add(url)
         self.retried += 1
         return min(left_s, backoff_s(BACKOFF_S, self.retried - 1))
 

@@ -1,13 +1,14 @@
 """The clients of a served critic and reward model, for asyncio and for code without an event loop."""
 
 import asyncio
+import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -261,6 +262,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _blocking(
+    call: Callable[Concatenate[AsyncCriticClient, P], Coroutine[Any, Any, T]],
+) -> "Callable[Concatenate[CriticClient, P], T]":
+    """Return the method of `CriticClient` that waits for this one of `AsyncCriticClient`."""
+
+    @functools.wraps(call)
+    def wait(self: "CriticClient", *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(call, *args, **kwargs)
+
+    return wait
+
+
 class CriticClient(AbstractContextManager["CriticClient"]):
     """Blocking version of `AsyncCriticClient`, which documents the calls. A context manager.
 
@@ -299,48 +312,24 @@ class CriticClient(AbstractContextManager["CriticClient"]):
             self._thread.join()
             self._loop.close()
 
-    def values(self, rows: Rows, *, min_version: int | None = None, exact_version: int | None = None) -> RowValues:
-        """See `AsyncCriticClient.values`."""
-        return self._wait(self._client.values, rows, min_version=min_version, exact_version=exact_version)
+    values = _blocking(AsyncCriticClient.values)
+    score = _blocking(AsyncCriticClient.score)
+    train = _blocking(AsyncCriticClient.train)
+    save = _blocking(AsyncCriticClient.save)
+    rewind = _blocking(AsyncCriticClient.rewind)
 
-    def score(
+    def _wait(
         self,
-        rows: Rows,
-        metadata: list[dict[str, Any]] | None = None,
-        *,
-        prompt_lengths: Sequence[int] | None = None,
-        min_version: int | None = None,
-        exact_version: int | None = None,
-    ) -> RowScores:
-        """See `AsyncCriticClient.score`."""
-        return self._wait(
-            self._client.score,
-            rows,
-            metadata,
-            prompt_lengths=prompt_lengths,
-            min_version=min_version,
-            exact_version=exact_version,
-        )
-
-    def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
-        """See `AsyncCriticClient.train`."""
-        return self._wait(self._client.train, step, tokens, returns, prev_values, mask)
-
-    def save(self, step: int, *, keep_steps: Sequence[int] | None = None) -> int:
-        """See `AsyncCriticClient.save`."""
-        return self._wait(self._client.save, step, keep_steps=keep_steps)
-
-    def rewind(self, step: int) -> int:
-        """See `AsyncCriticClient.rewind`."""
-        return self._wait(self._client.rewind, step)
-
-    def _wait(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        call: Callable[Concatenate[AsyncCriticClient, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         self._client.check_usable()  # first: in a forked process, another thread may hold the lock forever
         if asyncio._get_running_loop() is not None:
             raise RlhfError("this call would block the running event loop; use AsyncCriticClient there")
         with self._closing:
             self._client.check_usable()
-            future = asyncio.run_coroutine_threadsafe(call(*args, **kwargs), self._loop)
+            future = asyncio.run_coroutine_threadsafe(call(self._client, *args, **kwargs), self._loop)
         try:
             return future.result()
         except CancelledError as error:
