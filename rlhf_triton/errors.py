@@ -28,7 +28,7 @@ RlhfError                    the user can fix it; the message names what is wron
   StoppedWaiting             a stop while waiting for server or disk
   NotFinite                  NaN or infinity
   WeightsBroken              … in the weights that an update has left
-  OutOfMemory                a card too small for the smallest part of the work
+  OutOfMemory                a GPU too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
   RankFailed, OtherRankLost  what another rank met
 Stopped, StopRequested, RankLost    ends that are no errors

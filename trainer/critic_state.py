@@ -202,7 +202,7 @@ class CriticState:
             return report, None
         except (NotFinite, OutOfMemory) as trouble:
             if known is not None:
-                raise  # only others that use the card have changed: without the step, the weights would be wrong
+                raise  # only others that use the GPU have changed: without the step, the weights would be wrong
             return None, str(trouble)
         except WeightsBroken as trouble:
             before = self.step

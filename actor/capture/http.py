@@ -41,7 +41,7 @@ class HttpError(RlhfError):
 
 
 async def refused(request: Request, error: Exception) -> JSONResponse:
-    """Return the reply to a request that failed with an RlhfError, in a shape that is OpenAI's and Anthropic's."""
+    """Return the reply to a request that failed with an RlhfError; OpenAI's and Anthropic's clients read it."""
     if not isinstance(error, HttpError):
         error = HttpError(400 if isinstance(error, TemplateError) else 502, str(error))
     status, message = error.status, printable(str(error))
@@ -83,7 +83,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HttpError(408, "the client has disconnected, so its request is given up")
+            raise HttpError(408, "the client has disconnected, so its request was cancelled")
         return task.result()
     finally:
         for each in tasks:

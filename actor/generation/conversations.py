@@ -29,7 +29,7 @@ from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
 from rlhf_triton.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
-ANOTHER_ROW = "%s: there, a conversation goes on as another sample of the same group"
+ANOTHER_ROW = "%s: the conversation continues in another row of the same group"
 RESTARTS = 2  # of a conversation whose environment is lost
 MAX_INSTANCES = 256  # of environments at the same time
 ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
@@ -335,7 +335,7 @@ class Talks:
         restarts = 0
         found = None
         try:
-            # Over restarts, too: in step, all wait for this one, and so would who took its place.
+            # Kept across restarts: in step, all rows wait for this one, so freeing its slot would gain nothing.
             async with agent.limit:
                 while found is None:
                     try:

@@ -119,7 +119,7 @@ class Policy:
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
-            # On a card a mask would switch off the fast kernels of attention; padding on the right does not need one.
+            # On a GPU a mask would switch off the fast kernels of attention; padding on the right does not need one.
             self._masks = self.sampler.device.type == "cpu"
         with self.computing():
             check_causal(self.causal(self.sampler))
@@ -305,7 +305,7 @@ class Policy:
         tokens, _, *places = inputs[:4]
 
         def scattered(values: Tensor) -> Tensor:
-            # At indices: for a mask, the host would wait until the card has counted its places.
+            # At indices: for a mask, the host would wait until the GPU has counted its places.
             nothing = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
             return nothing.index_put(tuple(places), values)
 

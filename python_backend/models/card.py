@@ -1,4 +1,4 @@
-"""Work on a card (a CUDA device): its errors and memory, copies and streams that the host does not wait for.
+"""Work on a GPU (a CUDA device): its errors and memory, copies and streams that the host does not wait for.
 
 On a CPU, these functions do nothing that changes a result.
 """
@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether the card, or this process's context on it, is broken: every later call of it may raise, too."""
+    """Return whether the GPU, or this process's context on it, is broken: every later call of it may raise, too."""
     if is_out_of_memory(error):
         return False
     return isinstance(error, torch.AcceleratorError) or (
@@ -37,7 +37,7 @@ def is_device_error(error: BaseException) -> bool:
     )
 
 
-# The memory of a card: how much is used; work that ran out of it is repeated with half as much at a time.
+# The memory of a GPU: how much is used; work that ran out of it is repeated with half as much at a time.
 #
 # Only the out-of-memory error is handled here. Halving a micro-batch changes no result beyond rounding.
 
@@ -157,7 +157,7 @@ def _reason_of(error: RuntimeError) -> str:
     return str(error).splitlines()[0].split(". ")[0]
 
 
-# Keeps transformers from inspecting the inputs of a forward pass: the host would wait for the card.
+# Keeps transformers from inspecting the inputs of a forward pass: the host would wait for the GPU.
 
 
 def skip_inspections(model: Any) -> None:
@@ -178,14 +178,14 @@ def skip_inspections(model: Any) -> None:
 
 
 def _log_buckets(relative: Tensor, bucket_size: int, max_position: int) -> Tensor:
-    """Return the bucket of each relative position, as transformers does, which copies a number to the card for it."""
+    """Return the bucket of each relative position, as transformers does, which copies a number to the GPU for it."""
     mid = bucket_size // 2
     far = relative.abs().clamp(min=mid - 1)
     logs = (far / mid).log() / torch.tensor((max_position - 1) / mid).log() * (mid - 1)
     return torch.where(far <= mid, relative.type_as(logs), (logs.ceil() + mid) * relative.sign())
 
 
-# Copies to and from a card that the host does not wait for.
+# Copies to and from a GPU that the host does not wait for.
 
 
 Array: TypeAlias = "np.ndarray[Any, Any] | Tensor"
@@ -195,8 +195,8 @@ ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its
 def to_device(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
     """Return host arrays as tensors on `device`.
 
-    A card gets all of them in one copy from one page-locked buffer, which the host does not wait for. The tensors
-    share that buffer's memory on the card. On a CPU they share memory with `arrays`.
+    A GPU gets all of them in one copy from one page-locked buffer, which the host does not wait for. The tensors
+    share that buffer's memory on the GPU. On a CPU they share memory with `arrays`.
     """
     tensors = [array if isinstance(array, Tensor) else torch.from_numpy(array) for array in arrays]
     if device.type == "cpu":
@@ -233,9 +233,9 @@ def _view(part: Tensor, like: Tensor) -> Tensor:
     return part[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-# Streams of a card: threads whose work does not wait for that of others. On a CPU, these functions do nothing.
+# Streams of a GPU: threads whose work does not wait for that of others. On a CPU, these functions do nothing.
 #
-# CUDA's current device and stream belong to a thread, and a new thread starts on the first card.
+# CUDA's current device and stream belong to a thread, and a new thread starts on the first GPU.
 
 
 HIGH, LOW = -1, 0  # priorities: kernels of high priority start first
@@ -260,7 +260,7 @@ def staging(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    use_card(device)  # else leaving the stream would make the first card current, and open a context there
+    use_card(device)  # else leaving the stream would make the first GPU current, and open a context there
     with torch.cuda.stream(_staging_stream(device)):
         yield
         torch.cuda.current_stream(device).synchronize()

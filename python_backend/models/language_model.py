@@ -79,7 +79,7 @@ class LanguageModel:
     def _of(self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> Tensor:
         """Return log-probs `[N]` of `targets` `[N]`, the tokens behind N places in `ids` `[n, S]`.
 
-        `inside`: bool `[n, S]`, False at padding. On a card no mask is passed: it would switch off the fast kernels of
+        `inside`: bool `[n, S]`, False at padding. On a GPU no mask is passed: it would switch off the fast kernels of
         attention, and the hidden states of a causal model do not depend on the padding on the right.
 
         If the model's output layer can be called separately, logits are computed for these places only, in chunks.

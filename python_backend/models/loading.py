@@ -389,7 +389,7 @@ def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path, group: R
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     if group is not None:
         group.attach(module)
-    # Each tensor is converted before it goes to the card, which so holds no more than the new version beside the old.
+    # Each tensor is converted before it goes to the GPU, which so holds no more than the new version beside the old.
     place = (lambda _, tensor, dtype: tensor.to(model.device, dtype)) if group is None else group.part
     _assign(module, {name: place(name, tensor, dtypes.get(name)) for name, tensor in tensors.items()}, folder)
     return module

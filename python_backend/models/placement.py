@@ -1,8 +1,8 @@
-"""Which GPUs (cards) the processes of each role use: the one rule that ranks, dry run, doctor and the checks share.
+"""Which GPUs the processes of each role use: the one rule that ranks, dry run, doctor and the checks share.
 
-A role's first card is the index of its `device`, 0 for plain `cuda`, and its process number r on a machine takes the
-r-th card after it: `device: cuda:4` with 4 ranks is cuda:4 to cuda:7. On several nodes each has `LOCAL_WORLD_SIZE` of
-the ranks, which torchrun sets. A served model with plain `cuda` and without `tensor_parallel` is on every card.
+A role's first GPU is the index of its `device`, 0 for plain `cuda`, and its process number r on a machine takes the
+r-th GPU after it: `device: cuda:4` with 4 ranks is cuda:4 to cuda:7. On several nodes each has `LOCAL_WORLD_SIZE` of
+the ranks, which torchrun sets. A served model with plain `cuda` and without `tensor_parallel` is on every GPU.
 
 Imports no torch.
 """
@@ -24,11 +24,11 @@ class Place:
     machine: str = ""
     """Name of the role's machine; empty: that of all other roles."""
     every: bool = False
-    """A served model with a copy on every card of the machine, however many there are."""
+    """A served model with a copy on every GPU of the machine, however many there are."""
 
     @property
     def cards(self) -> tuple[str, ...]:
-        """The devices that are cards."""
+        """The devices that are GPUs."""
         return tuple(device for device in self.devices if device != "cpu")
 
 
@@ -53,9 +53,9 @@ def ranks_here(ranks: int) -> int:
 
 
 def check_cards(places: Iterable[Place]) -> None:
-    """Raise ValueError if a role of several cards shares one of them with another role on its machine.
+    """Raise ValueError if a role of several GPUs shares one of them with another role on its machine.
 
-    Roles of one card each may share it, as all do on a machine with one GPU.
+    Roles of one GPU each may share it, as all do on a machine with one GPU.
     """
     for one, other in itertools.combinations(places, 2):
         shared = one.cards if other.every else other.cards if one.every else sorted({*one.cards} & {*other.cards})

@@ -65,7 +65,7 @@ class RankGroup:
             rank=rank,
             world_size=size,
             timeout=FORWARD_TIMEOUT,
-            device_id=self.device if self.device.type == "cuda" else None,  # connects now, on this card
+            device_id=self.device if self.device.type == "cuda" else None,  # connects now, on this GPU
         )
         # A group of its own: votes are taken in another thread than forward passes, and wait for slow loads.
         self._voters = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)

@@ -46,7 +46,7 @@ class TorchProcess:
         self.args, self.parameters = args, Parameters(args)
         keep_freed_memory()
         device, size = self.parameters.text("device"), self.parameters.number("tensor_parallel")
-        if device == "cuda" and size == 1:  # Triton has chosen a card for each instance
+        if device == "cuda" and size == 1:  # Triton has chosen a GPU for each instance
             device = device_of(device, int(args.get("model_instance_device_id", "0")))
         self.device = torch.device(device_of(device, 0))
         self._threads = threads_of(self.parameters.text("threads"))

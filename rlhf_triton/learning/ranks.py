@@ -98,7 +98,7 @@ class Ranks:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         own = torch.device(device)
         if own.type == "cuda":
-            torch.cuda.init()  # a mesh of cards that are not initialised chooses this process's card anew
+            torch.cuda.init()  # a mesh of GPUs that are not initialised chooses this process's GPU anew
             torch.cuda.set_device(own)
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun without our launcher
         store = dist.TCPStore(

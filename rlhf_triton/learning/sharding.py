@@ -43,7 +43,7 @@ def shard(
         precision: in `bfloat16` GPUs gather the weights of layers as autocast would cast them, and add up gradients in
             float32. Embeddings, final norm and head stay in float32.
     """
-    # Without a mesh, the ranks of a CPU run would shard onto the cards of a machine that has some.
+    # Without a mesh, the ranks of a CPU run would shard onto the GPUs of a machine that has some.
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     casts = ranks.device.type == "cuda" and precision == "bfloat16"
     cast = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)

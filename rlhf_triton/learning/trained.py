@@ -73,7 +73,7 @@ class Trained:
             + f" or set {section}.gradient_checkpointing" * (not settings.gradient_checkpointing),
             alone=ranks.size == 1,
         )
-        """How many tokens of a micro-batch fit into the card's memory."""
+        """How many tokens of a micro-batch fit into the GPU's memory."""
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(self.parameters, optimizer)
         self.optimizer_step = 0
@@ -96,7 +96,7 @@ class Trained:
     ) -> dict[str, float]:
         """Replace the gradients by those of a minibatch; return its `loss` and statistics, summed over all rows.
 
-        If the card's memory does not suffice, everything is done again in smaller micro-batches.
+        If the GPU runs out of memory, all of it is repeated in smaller micro-batches.
 
         Args:
             lengths: number of tokens of each row of the minibatch, int64 `[B]`.

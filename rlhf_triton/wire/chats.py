@@ -175,9 +175,9 @@ def _check_texts(
 ) -> None:
     """Raise BadMessages if another text in a place of the messages would give the same rendering.
 
-    A template may choose messages by position, such as the last one alone. What it writes of the last message it may
-    leave out of earlier ones, and reasoning if it knows it, as thinking templates do on purpose. That is logged
-    once, and so is the name of a participant.
+    A template may choose messages by position, such as the last one alone. A text that it writes for the last message
+    may be missing from earlier ones, and so may reasoning that it knows, as in thinking templates. That is logged
+    once, as is the name of a participant.
     """
 
     def is_lost(place: Place, value: Any, shown: Messages = messages) -> bool:

@@ -336,7 +336,7 @@ def test_a_template_that_removes_thoughts_begins_another_row(
     left_out, another = caplog.messages
     assert "leaves out the reasoning in contents" in left_out
     assert "thoughts" in another
-    assert "another sample of the same group" in another
+    assert "another row of the same group" in another
 
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])

@@ -199,7 +199,7 @@ class OpenRLHFRequest(ScoredBody):
         return rows
 
     def reply(self, found: Results) -> dict[str, Any]:
-        """Return rewards; as `scores`, by which OpenRLHF filters prompts, the same; and terms of a weighted sum."""
+        """Return rewards, also as `scores`, by which OpenRLHF filters prompts, and the terms of a weighted sum."""
         rewards = found.single("query")
         terms: dict[str, list[float | None]] = {}
         for i, name in enumerate(found.served.components):

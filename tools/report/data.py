@@ -43,7 +43,7 @@ class Pair:
     reward_after: float | None
     is_chat: bool = False
     conversation_before: Conversation | None = None
-    """With the environment; None in a run without one."""
+    """The conversation with the environment; None in a run without one."""
     conversation_after: Conversation | None = None
 
     @property

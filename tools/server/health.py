@@ -2,7 +2,7 @@
 
 Triton does neither: it continues to report ready, and answers every request to a dead model with an error. A model
 that works on a long request does not count as hung: its forward-pass counter increases, or its process uses the CPU.
-On a card only the counter says so: a process that waits for a card that hangs uses the CPU, too. Answers are no sign of
+On a GPU only the counter says so: a process that waits for a GPU that hangs uses the CPU, too. Answers are no sign of
 life, since a model whose device is broken answers every request with an error at once.
 
 A process that is not scheduled for a few seconds (a busy or paused machine) is kept, unless a request waited for it
@@ -47,7 +47,7 @@ STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
 LOST = "rlhf_lost_processes_total"
-CARD = "rlhf_card_bytes"  # only models on a card have it
+CARD = "rlhf_card_bytes"  # only models on a GPU have it
 PROGRESS = ("nv_inference_exec_count", "nv_inference_request_success")  # of a model that counts no forward passes
 _SWITCHES = re.compile(r"ctxt_switches:\s*(\d+)")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)

@@ -37,7 +37,7 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
     """
     model: Any = None
     try:
-        with group.together(), staging(group.device):  # a new thread would start on the first card
+        with group.together(), staging(group.device):  # a new thread would start on the first GPU
             model = load_model(loader, folder, served, {**options, "group": group})
     except Exception:
         if model is not None:
