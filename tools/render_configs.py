@@ -290,7 +290,6 @@ def _critic(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
         "journal": str(place(config.run.journal_dir)),
         "store": weights,
         "run_id": config.run.identity,
-        "integrity": config.run.integrity,
         "training_key_sha256": _training_key_hash(config.server.training_key_env),
         **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }

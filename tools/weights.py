@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "/v2/health/ready tells whether its server is ready"
         )
     model = live_model(config, args.model or served[0])
-    store = WeightsStore(model.store, config.run.integrity)
+    store = WeightsStore(model.store)
     if store.current() is None and not store.versions():
         raise WeightsError(f"the weights store {store.root} is empty; `rlhf-triton serve` creates version 0")
     if args.action in ("verify", "rollback", "publish"):  # which load models

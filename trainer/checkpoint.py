@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.config import CriticOptimizerSection
-from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -61,9 +60,8 @@ class CheckpointState:
 class CheckpointFolder:
     """The folder with all checkpoints of one critic."""
 
-    def __init__(self, root: Path, integrity: Algorithm = DEFAULT) -> None:
-        """`integrity`: algorithm of the digests in new checkpoints."""
-        self.root, self._integrity = root, integrity
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
@@ -91,7 +89,7 @@ class CheckpointFolder:
                 self.set_aside(state.step)
 
         def fill(folder: Path) -> None:
-            files = update.trained.save(folder, self._integrity)
+            files = update.trained.save(folder)
             (folder / STATE_FILE).write_text(json.dumps(self._sealed(state, files)))
 
         durable.write_folder(final, fill)
@@ -163,7 +161,7 @@ class CheckpointFolder:
         durable.sweep(self.root)
 
     def _sealed(self, state: CheckpointState, files: Mapping[str, str]) -> dict[str, Any]:
-        return sealed(asdict(state), files, self._integrity)
+        return sealed(asdict(state), files)
 
     def _told(self) -> list[int] | None:
         return (durable.read_json(self.root / KEEP_FILE) or {}).get("steps")

@@ -206,7 +206,7 @@ def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks, dtype: str 
             "train": lambda skip: update.train(None, lambda _: None, skip),
             **operations(lambda: update.trained),
             "values": lambda rows, width: critic().values([np.asarray(row, np.int64) for row in rows], width),
-            "write_version": lambda folder, integrity: critic().write(Path(folder), integrity),
+            "write_version": lambda folder: critic().write(Path(folder)),
             "verify": lambda root, version: critic().verify_slices(store(root), version),
             "holds": lambda root, version: critic().holds_slices(store(root), version),
         }

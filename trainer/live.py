@@ -47,7 +47,7 @@ def publish_reward(
         VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
     """
     section, model = config.reward, live_model(config, "reward")
-    store = WeightsStore(model.store, config.run.integrity)
+    store = WeightsStore(model.store)
     current = store.current()
     if current is None:
         raise WeightsError(f"the weights store {store.root} is empty; `rlhf-triton serve` creates version 0")

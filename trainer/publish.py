@@ -113,7 +113,7 @@ class Publisher:
         in_slices = isinstance(model, TrainedCritic) and model.in_slices
         if write is None:
             assert isinstance(model, CriticModel)
-            write = functools.partial(model.write, integrity=self._store.integrity)
+            write = model.write
         manifest = self._store.add(
             write,
             run_id=self._run_id,
@@ -313,7 +313,7 @@ def initialise_store(
         if section.pretrain:
             critic = pretrain(critic)
         store.add(
-            functools.partial(critic.write, integrity=store.integrity),
+            critic.write,
             run_id=run_id,
             step=0,
             parent=None,
@@ -356,7 +356,7 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
         RlhfError: the critic cannot be pretrained.
     """
     for model in live_models(config):
-        store = WeightsStore(model.store, config.run.integrity)
+        store = WeightsStore(model.store)
         if model.name == "critic":
             pretrain = functools.partial(pretrained, config=config, ranks=ranks, beat=beat)
             initialise_store(store, config.critic, run_id=config.run.identity, pretrain=pretrain)

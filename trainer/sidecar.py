@@ -28,8 +28,8 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
     `ranks`: the processes that train the critic, of which this is rank 0.
     """
     settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
-    store = WeightsStore(config.run.weights_dir, config.run.integrity)
-    folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic", config.run.integrity)
+    store = WeightsStore(config.run.weights_dir)
+    folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
         # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
         epoch = until_done("starting", lambda: held.enter_context(journal.lock()), stop)

@@ -28,7 +28,6 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
 )
 from rlhf_triton.config import TrainerSection
-from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.learning import model as training
 from rlhf_triton.learning.merged_slices import MergedSlices
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
@@ -116,21 +115,21 @@ class TrainedCritic(CriticModel):
         kind = MergedSlices if self.in_slices else MergedWeights
         return kind(self.model, self.stored_as, ModelHead(self.model).module)
 
-    def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
+    def write(self, folder: Path) -> Mapping[str, str] | None:
         """Write a version: a Hugging Face checkpoint, with one file per rank, or the adapters, which rank 0 writes.
 
         Returns the digest of each weights file and of their index, if there are several; None for adapters.
         """
-        self.ranks.announce("write_version", folder=str(folder), integrity=integrity)
+        self.ranks.announce("write_version", folder=str(folder))
         if self.adapters is not None:
             trained, adapters = trained_tensors(self.model), self.adapters
             is_writer = self.ranks.rank == 0
             self.ranks.together(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
             return None
         if not isinstance(self.ranks, Ranks):
-            return super().write(folder, integrity)
+            return super().write(folder)
         weights = self.weights()
-        digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks, integrity)
+        digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks)
         if self.ranks.rank == 0:
             write_config(self, folder)
         return digests

@@ -22,7 +22,6 @@ from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
 from rlhf_triton.config import RunConfig
-from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, sealed
 
@@ -64,9 +63,7 @@ def set_aside(root: Path, step: int) -> Path:
     return aside
 
 
-def save_checkpoint(
-    root: Path, run: RunState, state: Mapping[str, Any], integrity: Algorithm = DEFAULT, *, keep: int
-) -> None:
+def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep: int) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the `keep` newest checkpoints."""
     policy = run.policy
     whole = {
@@ -81,8 +78,8 @@ def save_checkpoint(
     }
 
     def fill(folder: Path) -> None:
-        files = policy.trained.save(folder, integrity)
-        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, files, integrity)))
+        files = policy.trained.save(folder)
+        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, files)))
 
     write_folder(root / str(state["step"]), fill)
     for step in numbers_in(root)[:-keep]:

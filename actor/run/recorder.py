@@ -63,7 +63,7 @@ class Recorder:
         self._config, self._settings = config, config.actor
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
-        self._run_id, self._integrity = config.run.identity, config.run.integrity
+        self._run_id = config.run.identity
         self._checkpoints = config.run.dir / "checkpoints" / "actor"
         self._weights = WeightsStore(config.run.weights_dir)
         self._state = state
@@ -408,7 +408,6 @@ class Recorder:
             self._checkpoints,
             self._state,
             state,
-            self._integrity,
             keep=keep or self._settings.keep_checkpoints,
         )
         if self._has_critic:

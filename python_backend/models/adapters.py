@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, StoredAdapters
 from rlhf_triton.checkpoints.tensor_file import layout, write_tensors
-from rlhf_triton.digests import DEFAULT, Algorithm
 
 LAYERS = (nn.Linear, Conv1D)
 
@@ -169,9 +168,9 @@ class MergedWeights(Mapping[str, Tensor]):
         """Return the dtype and the whole shape of each tensor, without computing it."""
         return {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
 
-    def write(self, file: Path, integrity: Algorithm = DEFAULT) -> str:
+    def write(self, file: Path) -> str:
         """Write all tensors to a safetensors file; return its digest."""
-        return write_tensors(file, self.shapes(), self.__getitem__, integrity)
+        return write_tensors(file, self.shapes(), self.__getitem__)
 
     def gather(self) -> None:
         """Take part in the `write` of another rank: read all tensors in its order, and write nothing; collective."""

@@ -26,7 +26,6 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
-from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.python_backend.models.card import to_host
@@ -234,9 +233,9 @@ class CriticModel:
         """Return the weights as a version stores them, by name."""
         return MergedWeights(self.model, self.stored_as, ModelHead(self.model).module)
 
-    def write(self, folder: Path, integrity: Algorithm = DEFAULT) -> Mapping[str, str] | None:
+    def write(self, folder: Path) -> Mapping[str, str] | None:
         """Write a weights version to `folder`; return the digest of each weights file if it was computed."""
-        return save_critic(self, folder, integrity, dtype=self.stored_as)
+        return save_critic(self, folder, dtype=self.stored_as)
 
     def with_weights(self, folder: Path) -> CriticModel:
         """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.
@@ -378,16 +377,14 @@ def load_critic(
     return CriticModel(model, constants=constants, note=note, group=group)
 
 
-def save_critic(
-    critic: CriticModel, folder: Path, integrity: Algorithm = DEFAULT, *, dtype: torch.dtype | None = None
-) -> dict[str, str]:
+def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
 
     If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the digest of the
     weights file, by its name.
     """
     weights = MergedWeights(critic.model, dtype, ModelHead(critic.model).module)
-    digest = weights.write(folder / WEIGHTS_FILE, integrity)
+    digest = weights.write(folder / WEIGHTS_FILE)
     write_config(critic, folder)
     return {WEIGHTS_FILE: digest}
 

@@ -8,11 +8,9 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 import numpy as np
 
-from rlhf_triton.digests import Algorithm
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring import tracing
 from rlhf_triton.python_backend.serving.triton import (
@@ -54,9 +52,7 @@ class JournalServer:
         """
         self._accept, self._reply = accept, reply
         self._model = parameters.model
-        self.journal = Journal(
-            parameters.path("journal"), parameters.text(RUN_ID), cast(Algorithm, parameters.text("integrity"))
-        )
+        self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
         self._key_hash = parameters.optional("training_key_sha256")
         self._failures = MetricCounters(parameters.model, FAILURES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.checkpoints.safetensors_header import encode_header
-from rlhf_triton.digests import DEFAULT, Algorithm, Hasher
+from rlhf_triton.digests import Hasher
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -33,7 +33,6 @@ def write_tensors(
     file: Path,
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     tensor_of: Callable[[str], Tensor],
-    integrity: Algorithm = DEFAULT,
 ) -> str:
     """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes; return its digest.
 
@@ -44,7 +43,7 @@ def write_tensors(
         tensor_of: returns a tensor on the CPU by its name.
     """
     header, starts = layout(shapes)
-    hasher = Hasher(integrity, header)
+    hasher = Hasher(header)
     file.unlink(missing_ok=True)
     with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as beside:
         stream.write(header)

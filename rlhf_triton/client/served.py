@@ -28,7 +28,6 @@ MAY_DIFFER = frozenset(
     {
         LOAD_LABEL,
         "device",
-        "integrity",
         "journal",
         "max_request_tokens",
         "model",

@@ -29,7 +29,6 @@ from rlhf_triton.config.fields import (
 from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.config.rewards import TokenRewardSettings
 from rlhf_triton.config.trained import Resume, TrainedSection
-from rlhf_triton.digests import DEFAULT, Algorithm
 
 # Section `monitoring` of the YAML configuration.
 
@@ -79,9 +78,6 @@ class RunSection(Section):
     """Output folder of the run."""
     run_id: str | None = None
     """Name of the run in the journal; default: the name of `dir`."""
-    integrity: Algorithm = DEFAULT
-    """Digest of versions, checkpoints and journal entries: `xxh3` detects damage; `sha256`, ten times slower, also
-    forgery."""
     access: Literal["owner", "group"] = "owner"
     """Who can read and write the run's files: `owner` (umask 077) or also the `group` (umask 007)."""
     log_format: Literal["text", "json"] = "text"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from rlhf_triton.checkpoints.inspection import INDEX_FILE, CheckpointError, CheckpointInfo
 from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 from rlhf_triton.checkpoints.tensor_file import STORED_AS, layout, raw_bytes
-from rlhf_triton.digests import DEFAULT, Algorithm, digest_of
+from rlhf_triton.digests import digest_of
 from rlhf_triton.learning.ranks import AnyRanks, Ranks
 from rlhf_triton.store.durable import sync_file
 
@@ -71,7 +71,6 @@ def write_checkpoint(
     tensor_of: Callable[[str], Tensor],
     folder: Path,
     ranks: Ranks,
-    integrity: Algorithm = DEFAULT,
 ) -> dict[str, str]:
     """Write sharded tensors as a Hugging Face checkpoint with one file per rank and an index; collective.
 
@@ -107,7 +106,7 @@ def write_checkpoint(
     ranks.together(create)
     ranks.together(write)
     mine = [paths[ranks.rank], *([folder / INDEX_FILE] if ranks.rank == 0 else [])]
-    parts = ranks.gather(ranks.together(lambda: {path.name: _sync_and_hash(path, integrity) for path in mine}))
+    parts = ranks.gather(ranks.together(lambda: {path.name: _sync_and_hash(path) for path in mine}))
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -132,10 +131,10 @@ def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
     return offset, raw_bytes(tensor.cpu().contiguous())
 
 
-def _sync_and_hash(path: Path, integrity: Algorithm) -> str:
+def _sync_and_hash(path: Path) -> str:
     with ThreadPoolExecutor(1, "sync") as beside:  # the disk writes while the processor hashes
         synced = beside.submit(sync_file, path)
-        digest = digest_of(path, integrity)
+        digest = digest_of(path)
         synced.result()
     return digest
 

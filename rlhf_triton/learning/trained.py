@@ -18,7 +18,6 @@ from torch.optim import AdamW, Optimizer
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained import Resume, TrainedSection, decisive_settings, resume_marks
-from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, dealt
 from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
 from rlhf_triton.learning.sharding import sync_gradients
@@ -165,15 +164,15 @@ class Trained:
         """Return this rank's part of the trained parameters, by name."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
-    def save(self, folder: Path | str, integrity: Algorithm = DEFAULT) -> dict[str, str]:
+    def save(self, folder: Path | str) -> dict[str, str]:
         """Write trained weights and optimizer, each rank its slices; return the digest of each file below `folder`.
 
         Any number of ranks can load them, bit-identically. Raises OSError on all ranks if one cannot write.
         """
         ranks, folder = self.ranks, Path(folder)
-        ranks.announce("trained.save", folder=str(folder), integrity=integrity)
+        ranks.announce("trained.save", folder=str(folder))
         write_slices({**self.weights(), **self.state()}, folder, ranks)
-        own = ranks.together(lambda: hashes(folder, integrity, part=ranks.rank, parts=ranks.size))
+        own = ranks.together(lambda: hashes(folder, part=ranks.rank, parts=ranks.size))
         return {name: digest for part in ranks.gather(own) for name, digest in part.items()}
 
     def verify(self, folder: Path | str) -> None:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.digests import DEFAULT, Algorithm
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import changed_at, is_locked, read_json
@@ -230,11 +229,6 @@ ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that ho
 class Journal(JournalState):
     """The journal of one run: tritonserver calls the methods `accept_...`, the sidecar the others."""
 
-    def __init__(self, root: Path, run_id: str, integrity: Algorithm = DEFAULT) -> None:
-        """`integrity`: algorithm of the digests in new entries."""
-        super().__init__(root, run_id)
-        self._integrity = integrity
-
     def accept_training(
         self,
         payload: TrainPayload,
@@ -257,7 +251,7 @@ class Journal(JournalState):
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
-        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None, self._integrity)
+        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None)
         try:
             return self._accept(file, step, sender)
         finally:

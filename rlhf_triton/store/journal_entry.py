@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rlhf_triton.checkpoints.safetensors_header import encode_header
-from rlhf_triton.digests import DEFAULT, Algorithm, algorithm_of, brief
+from rlhf_triton.digests import brief
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import INT64_MAX
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
@@ -101,7 +101,7 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
         payload = TrainPayload(
             arrays[TOKENS], arrays[SEQUENCE_LENGTHS], arrays[RETURNS], arrays[PREV_VALUES], arrays[MASK]
         )
-        found = payload.digest(algorithm_of(digest))
+        found = payload.digest()
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
     if found != digest:
@@ -137,17 +137,16 @@ class TrainingFile:
         payload: TrainPayload,
         check: Callable[[], None] = lambda: None,
         more: Mapping[str, str] | None = None,
-        integrity: Algorithm = DEFAULT,
     ) -> None:
         """Start hashing and `check`, which raises if the content is invalid, in background threads.
 
         `more`: further metadata, not part of the digest.
         """
-        self._payload, self._more, self._integrity = payload, more or {}, integrity
+        self._more = more or {}
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
         # The largest array takes longest to hash, so it starts first.
         largest_first = sorted(self._arrays.items(), key=lambda item: -item[1].nbytes)
-        self._digests = {name: BESIDE.submit(field_digest, array, integrity) for name, array in largest_first}
+        self._digests = {name: BESIDE.submit(field_digest, array) for name, array in largest_first}
         self._checked = BESIDE.submit(check)
 
     def check(self) -> None:
@@ -162,17 +161,16 @@ class TrainingFile:
     @property
     def digest(self) -> str:
         """Digest of the content; blocks until it is computed."""
-        return content_digest({name: digest.result() for name, digest in self._digests.items()}, self._integrity)
+        return content_digest({name: digest.result() for name, digest in self._digests.items()})
 
     def matches(self, digest: str) -> bool:
-        """Return whether the content has this digest, of any algorithm."""
-        algorithm = algorithm_of(digest)
-        return digest == (self.digest if algorithm == self._integrity else self._payload.digest(algorithm))
+        """Return whether the content has this digest."""
+        return digest == self.digest
 
     def parts(self) -> list[bytes | memoryview]:
         """Return the header with a placeholder digest, followed by the arrays' buffers."""
         return [
-            header(self._arrays, {DIGEST: content_digest({}, self._integrity), **self._more}),
+            header(self._arrays, {DIGEST: content_digest({}), **self._more}),
             *(array.data for array in self._arrays.values()),
         ]
 

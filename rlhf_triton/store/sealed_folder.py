@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
+from rlhf_triton.digests import Hasher, brief, digest_of
 from rlhf_triton.errors import reason_of
 
 STATE_FILE = "state.json"
@@ -17,16 +17,16 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint's content does not match its digests; the message names the file."""
 
 
-def hashes(folder: Path, integrity: Algorithm = DEFAULT, *, part: int = 0, parts: int = 1) -> dict[str, str]:
+def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
     """Return the digest of every file below `folder`, or of every `parts`-th of them, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): digest_of(path, integrity) for path in paths[part::parts]}
+    return {str(path.relative_to(folder)): digest_of(path) for path in paths[part::parts]}
 
 
-def sealed(state: Mapping[str, Any], files: Mapping[str, str], integrity: Algorithm = DEFAULT) -> dict[str, Any]:
+def sealed(state: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of state.json, given the digest of each file by relative path."""
     data = {**state, "files": dict(files)}
-    return {**data, DIGEST: _digest_of(data, integrity)}
+    return {**data, DIGEST: _digest_of(data)}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
         own = str(data[DIGEST])
-        intact = own == _digest_of(data, algorithm_of(own))
+        intact = own == _digest_of(data)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {reason_of(error)}") from error
     if not intact:
@@ -55,7 +55,7 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, A
     for name, expected in sorted(state["files"].items())[part::parts]:
         path = folder / name
         try:
-            found = digest_of(path, algorithm_of(expected))
+            found = digest_of(path)
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
         if found != expected:
@@ -63,6 +63,6 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, A
     return state
 
 
-def _digest_of(data: Mapping[str, Any], algorithm: str) -> str:
+def _digest_of(data: Mapping[str, Any]) -> str:
     content = {name: value for name, value in data.items() if name != DIGEST}
-    return Hasher(algorithm, json.dumps(content, sort_keys=True).encode()).digest()
+    return Hasher(json.dumps(content, sort_keys=True).encode()).digest()

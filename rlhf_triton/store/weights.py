@@ -25,7 +25,7 @@ from typing import Any
 
 from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, head_files, stored_adapters
 from rlhf_triton.checkpoints.safetensors_header import read_header
-from rlhf_triton.digests import DEFAULT, Algorithm, Hasher, algorithm_of, brief, digest_of
+from rlhf_triton.digests import Hasher, brief, digest_of
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import make_folder, read_json, write_json
@@ -213,15 +213,14 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Return the content of manifest.json."""
         content = asdict(self)
-        return {**content, "seal": _digest_of(content, self.digest)}
+        return {**content, "seal": _digest_of(content)}
 
 
 class WeightsStore:
     """Versions under one folder. Version numbers only increase, and a version is never overwritten."""
 
-    def __init__(self, root: Path, integrity: Algorithm = DEFAULT) -> None:
-        """`integrity`: algorithm of the digests in new manifests; each version is verified by that in its own."""
-        self.root, self.integrity = root, integrity
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.records = ServingRecords(root / "serving")
         self._current = root / "CURRENT"
         self._next = root / "NEXT"
@@ -272,7 +271,7 @@ class WeightsStore:
             if data is None:
                 raise WeightsError(f"version {version} is not in the weights store")
             seal = data.pop("seal")
-            if seal != _digest_of(data, seal):
+            if seal != _digest_of(data):
                 raise WeightsError(f"version {version}: {MANIFEST_FILE} is damaged: its content differs from its seal")
             return Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -316,9 +315,7 @@ class WeightsStore:
         """
         with self._writing(), durable.staged_folder(self.root) as staging:
             known = write(staging) or {}
-            files = {
-                path.name: known.get(path.name) or digest_of(path, self.integrity) for path in sorted(staging.iterdir())
-            }
+            files = {path.name: known.get(path.name) or digest_of(path) for path in sorted(staging.iterdir())}
             existing = self._find(run_id=run_id, step=step, files=files) if reuse else None
             if existing is not None:
                 return existing
@@ -349,11 +346,11 @@ class WeightsStore:
         """Return the number of the next version; it is above all existing ones, incomplete folders included."""
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
-    def verify_files(self, version: int, digest: Callable[[Path, str], str] = digest_of) -> Manifest:
+    def verify_files(self, version: int, digest: Callable[[Path], str] = digest_of) -> Manifest:
         """Compare the files with the manifest: digests, and names, dtypes and shapes of tensors; return the manifest.
 
         Args:
-            digest: returns the digest of a file by an algorithm.
+            digest: returns the digest of a file.
 
         Raises:
             WeightsError: they differ, or a file is unreadable.
@@ -371,7 +368,7 @@ class WeightsStore:
     def verify_hashes(
         self,
         manifest: Manifest,
-        digest: Callable[[Path, str], str] = digest_of,
+        digest: Callable[[Path], str] = digest_of,
         *,
         part: int = 0,
         parts: int = 1,
@@ -384,7 +381,7 @@ class WeightsStore:
         """
         for name, expected in sorted(manifest.files.items())[part::parts]:
             try:
-                found = digest(self.folder(manifest.version) / name, algorithm_of(expected))
+                found = digest(self.folder(manifest.version) / name)
             except (OSError, ValueError) as error:
                 raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
             if found != expected:
@@ -451,10 +448,8 @@ def tensor_types(path: Path) -> dict[str, list[Any]]:
     return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
 
 
-def _digest_of(content: Mapping[str, Any], like: str = "") -> str:
-    """Return the digest of `content` by the algorithm of the digest `like`, by default of the first of its values."""
-    algorithm = algorithm_of(like or next(iter(content.values())))
-    return Hasher(algorithm, json.dumps(content, sort_keys=True).encode()).digest()
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return Hasher(json.dumps(content, sort_keys=True).encode()).digest()
 
 
 def _read_number(path: Path) -> int | None:

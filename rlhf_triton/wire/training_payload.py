@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_triton.digests import DEFAULT, Hasher
+from rlhf_triton.digests import Hasher
 from rlhf_triton.wire.contract import (
     MASK,
     PREV_VALUES,
@@ -47,10 +47,10 @@ class TrainPayload:
             MASK: self.mask,
         }
 
-    def digest(self, algorithm: str = DEFAULT) -> str:
+    def digest(self) -> str:
         """Return the `content_digest` of the fields."""
-        digests = {name: field_digest(array, algorithm) for name, array in self.arrays().items()}
-        return content_digest(digests, algorithm)
+        digests = {name: field_digest(array) for name, array in self.arrays().items()}
+        return content_digest(digests)
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,16 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
     return SentPayload(tokens, sizes, targets, limits)
 
 
-def field_digest(array: np.ndarray, algorithm: str) -> bytes:
+def field_digest(array: np.ndarray) -> bytes:
     """Return the digest of one field's dtype, shape and bytes, without a name."""
-    hasher = Hasher(algorithm, f"{array.dtype.str}:{array.shape};".encode())
+    hasher = Hasher(f"{array.dtype.str}:{array.shape};".encode())
     hasher.update(np.ascontiguousarray(array).data)  # the buffer itself: no copy
     return hasher.bytes()
 
 
-def content_digest(digests: Mapping[str, bytes], algorithm: str) -> str:
+def content_digest(digests: Mapping[str, bytes]) -> str:
     """Return the digest of the fields' names and digests. It does not depend on the padding on the wire."""
-    return Hasher(algorithm, b"".join(name.encode() + digest for name, digest in sorted(digests.items()))).digest()
+    return Hasher(b"".join(name.encode() + digest for name, digest in sorted(digests.items()))).digest()
 
 
 def _without_padding(rows: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -25,7 +25,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from triton_python_backend_utils import InferenceResponse, Request
 
-from rlhf_triton.digests import Algorithm
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.critic_save import TritonPythonModel
 from rlhf_triton.python_backend.serving.triton import TritonModel
@@ -257,7 +256,7 @@ def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, m
     """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
     finished = []
 
-    def slow(array: np.ndarray, algorithm: str) -> bytes:
+    def slow(array: np.ndarray) -> bytes:
         time.sleep(0.05)
         finished.append(array)
         return b"digest"
@@ -384,11 +383,10 @@ def test_what_a_rewind_removes_is_set_aside_in_a_folder_of_its_own(journal: Jour
 # ---- damage ----
 
 
-@pytest.mark.parametrize("integrity", ["xxh3", "sha256"])
-def test_damage_anywhere_in_a_file_is_found(tmp_path: Path, integrity: Algorithm):
-    journal = Journal(tmp_path / "journal", "run", integrity)
+def test_damage_anywhere_in_a_file_is_found(tmp_path: Path):
+    journal = Journal(tmp_path / "journal", "run")
     entry, path = train(journal, 1), entries_folder(journal) / "00000001.train"
-    data, (mine, other) = path.read_bytes(), (payload(value).digest(integrity).encode() for value in (1, 2))
+    data, (mine, other) = path.read_bytes(), (payload(value).digest().encode() for value in (1, 2))
     flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (3, 20, 60, len(data) - 1)]
     for damaged in (*flipped, data.replace(mine, other), *(data[:size] for size in range(0, len(data), 7))):
         path.write_bytes(damaged)
@@ -397,10 +395,8 @@ def test_damage_anywhere_in_a_file_is_found(tmp_path: Path, integrity: Algorithm
 
 
 @pytest.mark.parametrize("kind", ["entry", "result"])
-def test_a_repeat_is_compared_by_the_digest_of_its_entry(journal: Journal, kind: str):
-    """An entry, or the result of one, whose digest is by another algorithm than that of new entries."""
-    accepted = Journal(journal.root, "run", "sha256").accept_training(payload(0.5), run_id="run", step=1)
-    assert journal.load(accepted)[1].startswith("sha256:")
+def test_a_repeat_with_other_content_is_refused(journal: Journal, kind: str):
+    accepted = train(journal, 1, 0.5)
     if kind == "result":
         done(journal, accepted)
         (entries_folder(journal) / accepted.name).unlink()
@@ -531,7 +527,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonMod
     """critic_save of run `run`; 0.4 s of silence are too long."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", 0.4)
-    parameters = {"journal": str(tmp_path), "run_id": "run", "integrity": "xxh3"}
+    parameters = {"journal": str(tmp_path), "run_id": "run"}
     config = {"name": "critic_save", "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     model = TritonPythonModel()
     model.initialize({"model_config": json.dumps(config)})

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.digests import algorithm_of, digest_of
+from rlhf_triton.digests import digest_of
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.weights import MANIFEST_FILE, WeightsStore
 
@@ -15,10 +15,9 @@ def reseal(folder: Path, **changes: Any) -> None:
     `changes`: fields of the manifest.
     """
     manifest = WeightsStore(folder.parent).manifest(int(folder.name))
-    algorithm = algorithm_of(next(iter(manifest.files.values())))
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE)
     fitting = {
-        "files": {path.name: digest_of(path, algorithm) for path in paths},
+        "files": {path.name: digest_of(path) for path in paths},
         "tensors": dict(WeightsStore._tensor_types(folder)),
     }
     write_json(folder / MANIFEST_FILE, dataclasses.replace(manifest, **{**fitting, **changes}).to_json())

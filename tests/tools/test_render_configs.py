@@ -90,7 +90,7 @@ def test_settings_reach_the_files():
         },
         server={"max_request_tokens": 6000, "queue_timeout_s": 1.5},
         reward={"standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
-        run={"dir": "runs/x", "run_id": "name", "integrity": "sha256"},
+        run={"dir": "runs/x", "run_id": "name"},
     )
     critic, reward, train = configs["critic"], configs["reward_model"], configs["critic_train"]
     group = critic.instance_group[0]
@@ -106,7 +106,7 @@ def test_settings_reach_the_files():
     sent = {"store": store, "device": "cuda:1", "threads": "5", "token_budget": "99", "max_length": "33"}
     assert parameters(critic).items() >= {**sent, "reload": "triton", "max_request_tokens": "6000"}.items()
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
-    expected = {"store": store, "run_id": "name", "integrity": "sha256"}
+    expected = {"store": store, "run_id": "name"}
     assert parameters(train).items() >= expected.items()
     assert parameters(configs["critic_save"])["run_id"] == "name"
 
