@@ -863,7 +863,7 @@ def test_the_critic_chooses_prompts_and_a_resume_the_same_ones(
             np.testing.assert_allclose(chance, chances(values, (0.0, 6.0), 2))
         assert len({seed for _, seed in asked}) == len(asked)
         assert any(line.get("train_rollouts/prompt_auc") for line in read_jsonl(tmp_path / folder / "metrics.jsonl"))
-    assert ends(tmp_path / "whole")[:2] == ends(tmp_path / "stopped")[:2]  # the fake critic forgets its versions
+    assert ends(tmp_path / "whole")[0] == ends(tmp_path / "stopped")[0]  # the fake critic forgets its versions
 
 
 def test_chances_of_a_spread_are_those_of_independent_responses():
