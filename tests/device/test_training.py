@@ -188,9 +188,10 @@ def policy_session(ranks: Ranks, folder: Path, case: str, device: str) -> dict[s
             update.run(batch_of(1), seed=1, kl_coef=0.1)
             policy.renew_sampler()
             (state := folder / f"{case}, {device}").mkdir()
-            policy.write_state(state)
+            policy.trained.save(state)
+            step = policy.trained.optimizer_step
             found["stats"] = update.run(batch_of(2), seed=2, kl_coef=0.1)
-            policy.read_state(state)
+            policy.trained.load(state, step)
             found["again"] = update.run(batch_of(2), seed=2, kl_coef=0.1)
             policy.save(state / "policy")
             ranks.announce("end")
