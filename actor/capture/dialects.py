@@ -206,20 +206,13 @@ class OpenAIRequest(Body):
     stream: bool = False
     stream_options: dict[str, Any] = Field(default={})
     logprobs: Literal[False] = False
-    top_logprobs: Nothing = 0
     parallel_tool_calls: Literal[True] = True
     n: Literal[1] = 1
     frequency_penalty: Nothing = 0
     presence_penalty: Nothing = 0
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = Field(default={})
     response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] = Field(default=[])
-    store: Literal[False] = False
     user: Any = None
     metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    service_tier: Any = None
 
 
 def _read_openai(body: Any, default: int) -> Asked:
@@ -366,7 +359,6 @@ class AnthropicRequest(Body):
     stream: bool = False
     thinking: Thinking | None = None
     metadata: Any = None
-    service_tier: Any = None
 
 
 def _read_anthropic(body: Any, default: int) -> Asked:

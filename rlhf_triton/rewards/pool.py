@@ -117,10 +117,9 @@ class WorkerPool:
         outcomes: dict[int, list[ScoreOutcome]] = {}
         waiting = iter(enumerate(groups))
 
-        async def score_in_turn() -> None:
+        async def score_in_turn() -> None:  # not all at once, so that other requests come in between
             for i, group in waiting:
                 outcomes[i] = await self._score_group(group)
-                await asyncio.sleep(0)  # another request that waits for a worker gets it first
 
         await asyncio.gather(*(score_in_turn() for _ in range(min(self._num_workers, len(groups)))))
         return [outcomes[i] for i in range(len(groups))]

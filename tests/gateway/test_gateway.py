@@ -361,7 +361,6 @@ WRONG_BODIES: list[tuple[str, Any, int, str]] = [
     ("/get_rewards", {}, 404, "/get_rewards: no such path; known: /classify, /get_reward, "),
     ("/v1/models", {}, 405, "/v1/models: POST is not allowed here; "),
     ("/health", {}, 413, "send no body to this path"),
-    ("/v1/chat/completions", {}, 404, "the policy is not served to agents here; set gateway.policy"),
 ]
 
 

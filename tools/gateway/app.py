@@ -35,7 +35,6 @@ COLLECTED_BYTES = 1_000_000  # of a body after which garbage is collected, which
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
 SESSIONS = "/sessions/"
-AGENT_PATHS = ("/v1/chat/completions", "/v1/messages")  # behind /sessions/NAME
 
 
 def create_app(client: TritonClient | None, key: str | None = None, *, more: Sequence[Route] = ()) -> Starlette:
@@ -79,7 +78,7 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = _not_found(request.url.path, paths)
+        told = f"no such path; known: {', '.join(paths)}"
         if error.status_code == 405:
             told = f"{request.method} is not allowed here; send {(error.headers or {}).get('Allow')}"
         return await refused(request, HttpError(error.status_code, f"{request.url.path}: {told}"))
@@ -93,16 +92,6 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
         ],
         exception_handlers={RlhfError: refused, HTTPException: no_route},
     )
-
-
-def _not_found(path: str, paths: Sequence[str]) -> str:
-    of_agents = [each for each in paths if each.startswith(SESSIONS)]
-    is_agents = path in AGENT_PATHS or path.startswith(SESSIONS)
-    if is_agents and not of_agents:
-        return "the policy is not served to agents here; set gateway.policy"
-    if path in AGENT_PATHS:
-        return f"an agent's calls name a session: the base URL ends with {SESSIONS}NAME, and /v1 for OpenAI's client"
-    return f"no such path; known: {', '.join(of_agents if is_agents else paths)}"
 
 
 class RequestGuard:

@@ -52,13 +52,6 @@ class Results:
         check_all(self.rows, name)
         return _single([row.rewards for row in self.rows])
 
-    def activated(self, name: str) -> list[Sequence[float]]:
-        """Return the probabilities of every row. Raises HttpError if a row has none."""
-        check_all(self.rows, name)
-        if self.served.labels:
-            return [row.probabilities for row in self.rows]
-        return [activated(row.rewards) for row in self.rows]
-
 
 def _single(scores: Sequence[Sequence[float]]) -> list[float]:
     if several := next((len(row) for row in scores if len(row) != 1), 0):
@@ -231,10 +224,10 @@ class VllmRequest(ScoredBody):
 
     def scores(self, found: Results, name: str) -> list[Sequence[float]]:
         """Return probabilities or rewards of the rows of the field `name`. Raises HttpError if a row has none."""
-        if self.is_activated:
-            return found.activated(name)
         check_all(found.rows, name)
-        return [row.rewards for row in found.rows]
+        if not self.is_activated:
+            return [row.rewards for row in found.rows]
+        return [row.probabilities if found.served.labels else activated(row.rewards) for row in found.rows]
 
 
 def _vllm_reply(kind: str, **data: Any) -> dict[str, Any]:
