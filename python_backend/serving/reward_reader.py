@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_triton.python_backend.serving.requests import RowReader
-from rlhf_triton.python_backend.serving.step_rewards import StepReader, StepRules
+from rlhf_triton.python_backend.serving.step_rewards import StepReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.wire.contract import PROCESS, Limits
 
@@ -27,8 +27,15 @@ def reward_reader(
     adds, logit = get("add_special_tokens") == "true", get("logit")
     process, template = get(PROCESS), get("template")
     if process is not None:
-        rules = StepRules(process == "token", get("step_separator"), get("step_mark"), apart=logit is None)
-        return StepReader(folder, limits, add_special_tokens=adds, rules=rules)
+        return StepReader(
+            folder,
+            limits,
+            add_special_tokens=adds,
+            per_token=process == "token",
+            separator=get("step_separator"),
+            mark=get("step_mark"),
+            apart=logit is None,
+        )
     return RowReader(
         folder,
         limits,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from rlhf_triton.python_backend.serving.triton import Call
 
 
-@dataclass(frozen=True)
-class StepRules:
-    """What the steps of a row are."""
-
-    per_token: bool = False  # every token is a step
-    separator: str | None = None  # None: each row's metadata has its step_ends
-    mark: str | None = None  # put into a sentence behind every step, in place of the separator
-    apart: bool = True  # tokenise prompt, steps and marks apart, as TRL does; otherwise the whole text
-
-
 class Span(NamedTuple):
     """A step of a text, as character positions."""
 
@@ -49,15 +39,19 @@ class Span(NamedTuple):
 class StepReader(RowReader):
     """Reads the rows of a process reward; see `RowReader`. Raises CheckpointError if the mark must be one token."""
 
-    rules: StepRules = field(kw_only=True)
+    _: KW_ONLY
+    per_token: bool = False  # every token is a step
+    separator: str | None = None  # None: each row's metadata has its step_ends
+    mark: str | None = None  # put into a sentence behind every step, in place of the separator
+    apart: bool = True  # tokenise prompt, steps and marks apart, as TRL does; otherwise the whole text
     checks_size: bool = True
 
     def __post_init__(self) -> None:
-        self._mark = self.rules.mark or self.rules.separator
+        self._mark = self.mark or self.separator
         self._pieces: dict[int, str] = {}
         # White space around a mark may be part of the format, as in Math-Shepherd's; the tag within it is scored.
         self._tag = (self._mark or "").strip() or self._mark
-        if not self.rules.apart and self._tag is not None:
+        if not self.apart and self._tag is not None:
             (self._tag_id,) = single_tokens(self.tokenizer, [self._tag])
 
     def read(self, call: Call) -> ScoringRows:
@@ -65,9 +59,9 @@ class StepReader(RowReader):
         rows = super().read(call)
         if call.array(SENTENCES) is not None:
             return rows
-        if self.rules.per_token:
+        if self.per_token:
             return ScoringRows(map(_every_token, rows.rows), rows.width)
-        if self.rules.mark not in (None, self.rules.separator):
+        if self.mark not in (None, self.separator):
             raise ContractError(
                 f"{contract.TOKENS}: reward.process.mark, which takes the place of the separator in texts, "
                 f"{contract.NEEDS_MORE}; send {SENTENCES}"
@@ -99,7 +93,7 @@ class StepReader(RowReader):
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
         """Return the row of a sentence, with a mark behind each step, and the steps."""
-        if self.rules.per_token:
+        if self.per_token:
             return _every_token(super().row_of_text(index, text, metadata, pair))
         messages = self._messages(index, metadata)
         if messages is None:
@@ -115,12 +109,12 @@ class StepReader(RowReader):
         else:
             ends = given.tolist()
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
-            mark = self.rules.mark
+            mark = self.mark
         contents = [text[span.begin : span.content_end] for span in spans]
         is_chat = messages is not None
         if not spans:
             row, at = self._encode(prefix + text[start:], is_chat=is_chat), list[int]()
-        elif self.rules.apart:
+        elif self.apart:
             row, at = self._apart(prefix, contents, mark, is_chat=is_chat)
         elif mark is None:
             raise ContractError(
@@ -165,12 +159,12 @@ class StepReader(RowReader):
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]
 
     def _separator(self, index: int) -> str:
-        if self.rules.separator is None:
+        if self.separator is None:
             raise ContractError(
                 f"{METADATA}[{index}].{contract.STEP_ENDS}: missing; a process reward without separator "
                 f"{contract.NEEDS_MORE}; send it, or set reward.process.separator"
             )
-        return self.rules.separator
+        return self.separator
 
     def _piece(self, token: int) -> str:
         """Return the text of one token; of a special token nothing, unless it has the separator."""
@@ -179,7 +173,7 @@ class StepReader(RowReader):
             anchor = encode_bare_text(self.tokenizer, "a")[-1:]
             piece = self.tokenizer.decode([*anchor, token]).removeprefix(self.tokenizer.decode(anchor))
             has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
-            self._pieces[token] = "" if has_role and str(self.rules.separator) not in piece else piece
+            self._pieces[token] = "" if has_role and str(self.separator) not in piece else piece
         return self._pieces[token]
 
 

@@ -74,6 +74,19 @@ def test_constants_of_the_standardization(tmp_path: Path, config: dict[str, obje
 # ---- what is no checkpoint ----
 
 
+def test_what_is_no_checkpoint_is_named(tmp_path: Path):
+    with refused(tmp_path / "none", "does not exist or is not a folder"):
+        inspect_checkpoint(tmp_path / "none")
+    for name, content, *message in (
+        ("file", "", "is not a Hugging Face model: it has no config.json"),
+        ("config.json", "{}", "has no model.safetensors: it contains no weights"),
+        ("pytorch_model.bin", "", "only pickled weights (pytorch_model.bin)", "--convert NEW_FOLDER"),
+    ):
+        (tmp_path / name).write_text(content)
+        with refused(tmp_path, *message):
+            inspect_checkpoint(tmp_path)
+
+
 def header(text: str, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text.encode() + data
 

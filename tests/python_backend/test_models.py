@@ -234,27 +234,6 @@ def test_values_have_the_same_bits_after_a_swap_and_in_any_order(tmp_path: Path)
         assert {row.size: same.values([row])[0].tobytes() for row in rows[::-1]} == fresh
 
 
-@pytest.mark.parametrize("load", [load_reward, load_critic])
-def test_what_is_no_checkpoint_is_named(tmp_path: Path, load: Callable[[Path], Any]):
-    with refused(tmp_path / "none", "does not exist or is not a folder"):
-        load(tmp_path / "none")
-    for name, content, *message in (
-        ("file", "", "is not a Hugging Face model: it has no config.json"),
-        ("config.json", "{}", "has no model.safetensors: it contains no weights"),
-        ("pytorch_model.bin", "", "only pickled weights (pytorch_model.bin)", "--convert NEW_FOLDER"),
-        ("model.safetensors", "", "cannot be loaded"),
-    ):
-        (tmp_path / name).write_text(content)
-        with refused(tmp_path, *message):
-            load(tmp_path)
-    save_tiny(tmp_path, "llama", "critic")
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors.pop("model.norm.weight")
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with refused(tmp_path, "the weights lack model.norm.weight"):
-        load(tmp_path)
-
-
 def all_mapped(model: torch.nn.Module) -> bool:
     """Whether every weight of the body lies in a mapping of a safetensors file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
