@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="key of the sections, such as reward.pooling=last"
     )
     models.add_argument("--reward", type=Path, metavar="PATH", help="folder of the reward model")
-    models.add_argument("--critic", type=Path, metavar="PATH|from-reward", help="folder of the critic or its body")
+    models.add_argument("--critic", type=Path, metavar="PATH", help="folder of the critic or its body")
     models.add_argument("--policy", type=Path, metavar="PATH", help="folder of the policy")
     models.add_argument(
         "--convert", type=Path, metavar="FOLDER", help="the weights are pickled: write them here as safetensors first"

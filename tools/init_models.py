@@ -20,7 +20,6 @@ from rlhf_triton.config.command_line import interrupt_on_signals
 from rlhf_triton.config.labels import attribute_weights, choices
 from rlhf_triton.config.required_files import has_chat_template
 
-FROM_REWARD = "from-reward"
 TRIAL_TOKENS = 8
 TRIAL_TEXT = "A text."
 HALF = {"BF16": "bfloat16"}
@@ -55,13 +54,9 @@ def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Path]:
     """Return the folders by role; exit with a message if the arguments contradict each other."""
-    given = {
-        role: path
-        for role in ("reward", "critic", "policy")
-        if (path := getattr(arguments, role)) not in (None, Path(FROM_REWARD))
-    }
-    if not given or (arguments.critic == Path(FROM_REWARD) and arguments.reward is None):
-        parser.error("give --reward PATH, --critic PATH, --policy PATH, or --reward PATH --critic from-reward")
+    given = {role: path for role in ("reward", "critic", "policy") if (path := getattr(arguments, role)) is not None}
+    if not given:
+        parser.error("give --reward PATH, --critic PATH or --policy PATH")
     if arguments.convert is not None and len(given) > 1:
         parser.error("--convert converts one folder: give one of --reward PATH, --critic PATH and --policy PATH")
     if arguments.out is not None and arguments.out.exists():
@@ -78,7 +73,7 @@ def sections_of(
 
     Args:
         reward: the reward model's folder.
-        critic: the critic's folder, or `from-reward` for the reward model's folder.
+        critic: the critic's folder, which may be the reward model's.
         policy: the policy's folder.
         overrides: keys of the sections, `section.key=value`, with which the models are tried as well.
         try_out: also load each model and score one row.
@@ -91,11 +86,9 @@ def sections_of(
     if rewards is not None:
         _report("reward", rewards)
         reward_head(rewards)  # raises CheckpointError if the model has no reward head
-    critics = None
-    if critic == Path(FROM_REWARD):
-        critics = rewards
-    elif critic is not None:
-        critics = inspect_checkpoint(critic)
+    critics = rewards
+    if critic != reward:
+        critics = None if critic is None else inspect_checkpoint(critic)
     sections = make_sections(rewards, critics, policy)
     config = parse_config(sections, "the sections of the models", overrides)
     if rewards is not None and try_out:

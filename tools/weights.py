@@ -31,10 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
     served = [each.name for each in live_models(config)]
     if not served or (args.model == "critic" and not config.serves_critic):
-        both = ", and reward.store is false" if config.uses_reward_model and not config.reward.store else ""
         raise ConfigError(
-            f"no versions are served: the configuration has no critic{both}; http://{server_urls(config)['http']}"
-            "/v2/health/ready tells whether its server is ready"
+            "no versions are served: the configuration has no critic, and reward.store is false"
+            f"; http://{server_urls(config)['http']}/v2/health/ready tells whether its server is ready"
         )
     model = live_model(config, args.model or served[0])
     store = WeightsStore(model.store)

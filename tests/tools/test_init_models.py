@@ -107,7 +107,7 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     names = {0: "helpfulness", 1: "verbosity"}
     save_tiny(tmp_path, "llama", "reward", num_labels=2)
     change_config(tmp_path, id2label=names)
-    assert main(["--reward", str(tmp_path), "--critic", "from-reward"]) == 0
+    assert main(["--reward", str(tmp_path), "--critic", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "labels        helpfulness, verbosity" in said
     assert "its 2 outputs merged into one" in said

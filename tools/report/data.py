@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -162,7 +162,6 @@ def sections_of(spec: str | None, run: object) -> list[ReportSection]:
     return sections
 
 
-Row = TypeVar("Row")
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
@@ -391,36 +390,23 @@ def loading_line(run_dir: Path) -> str | None:
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file by ascending step, thinned; for a step repeated after a resume, the last row."""
-    chosen = Thinned[dict[str, Any]]()
-    for row in each_line(path):
-        while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
-            chosen.rows.pop()
-        chosen.add(row)
-    return chosen.rows
+    rows: list[dict[str, Any]] = []
+    every = 1
+    for seen, row in enumerate(each_line(path)):
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        if seen % every == 0:
+            rows.append(row)
+        if len(rows) > MOST_DRAWN:
+            rows = rows[::2]
+            every *= 2
+    return rows
 
 
 def _read_texts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; [] if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
     return [*islice(rows, MOST_TEXTS), *deque(rows, MOST_TEXTS)]
-
-
-class Thinned(Generic[Row]):
-    """Keeps every n-th row of a stream; n doubles whenever more than MOST_DRAWN rows are kept."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self._every = 1
-        self._seen = 0
-
-    def add(self, row: Row) -> None:
-        """Add the next row of the stream."""
-        if self._seen % self._every == 0:
-            self.rows.append(row)
-        self._seen += 1
-        if len(self.rows) > MOST_DRAWN:
-            self.rows = self.rows[::2]
-            self._every *= 2
 
 
 def formatted(value: float, spec: str) -> str:

@@ -108,20 +108,17 @@ def state(run: RunRecord) -> str | None:
 
 
 def pick_texts(scored: Sequence[Scored]) -> dict[str, Sequence[Scored]]:
-    """Return {label: pairs with their scores}: the largest gains, those around the median, and the largest losses.
-
-    No pair appears twice; fewer than NUM_TEXTS pairs are split into thirds.
-    """
+    """Return {label: pairs with their scores}: the largest gains, those around the median, and the largest losses."""
     ranked = sorted(scored, key=lambda item: item[1] - item[2])
-    third = min(NUM_TEXTS, len(ranked)) // 3
-    most = min(NUM_TEXTS, len(ranked)) - 2 * third
-    middle = most + (len(ranked) - most - 2 * third) // 2
-    groups = {
-        "Largest gains": ranked[:most],
+    third = NUM_TEXTS // 3
+    if len(ranked) <= NUM_TEXTS:
+        return {"By their change": ranked} if ranked else {}
+    middle = (len(ranked) - third) // 2
+    return {
+        "Largest gains": ranked[:third],
         "Around the median": ranked[middle : middle + third],
-        "Largest losses": ranked[len(ranked) - third :][::-1],
+        "Largest losses": ranked[-third:][::-1],
     }
-    return {label: group for label, group in groups.items() if group}
 
 
 def _failed(pairs: Sequence[Pair]) -> dict[str, Sequence[tuple[Pair, float | None, float | None]]]:
