@@ -150,7 +150,7 @@ class CalledFunction(Body):
         return arguments or "{}"
 
 
-class Call(Body):
+class CalledTool(Body):
     """A call of a tool in the history."""
 
     id: Id = ""
@@ -170,7 +170,7 @@ class OpenAIMessage(Body):
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Content = Field(default=[])
     name: Id = ""
-    tool_calls: Annotated[list[Call], Field(fail_fast=True)] = Field(default=[])
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] = Field(default=[])
     tool_call_id: Id = ""
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 

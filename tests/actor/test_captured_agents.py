@@ -114,7 +114,7 @@ def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAge
         ("asleep", {"timeout_s": 1}, "took longer than 1 s", ""),
         ("stopping", {"options": {"stop": "\n"}}, "", ""),
         ("stopping", {"options": {"stop": "\n"}, "vocab_size": 10}, "outside the policy's 10 embeddings", ""),
-        ("stopping", {"options": {"stop": "x"}}, 'stop: ["x"] must be in actor.generation.stop_strings', ""),
+        ("stopping", {"options": {"stop": "x"}}, "stop: ['x'] must be in actor.generation.stop_strings", ""),
     ],
 )
 def test_failures_and_limits_say_so(
