@@ -1,8 +1,7 @@
 """What the models of a run hold on each device, for `--dry-run`: counted on models without values, from config.json.
 
-Weights, gradients, optimizer moments, and the keys and values of generation. Of optimizers in 8 bits, the scales are
-left out. Activations come on top: the
-token budgets bound them.
+Weights, gradients, optimizer moments, and the keys and values of generation; of optimizers in 8 bits without the
+scales. Activations come on top: the token budgets bound them.
 """
 
 from collections import Counter
@@ -25,6 +24,7 @@ from rlhf_triton.checkpoints.tensor_parallel import plan_key
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.live_models import live_models
 from rlhf_triton.learning.model import freeze
+from rlhf_triton.learning.sharding import MOST_UNREDUCED
 from rlhf_triton.python_backend.models.adapters import Lora, with_adapters
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.precision import use_bfloat16
@@ -121,24 +121,26 @@ def _policy(config: RunConfig, role: str) -> Held:
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not settings.lora_rank
     has_sampler = actor.one_step_off_policy or actor.ranks > 1  # each rank generates with a whole copy
     cache = 0 if actor.generation.engine == "vllm" else _cache_bytes(config)
+    on_gpu = settings.device != "cpu"
     copies = (has_reference + has_sampler) * frozen
-    return _training(model, actor.ranks, actor.optimizer.kind, copies=copies, cache=cache)
+    return _training(model, actor.ranks, actor.optimizer.kind, on_gpu, copies=copies, cache=cache)
 
 
 def _trained_critic(config: RunConfig, role: str) -> Held:
     settings = config.trainer
     model = token_model(config.critic.model)
     prepare_for_training(model, settings.model_copy(update={"attention": "sdpa"}))  # which needs no further package
-    return _training(model, settings.ranks, settings.optimizer.kind)
+    return _training(model, settings.ranks, settings.optimizer.kind, settings.device != "cpu")
 
 
-def _training(model: Any, ranks: int, optimizer: str, **more: int) -> Held:
+def _training(model: Any, ranks: int, optimizer: str, on_gpu: bool, **more: int) -> Held:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
     moments = sum((2 if optimizer == "adamw_8bit" else 8) * parameter.numel() for parameter in trained)
+    waits = on_gpu and gradients <= MOST_UNREDUCED  # ranks add up whole gradients once in a minibatch
     return Held(
         weights=-(-model_bytes(model) // ranks),
-        gradients=-(-gradients // ranks),
+        gradients=gradients if waits else -(-gradients // ranks),
         moments=-(-moments // ranks),
         **more,
     )
@@ -160,7 +162,7 @@ def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     Not as serving builds it (`empty_token_model`): that needs the weights files, and a table needs config.json alone.
     """
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, num_labels=1)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, num_labels=1)
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     with torch.device("meta"):

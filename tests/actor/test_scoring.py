@@ -44,7 +44,6 @@ from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.dialects import RewardInput
-from rlhf_triton.tools.gateway.rows import reply_row
 from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
@@ -655,7 +654,7 @@ def gate_ids(
 
 def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = None, **settings: Any) -> list[int]:
     (folder / "pairs.jsonl").write_text(json.dumps(line))
-    gate = {"pairs": folder / "pairs.jsonl"}
+    gate = folder / "pairs.jsonl"
     section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate, **settings}}).reward
     limits = Limits(vocab_size=1 << 20, max_length=max_length)
     model: Any = types.SimpleNamespace(num_outputs=1, limits=limits, skipped_pad_id=None)
@@ -686,7 +685,7 @@ def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
     prompt: Any = columns["text"] if before is None else before
     reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
     for reply, (text, *_) in REPLIES.items():
-        gateway = reply_row(prompt, text, {})
+        gateway = RewardInput.model_validate({"prompt": prompt, "response": text}).row()
         chat = [] if before is None else [*before, assistant(text)]
         ways = [
             (gateway.text, gateway.metadata),
