@@ -44,6 +44,7 @@ from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.dialects import RewardInput
+from rlhf_triton.tools.gateway.rows import chat_row, text_row
 from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
@@ -685,8 +686,8 @@ def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
     prompt: Any = columns["text"] if before is None else before
     reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
     for reply, (text, *_) in REPLIES.items():
-        gateway = RewardInput.model_validate({"prompt": prompt, "response": text}).row()
         chat = [] if before is None else [*before, assistant(text)]
+        gateway = text_row(prompt, text, {}) if before is None else chat_row(chat, {})
         ways = [
             (gateway.text, gateway.metadata),
             (prompt + text, {"response": text}) if before is None else ("", {"messages": chat}),
@@ -724,7 +725,7 @@ def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
     """What a reward function receives."""
     tensors = {"sentences": texts_array([sentence]), "metadata": texts_array([json.dumps(metadata)])}
     model = FunctionReward.__new__(FunctionReward)
-    model._codec, model._limits = None, Limits(vocab_size=1)
+    model._tokenizer, model._limits = None, Limits(vocab_size=1)
     return [*model._samples(types.SimpleNamespace(array=tensors.get))]  # type: ignore[arg-type]
 
 
