@@ -48,7 +48,7 @@ class Worker:
 
     def is_usable(self) -> bool:
         """Return whether it can take another call."""
-        return self.is_ready and not self._end and self._process.poll() is None
+        return self.is_ready and self._process.poll() is None
 
     async def ask(self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None) -> Answer:
         """Send a message and return its answer; after `limit_s`, kill the process.
@@ -75,6 +75,7 @@ class Worker:
 
     def kill(self, why: str = "") -> None:
         """Begin to kill the process and everything it started; `ended` is done when it is over."""
+        self.is_ready = False
         self._end = self._end or why
         self._writer.transport.abort()  # its watcher kills and reaps everything then
 
@@ -90,7 +91,7 @@ class Worker:
             pass
         except Exception:  # user code can write to the socket: whatever it sends ends the worker
             self._end = "the worker process sent what is no answer"
-        self._writer.transport.abort()
+        self.kill()
         how = await asyncio.to_thread(self._bury)
         self._end = self._end or how
         for future in self._pending.values():

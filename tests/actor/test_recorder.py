@@ -413,7 +413,7 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
             ({"environment": GAME}, {"environment": {**GAME, key: new}}, f"environment.{key}: {old} -> {new}", guarded)
             for key, old, new, guarded in (
                 ("class", "game.py:Game", "game.py:Hard", True),
-                ("max_tokens", 4096, 99, True),
+                ("max_tokens", 4096, 999, True),
                 ("workers", 1, 2, False),
             )
         ),

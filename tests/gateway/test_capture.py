@@ -441,7 +441,7 @@ async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     async with scripted_gateway(ScriptedSampler(), most=2, most_tokens=60) as (caller, sessions):
         for name in "ab":
             await say(caller, name, [USER])
-        assert "2 others are open" in await caller.error(f"/sessions/c{CHAT}", {"messages": [USER]}, 429)
+        assert "2 open sessions are the limit" in await caller.error(f"/sessions/c{CHAT}", {"messages": [USER]}, 429)
         long = {"messages": [{"role": "user", "content": "word " * 60}]}
         assert ": end the session" in await caller.error(f"/sessions/a{CHAT}", long, 400)
         await say(caller, "a", [USER], max_tokens=500)

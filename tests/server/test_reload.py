@@ -339,7 +339,7 @@ def test_rollback_serves_old_bytes_under_a_new_number(
     make: Callable[..., Rig], tmp_path: Path, capsys: Output, dtype: str
 ):
     """Without an instance it moves CURRENT, and says so."""
-    rig = make(publish={"dtype": dtype})
+    rig = make(dtype=dtype)
     rig.serve()
     rig.start().train(1, 2, 3)
     old, weights = rig.store.manifest(1), rig.weights(1)

@@ -75,7 +75,7 @@ class Instance(threading.Thread):
 class Rig:
     """A run's folder, its instances, and its current sidecar."""
 
-    def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, dtype: str = "float32", **settings: Any) -> None:
         trainer = {
             "lr": 1e-2,
             "warmup_steps": 2,
@@ -87,7 +87,7 @@ class Rig:
         self.config = RunConfig.model_validate(
             {
                 "run": {"dir": folder, "run_id": "run"},
-                "critic": {"model": checkpoint},
+                "critic": {"model": checkpoint, "dtype": dtype},
                 "trainer": nested(TrainerSection, trainer),
                 "server": {"grpc_port": 1},
             }

@@ -423,7 +423,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
             [LONGEST, "environment.class={file}:Gam"],
             "environment.class {file}:Gam: {file}:Gam cannot be imported: {file} has no",
         ),
-        ([*PLAYED, "environment.options={{lowest: 1}}"], "{file}:Game: options.lowest: unknown; the options: highest"),
+        ([*PLAYED, "environment.options={{lowest: 1}}"], "Game.__init__() got an unexpected keyword argument 'lowest'"),
         (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
         (
             ["actor.policy.lora_rank=2", "actor.policy.lora_targets=[v_proj,q_porj]"],
