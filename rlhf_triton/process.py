@@ -55,7 +55,7 @@ class StopSignals:
         self.count = 0
         self._is_pending = self._is_raising = False
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._take)
+            signal.signal(number, self._handle_signal)
 
     def check(self) -> None:
         """Raise StopRequested if a signal has arrived that has not raised it yet."""
@@ -73,7 +73,7 @@ class StopSignals:
         finally:
             self._is_raising = False
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self._is_pending = True
         if self._is_raising:

@@ -107,7 +107,7 @@ def python() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Check that each package is installed, in a version that the project is tested with, and can be imported."""
-    tested = _tested()
+    tested = _tested_versions()
     for name in (*PACKAGES, *OPTIONAL):
         versions = tested.get(name.lower(), [])
         pinned = f"{name}=={versions[0]}" if versions else name
@@ -135,7 +135,7 @@ def _import_error(module: str | None) -> str | None:
     return None
 
 
-def _tested() -> dict[str, list[str]]:
+def _tested_versions() -> dict[str, list[str]]:
     """Return the tested versions of each package, by lower-case name, one for each Python."""
     found: dict[str, list[str]] = {}
     lines = CONSTRAINTS.read_text() if CONSTRAINTS.exists() else ""

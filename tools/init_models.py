@@ -102,7 +102,7 @@ def sections_of(
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
-    if rewards is not None and _is_open(rewards, config.reward):
+    if rewards is not None and _needs_label_weights(rewards, config.reward):
         text = text.replace("reward:\n", f"reward:\n{_label_choices(rewards)}", 1)
     return text
 
@@ -118,9 +118,9 @@ def make_sections(
     """Return the `reward:` and `critic:` sections that serve these models, and the policy's key."""
     sections: dict[str, dict[str, Any]] = {}
     if reward is not None:
-        sections["reward"] = {**_common(reward), "pooling": "auto", "standardization": "model"}
+        sections["reward"] = {**_model_settings(reward), "pooling": "auto", "standardization": "model"}
     if critic is not None:
-        sections["critic"] = {**_common(critic), "standardization": "model"}
+        sections["critic"] = {**_model_settings(critic), "standardization": "model"}
         if critic.constants is None and reward is not None and reward.constants is not None:
             constants = reward.constants  # values are standardised by the constants of the rewards they predict
             sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
@@ -129,12 +129,12 @@ def make_sections(
     return sections
 
 
-def _is_open(info: CheckpointInfo, section: RewardSection) -> bool:
+def _needs_label_weights(info: CheckpointInfo, section: RewardSection) -> bool:
     """Return whether nothing says which of several labels is the reward."""
     return len(info.label_names) > 1 and section.attribute_weights is None
 
 
-def _common(info: CheckpointInfo) -> dict[str, Any]:
+def _model_settings(info: CheckpointInfo) -> dict[str, Any]:
     return {"model": str(info.folder), "dtype": suggested_dtype(info)}
 
 
@@ -186,7 +186,7 @@ def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
     load = functools.partial(
         load_reward,
         pooling=section.pooling,
-        attribute_weights="separate" if _is_open(info, section) else attribute_weights(section),
+        attribute_weights="separate" if _needs_label_weights(info, section) else attribute_weights(section),
     )
     model, score = _try_out(info, load, "score")
     names = info.label_names if model.num_outputs > 1 else [""]

@@ -148,7 +148,7 @@ def _answers(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif ANSWER.fullmatch(name):
             last = value[-1] if isinstance(value, list) and value else value
             text = last.get("content") if isinstance(last, dict) else last
-            answer = re.sub(r"(\s*<[^<>]*>)+$", "", _squeezed(str(text)))
+            answer = re.sub(r"(\s*<[^<>]*>)+$", "", _collapse_space(str(text)))
             if isinstance(text, (str, int)) and answer:
                 yield name, answer
 
@@ -157,13 +157,13 @@ def _ends_with(prompt: Prompt, answer: str) -> bool:
     """Return whether the prompt, or a message of it, ends with the answer, but for tags and signs behind it."""
     chat = prompt.metadata.get(MESSAGES_KEY)
     for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
-        before, found, behind = _squeezed(text).rpartition(answer)
+        before, found, behind = _collapse_space(text).rpartition(answer)
         if found and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
             return True
     return False
 
 
-def _squeezed(text: str) -> str:
+def _collapse_space(text: str) -> str:
     return " ".join(text.split())
 
 

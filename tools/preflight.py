@@ -236,7 +236,7 @@ def _environment(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
         try:
             await environments.start()
             if settings.class_ is not None and prompts:
-                await _try_out(environments, prompts[0])
+                await _try_environment(environments, prompts[0])
         finally:
             await environments.close()
         return environments.tools
@@ -254,7 +254,7 @@ def _environment(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
         yield str(error)
 
 
-async def _try_out(environments: Environments, prompt: Prompt) -> None:
+async def _try_environment(environments: Environments, prompt: Prompt) -> None:
     """Reset an instance with the prompt, and let it answer a made-up reply if it has no tools.
 
     Raises EnvironmentFailed if it returns what no environment may; it may refuse this prompt or this reply.

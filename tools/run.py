@@ -103,18 +103,18 @@ class Run:
                 "critic sidecar", ["rlhf_triton.trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV
             )
             while journal.heartbeat() == earlier:  # before the sidecar's first heartbeat, training requests are refused
-                self._look()
+                self._poll()
         if starts_vllm(self.config):
             self._start_vllm()
             arguments = ["--config", str(self._path), *self._overrides]
         self._progress.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["rlhf_triton.actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
-            self._look()
+            self._poll()
         self._actor.raise_if_failed()
         if self._sidecar is not None:
             self._progress.phase("stopping the sidecar, which writes its last checkpoint")
-            if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
+            if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._poll_resources) != 0:
                 raise RlhfError(self._sidecar.obituary())
         failures = max(0, self._server_failures() - failures_at_start)  # a restarted server counts from 0
         self.stop()
@@ -161,9 +161,9 @@ class Run:
         self._overrides += overrides
         self.config = load_config(self._path, self._overrides)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
-        self._look_outside()
+        self._poll_resources()
         if self._supervisor is not None:
             self._supervisor.look()
         if self._vllm is not None:
@@ -180,7 +180,7 @@ class Run:
         for message in child.new_messages():
             self._progress.log(f"  | {child.name}: {message}")
 
-    def _look_outside(self) -> None:
+    def _poll_resources(self) -> None:
         self._progress.refresh()
         self._peak_rss = max(self._peak_rss, tree_rss_bytes())
         time.sleep(POLL_S)

@@ -50,14 +50,16 @@ def critic_infer_steps(rewards: Collection[str] | None, traits: Collection[str] 
         rewards: None if no rewards are served; the critic is the only step then.
         traits: of the reward model; see `reward_traits`.
     """
-    critic = Step(contract.CRITIC, _same(*SCORED, contract.PROMPT_LENGTHS), _same(*_passed_on(contract.CRITIC)))
+    critic = Step(
+        contract.CRITIC, _identity_map(*SCORED, contract.PROMPT_LENGTHS), _identity_map(*_output_names(contract.CRITIC))
+    )
     if rewards is None:
         return [critic]
     critic.outputs[contract.AFTER_CRITIC] = contract.AFTER_CRITIC
     if rewards:
-        return [critic, *mixture_steps(rewards, traits, after=_same(contract.AFTER_CRITIC))]
-    inputs = _same(*SCORED, *_more_inputs(traits), contract.AFTER_CRITIC)
-    return [critic, Step(contract.REWARD_MODEL, inputs, _same(*_passed_on("reward", traits=traits)))]
+        return [critic, *mixture_steps(rewards, traits, after=_identity_map(contract.AFTER_CRITIC))]
+    inputs = _identity_map(*SCORED, *_more_inputs(traits), contract.AFTER_CRITIC)
+    return [critic, Step(contract.REWARD_MODEL, inputs, _identity_map(*_output_names("reward", traits=traits)))]
 
 
 def mixture_steps(
@@ -78,15 +80,15 @@ def mixture_steps(
     for name in sorted(rewards, key=lambda name: name != MODEL_TERM):
         component, error = f"component_{name}", f"error_{name}"
         own = {contract.REWARD_COMPONENT: component, contract.REWARD_ERROR: error}
-        taken, given = _same(*inputs), own
+        taken, given = _identity_map(*inputs), own
         if name == MODEL_TERM:
             own = {contract.REWARDS: component}
-            taken |= _same(*_more_inputs(traits))
-            given = _same(*_passed_on("reward", traits=traits)) | own
+            taken |= _identity_map(*_more_inputs(traits))
+            given = _identity_map(*_output_names("reward", traits=traits)) | own
         steps.append(Step(model_of(name), taken | (after or {}), given))
         after = {contract.AFTER_COMPONENT: component}
-        sums |= _same(*own.values())
-    return [*steps, Step(contract.REWARD_MIXTURE, sums, _same(*_passed_on("mixture")))]
+        sums |= _identity_map(*own.values())
+    return [*steps, Step(contract.REWARD_MIXTURE, sums, _identity_map(*_output_names("mixture")))]
 
 
 def reward_traits(config: RunConfig, *, is_stored: bool) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ def ensemble_outputs(*models: str, traits: Collection[str]) -> list[contract.Out
     return [output for output in found if not output.is_optional and output.name != contract.AFTER_CRITIC]
 
 
-def _passed_on(model: str, traits: Collection[str] = ()) -> list[str]:
+def _output_names(model: str, traits: Collection[str] = ()) -> list[str]:
     return [output.name for output in ensemble_outputs(model, traits=traits)]
 
 
@@ -114,5 +116,5 @@ def model_of(name: str) -> str:
     return contract.REWARD_CHECKPOINT if name == MODEL_TERM else contract.REWARD_FUNCTION_PREFIX + name
 
 
-def _same(*names: str) -> dict[str, str]:
+def _identity_map(*names: str) -> dict[str, str]:
     return {name: name for name in names}

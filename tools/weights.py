@@ -164,7 +164,7 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
             load(store.folder(target)),
             step=manifest.step,
             parent=target,
-            beat=_patience(store),
+            beat=_heartbeat(store),
             write=write,
         )
     except VersionRejected as error:
@@ -188,7 +188,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
     check_checkpoint(checkpoint)
-    reload = publish_reward(config, checkpoint, beat=_patience(store))
+    reload = publish_reward(config, checkpoint, beat=_heartbeat(store))
     print(f"version {reload.version} is served, with the weights of {checkpoint}")
 
 
@@ -206,7 +206,7 @@ def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
     return 1
 
 
-def _patience(store: WeightsStore) -> Callable[[str], None]:
+def _heartbeat(store: WeightsStore) -> Callable[[str], None]:
     """Return the publisher's heartbeat callback.
 
     It raises RlhfError if no instance is alive, or PATIENCE_S after its first call: the checks before may take any

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RunConfig, *, init_only: bool) -> None:
-    _stay_out_of_the_way(config.trainer)
+    _lower_priority(config.trainer)
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
@@ -85,7 +85,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
             run_sidecar(config, stop_event(*stop_signals()), ranks)
 
 
-def _stay_out_of_the_way(settings: TrainerSection) -> None:
+def _lower_priority(settings: TrainerSection) -> None:
     """Limit threads and priority, so that the server's forward passes take precedence on shared cores.
 
     Must run before the numerical libraries are imported, as they read the environment variables set here.

@@ -69,7 +69,7 @@ class CheckpointFolder:
 
     def asked_steps(self) -> list[int]:
         """Return the steps whose checkpoint was requested by critic_save or a rewind, or is damaged."""
-        return [step for step in self.steps() if self._is_asked(step)]
+        return [step for step in self.steps() if self._is_requested(step)]
 
     def latest(self, *, at_most: int | None = None) -> int | None:
         """Return the newest step up to `at_most` that has a checkpoint; None if there is none."""
@@ -131,7 +131,7 @@ class CheckpointFolder:
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints after `step`, which a rewind has made invalid, also from keep_steps.json."""
-        told = self._told()
+        told = self._requested_steps()
         if told is not None:
             durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
         for newer in self.steps():
@@ -140,7 +140,7 @@ class CheckpointFolder:
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
         """Record durably that, of the checkpoints up to `step`, only those of `keep_steps` and `step` are needed."""
-        later = [told for told in self._told() or [] if told > step]
+        later = [told for told in self._requested_steps() or [] if told > step]
         durable.make_folder(self.root)
         durable.write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
 
@@ -151,7 +151,7 @@ class CheckpointFolder:
         newest `keep_damaged` of those set aside as damaged.
         """
         steps = self.steps()
-        told = self._told() or []
+        told = self._requested_steps() or []
         asked = [step for step in self.asked_steps() if step > max(told, default=-1)]
         for step in set(steps[:-1]) - set(told) - set(asked[-keep:]):
             durable.remove_folder(self.root / str(step))
@@ -163,10 +163,10 @@ class CheckpointFolder:
     def _sealed(self, state: CheckpointState, files: Mapping[str, str]) -> dict[str, Any]:
         return sealed(asdict(state), files)
 
-    def _told(self) -> list[int] | None:
+    def _requested_steps(self) -> list[int] | None:
         return (durable.read_json(self.root / KEEP_FILE) or {}).get("steps")
 
-    def _is_asked(self, step: int) -> bool:
+    def _is_requested(self, step: int) -> bool:
         try:
             return self.state(step).asked
         except DamagedCheckpoint:  # unknown: keep it, to be safe

@@ -67,7 +67,7 @@ class CriticCheckpoints:
 
         def keep() -> None:
             self._folder.keep_only(keep_steps, step=step)
-            self._forget()
+            self._prune()
 
         self._progress.persist("removing checkpoints", keep)
 
@@ -118,11 +118,11 @@ class CriticCheckpoints:
 
         def write() -> None:
             self._folder.save(critic.update, state)
-            self._forget()
+            self._prune()
 
         self._progress.persist(f"writing the checkpoint of step {critic.step}", write)
 
-    def _forget(self) -> None:
+    def _prune(self) -> None:
         """Remove checkpoints that are no longer needed, and entries that no rewind to an actor's checkpoint needs.
 
         Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after

@@ -76,9 +76,9 @@ class CriticState:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload, digest = self._journal.load(entry)
                 with span("train", parent=self.traceparent, step=entry.step):
-                    report, error = self._fit(payload, "training", known)
+                    report, error = self._train_payload(payload, "training", known)
         except DamagedEntry as damage:
-            error = _give_up(self._journal, entry, damage, known)
+            error = _skip_damaged_entry(self._journal, entry, damage, known)
             self._journal.forget_aside(keep=KEEP_SET_ASIDE)
         self.step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
         return report, known or Result(
@@ -191,7 +191,9 @@ class CriticState:
                 "the original store, or start a new run (run.dir)"
             )
 
-    def _fit(self, payload: TrainPayload, state: str, known: Result | None) -> tuple[UpdateReport | None, str | None]:
+    def _train_payload(
+        self, payload: TrainPayload, state: str, known: Result | None
+    ) -> tuple[UpdateReport | None, str | None]:
         """Train on the payload; return the report, or why the weights are unchanged. Raises as `train`."""
         try:
             report = self.update.train(
@@ -218,7 +220,7 @@ class CriticState:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload = _payload(self._journal, entry)
                 if payload is not None:
-                    self._fit(payload, "replaying", self._journal.result(entry))
+                    self._train_payload(payload, "replaying", self._journal.result(entry))
                 self.step = entry.step
 
 
@@ -227,7 +229,7 @@ def _has_failed(known: Result | None) -> bool:
     return known is not None and known.loss_mean is None
 
 
-def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry, known: Result | None) -> str:
+def _skip_damaged_entry(journal: Journal, entry: Entry, damage: DamagedEntry, known: Result | None) -> str:
     """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
 
     Raises:

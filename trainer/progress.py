@@ -56,11 +56,11 @@ class SidecarProgress:
         """Renew the heartbeat, at most every BEAT_S."""
         self._state = state
         if time.monotonic() - self._last_beat >= BEAT_S:
-            self._beat(state, micro_batch, trouble=None)
+            self._write_heartbeat(state, micro_batch, trouble=None)
 
     def show_trouble(self, state: str, trouble: str | None) -> None:
         """Write the error that blocks the sidecar to the heartbeat at once; None clears it."""
-        self._beat(state, 0, trouble)
+        self._write_heartbeat(state, 0, trouble)
 
     @contextlib.contextmanager
     def working(self, state: str) -> Iterator[None]:
@@ -161,7 +161,7 @@ class SidecarProgress:
         """Write one line for a reload that is not part of a critic update."""
         self._write({"step": step, "reason": reason, **_timing(reload), "weights_version": reload.version})
 
-    def _beat(self, state: str, micro_batch: int, trouble: str | None) -> None:
+    def _write_heartbeat(self, state: str, micro_batch: int, trouble: str | None) -> None:
         self._last_beat = time.monotonic()
         shown = {"step": self.step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(trouble is not None)}
         self._exporter.show(shown)

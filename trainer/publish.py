@@ -243,7 +243,7 @@ class Publisher:
             records = self._store.serving()
             refused = next((record for record in records if record.rejected == version), None)
             if refused is not None:
-                self._go_back(refused.version)
+                self._move_current_back(refused.version)
                 raise VersionRejected(f"version {version} was refused by {refused.name}: {refused.error}")
             if records and all(record.version is not None and record.version >= version for record in records):
                 return {record.name: record.version for record in records if record.version is not None}
@@ -260,14 +260,14 @@ class Publisher:
         refusals = [each for each in outcomes if each.error is not None and each.error.kind is Failure.REFUSED]
         if refusals:
             refusal = refusals[0]
-            self._go_back(previous)
+            self._move_current_back(previous)
             self._outcomes()  # servers that did load the rejected version must reload `previous`
             raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")
         failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
         if failed:
             self._show_trouble(f"waiting until version {version} is served", "; ".join(failed))
 
-    def _go_back(self, version: int | None) -> None:
+    def _move_current_back(self, version: int | None) -> None:
         if version is not None:
             self._store.set_current(version, back=True)
 

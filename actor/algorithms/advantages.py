@@ -70,7 +70,7 @@ def gae(
     Source: Schulman et al. 2015 (arXiv 1506.02438), equation 16.
     """
     require_same_shape(values=values, token_rewards=token_rewards, mask=mask)
-    values, token_rewards = _weigh(values, mask), _weigh(token_rewards, mask)
+    values, token_rewards = _apply_mask(values, mask), _apply_mask(token_rewards, mask)
     advantages = torch.zeros_like(values)
     advantage = next_value = values.new_zeros(values.shape[0])
     inside = mask != 0
@@ -95,7 +95,7 @@ def length_adaptive(mask: Tensor, alpha: float) -> Tensor:
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Return sum(mask * x), a scalar, for x and a mask (or weights) `[B, S-1]`. Raises ValueError if shapes differ."""
     require_same_shape(x=x, mask=mask)
-    return _weigh(x, mask).sum()
+    return _apply_mask(x, mask).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     mean = masked_mean(x.double(), mask.double())
     centred = x.double() - mean
     variance = masked_mean(centred.square(), mask.double())
-    whitened = _weigh(centred * torch.rsqrt(variance + WHITEN_EPSILON), mask)
+    whitened = _apply_mask(centred * torch.rsqrt(variance + WHITEN_EPSILON), mask)
     return torch.where(is_rounding(variance.sqrt(), mean), 0.0, whitened).to(x.dtype)
 
 
@@ -159,7 +159,7 @@ def _masked_variance(x: Tensor, mask: Tensor) -> Tensor:
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
 
-def _weigh(x: Tensor, mask: Tensor) -> Tensor:
+def _apply_mask(x: Tensor, mask: Tensor) -> Tensor:
     # Multiplying is not enough: 0 * NaN and 0 * inf are NaN.
     return x.masked_fill(mask == 0, 0.0) * mask
 

@@ -53,8 +53,8 @@ class CapturedAgents(Agent):
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """No-op: `Sessions` checked the chat template when it was created."""
 
-    async def _end(self) -> None:
-        await super()._end()  # first, as the server waits for the agents' connections
+    async def _shutdown(self) -> None:
+        await super()._shutdown()  # first, as the server waits for the agents' connections
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.wrap_future(self._serving)

@@ -111,7 +111,7 @@ def _joined(content: list[Text]) -> str:
     return "".join(part.text for part in content)
 
 
-def _asked_last(messages: list[Message]) -> list[Message]:
+def _check_last_message(messages: list[Message]) -> list[Message]:
     if not messages or messages[-1]["role"] == "assistant":
         raise HttpError(400, "messages: must end with a message that the policy answers", "messages")
     return messages
@@ -220,7 +220,7 @@ def _read_openai(body: Any, default: int) -> Asked:
     limit = found.max_completion_tokens or found.max_tokens or default
     return Asked(
         model=found.model,
-        messages=_asked_last([message.message() for message in found.messages]),
+        messages=_check_last_message([message.message() for message in found.messages]),
         tools=[tool.model_dump(exclude_unset=True) for tool in found.tools],
         sampling=Sampling(limit, found.temperature, found.top_p, tuple(found.stop)),
         calls_tools=bool(found.tools) and found.tool_choice != "none",
@@ -369,7 +369,7 @@ def _read_anthropic(body: Any, default: int) -> Asked:
         messages += message.messages()
     return Asked(
         model=found.model,
-        messages=_asked_last(messages),
+        messages=_check_last_message(messages),
         tools=[tool.tool() for tool in found.tools],
         sampling=Sampling(found.max_tokens or default, found.temperature, found.top_p, tuple(found.stop_sequences)),
         calls_tools=bool(found.tools) and found.tool_choice.type != "none",

@@ -165,7 +165,7 @@ class Session:
     def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
         """Add a call with its reply. Raises HttpError if the session has ended meanwhile."""
         if self.is_over:
-            raise _over(self.name)
+            raise _session_ended(self.name)
         call.sampled = sampled
         call.reply = reply
         call.number = len(self.calls)
@@ -181,7 +181,7 @@ class Session:
         return rows
 
 
-def _over(name: str) -> HttpError:
+def _session_ended(name: str) -> HttpError:
     """Return the error of a call in a session that has ended. No client repeats a 404, as it does a 409."""
     return HttpError(404, f"session {name} has ended: call under another name")
 
@@ -228,7 +228,7 @@ class Sessions:
         """
         self._drop_idle()
         if name in self._ended:
-            raise _over(name)
+            raise _session_ended(name)
         if name not in self._open and len(self._open) >= self._most:
             raise HttpError(429, f"session {name}: {len(self._open)} open sessions are the limit: end some")
         new = Session(name, self.tokenizer, self._most_tokens, self._most_calls)

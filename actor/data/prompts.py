@@ -178,17 +178,17 @@ class StepInputs:
         Raises:
             PromptError: a row is malformed or its prompt is refused; the message names file and row.
         """
-        return self._taken(step, self.prompts_per_step, self.after(step - 1))
+        return self._take_prompts(step, self.prompts_per_step, self.after(step - 1))
 
     def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
         """Read `count` prompts for `step` beyond those taken; raises as `prompts_of`."""
-        return self._taken(step, count, self.known[step])
+        return self._take_prompts(step, count, self.known[step])
 
     def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return each prompt `responses_per_prompt` times, once per response."""
         return [prompt for prompt in prompts for _ in range(self.responses_per_prompt)]
 
-    def _taken(self, step: int, count: int, start: Positions) -> list[Prompt]:
+    def _take_prompts(self, step: int, count: int, start: Positions) -> list[Prompt]:
         taken, self.known[step] = self.stream.take(step, count, start)
         first = min(self.known)  # of the start
         for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:

@@ -36,7 +36,7 @@ ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the
 
 
 @dataclass(frozen=True)
-class _Over:
+class _FinishedConversation:
     """A conversation that is over."""
 
     index: int
@@ -44,11 +44,11 @@ class _Over:
 
 
 # A row's number and its tokens before the next turn; a conversation that is over; or its error.
-Arrival = tuple[int, Sequence[int]] | _Over | BaseException
+Arrival = tuple[int, Sequence[int]] | _FinishedConversation | BaseException
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """A conversation so far."""
 
     prompt: Prompt  # of the row
@@ -135,12 +135,12 @@ class Agent:
     def close(self) -> None:
         """End all environments, once."""
         if self._thread.is_alive():
-            self._call(self._end())
+            self._call(self._shutdown())
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
 
-    async def _end(self) -> None:
+    async def _shutdown(self) -> None:
         await self._environments.close()
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -155,10 +155,10 @@ class Agent:
             seed: for the environment; conversations about the same prompt have the same one.
             may_restart: raise EnvironmentFailed instead if the environment is lost.
         """
-        talk, instance = _Talk(prompt), None
+        talk, instance = _Conversation(prompt), None
         try:
             instance = await self._open(prompt, seed)
-            talk.begin(self._begun(prompt, instance.observation))
+            talk.begin(self._first_prompt(prompt, instance.observation))
             await self._turns(talk, instance, rows)
             talk.row.reward(await instance.reward())
         except EnvironmentFailed as error:
@@ -177,7 +177,7 @@ class Agent:
         shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
         return await self._environments.open({SEED: seed, **prompt.metadata, **shown})
 
-    async def _turns(self, talk: _Talk, instance: Instance, rows: "TalkRows") -> None:
+    async def _turns(self, talk: _Conversation, instance: Instance, rows: "TalkRows") -> None:
         """Let policy and environment take turns until one of them ends the conversation, or a limit."""
         settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
         for number in range(1, settings.max_turns + 1):
@@ -196,7 +196,7 @@ class Agent:
             if number == settings.max_turns:
                 talk.truncated = "environment.max_turns"
                 return
-            before, another = self._after(talk, turn, answers)
+            before, another = self._tokens_between_turns(talk, turn, answers)
             length = len(before) if another else len(talk.row.tokens) + len(before)
             if length >= self.longest:
                 talk.truncated = "environment.max_tokens"
@@ -210,7 +210,7 @@ class Agent:
                 rows.renew()
                 talk.begin(another)
 
-    async def _answers(self, talk: _Talk, instance: Instance, text: str) -> list[Message] | None:
+    async def _answers(self, talk: _Conversation, instance: Instance, text: str) -> list[Message] | None:
         """Return the environment's answers to a turn; None at its end, or where the policy calls no tool."""
         if self._chat.tools is None:
             step = await instance.step(text)
@@ -223,7 +223,7 @@ class Agent:
             answers.append({"role": "tool", "name": call.name, "content": result})
         return answers or None
 
-    def _begun(self, prompt: Prompt, observation: str | None) -> Prompt:
+    def _first_prompt(self, prompt: Prompt, observation: str | None) -> Prompt:
         """Return the prompt with the tools and the first observation. Raises EnvironmentFailed, TemplateError."""
         messages = prompt.metadata.get(MESSAGES_KEY)
         if messages is None:
@@ -243,7 +243,9 @@ class Agent:
             )
         return begun
 
-    def _after(self, talk: _Talk, turn: PolicyTurn, answers: Sequence[Message]) -> tuple[list[int], Prompt | None]:
+    def _tokens_between_turns(
+        self, talk: _Conversation, turn: PolicyTurn, answers: Sequence[Message]
+    ) -> tuple[list[int], Prompt | None]:
         """Return the tokens between a turn and the next one, and the prompt of another row if these begin one."""
         if MESSAGES_KEY not in talk.prompt.metadata:
             text = "".join(str(answer["content"]) for answer in answers)
@@ -282,7 +284,7 @@ class Talks:
         self._later = deque(prompts)  # they begin in this order, when there is room for their environments
         self._awaited = {self._later.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
         self._talks = [
-            asyncio.run_coroutine_threadsafe(self._talk(agent, index, prompt, seed), self._loop)
+            asyncio.run_coroutine_threadsafe(self._run_conversation(agent, index, prompt, seed), self._loop)
             for index, prompt in prompts.items()
         ]
 
@@ -307,7 +309,7 @@ class Talks:
                 break
             if isinstance(arrival, BaseException):
                 raise arrival
-            if isinstance(arrival, _Over):
+            if isinstance(arrival, _FinishedConversation):
                 self._missing.remove(arrival.index)
                 self._awaited.discard(arrival.index)
                 self._awaited |= {self._later.popleft()} if self._later else set()
@@ -330,7 +332,7 @@ class Talks:
         self._arrivals.put((row, tokens))
         return await turn
 
-    async def _talk(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
+    async def _run_conversation(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
         rows = TalkRows(self, index, agent.check_tokens)
         restarts = 0
         found = None
@@ -345,7 +347,7 @@ class Talks:
                         restarts += 1
                         logger.warning("a conversation begins again: %s", error)
                     rows.renew()
-            self._arrivals.put(_Over(index, tuple(replace(row, restarts=restarts) for row in found)))
+            self._arrivals.put(_FinishedConversation(index, tuple(replace(row, restarts=restarts) for row in found)))
         except BaseException as error:  # thread edge: the decoding thread raises it
             self._arrivals.put(error)
             raise

@@ -195,9 +195,9 @@ class Generation:
             longest = max((prompt.tokens for prompt in prompts), key=len)
             try:
                 with in_float32(self._model):
-                    is_near = self._distance(longest) <= NEAR
+                    is_near = self._decoder_distance(longest) <= NEAR
                 if torch.is_autocast_enabled(self._model.device.type):  # other kernels
-                    is_near = is_near and self._distance(longest) <= NEAR_ROUNDED
+                    is_near = is_near and self._decoder_distance(longest) <= NEAR_ROUNDED
                 if is_near:
                     return True
                 why = "slot-based decoding would sample from a different distribution than plain forward passes"
@@ -208,7 +208,7 @@ class Generation:
         logger.warning("the policy uses transformers' generate(), which is slower: %s", why)
         return False
 
-    def _distance(self, prompt: np.ndarray) -> float:
+    def _decoder_distance(self, prompt: np.ndarray) -> float:
         """Return the largest total variation distance between slot-based decoding and plain forward passes.
 
         Decodes the prompt together with two of its suffixes, so that rows of different lengths share a batch.
@@ -244,11 +244,11 @@ class Generation:
             rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in came]
             rows.sort(key=lambda row: (-len(row.tokens), row.index))
             for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
-                self._plain_turns(batch, partner.longest)
+                self._transformers_turns(batch, partner.longest)
                 for row in batch:
                     partner.take(row.index, row.turn(self._rules()))
 
-    def _plain_turns(self, rows: list[DecodedRow], longest: int) -> None:
+    def _transformers_turns(self, rows: list[DecodedRow], longest: int) -> None:
         """Sample the next turn of each row, of which the first is the longest."""
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded([torch.tensor(row.tokens) for row in rows], padding_value=self._pad_id)

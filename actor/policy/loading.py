@@ -86,7 +86,7 @@ class PolicyModels:
                 if current.requires_grad:
                     mine.copy_(whole(current))
 
-    def _round(self, model: Any) -> None:
+    def _use_precision(self, model: Any) -> None:
         """Prepare a model for forward passes in `actor.policy.precision`."""
         if self._settings.precision == "bfloat16":
             use_bfloat16(self.causal(model), self.causal(model).get_output_embeddings())
@@ -94,12 +94,12 @@ class PolicyModels:
     def _frozen_copy(self) -> Any:
         if not self._in_slices:
             model = copy.deepcopy(self.model).requires_grad_(False)
-            self._round(model)
+            self._use_precision(model)
             return model.to(self.device)
         # `_shard` fills it: no rank has the whole policy beside it in its host's memory.
         model = hollow(self.model, "meta").requires_grad_(False)
-        self._widen(model)
-        self._round(model)
+        self._to_float32(model)
+        self._use_precision(model)
         return hollow(model, self.device)
 
     def _shard(self, ranks: Ranks) -> None:
@@ -107,22 +107,22 @@ class PolicyModels:
         head = causal.get_output_embeddings()
 
         def prepare(part: Any) -> None:
-            self._widen(part)
+            self._to_float32(part)
             if precision == "bfloat16":
                 use_bfloat16(part, head)
 
         causal.gathered = lambda function, *args: function(causal, *args)
         shard(causal, ranks, methods=["gathered"], prepare=prepare, precision=precision)
-        self._fill([model for model in (self.reference, self.sampler) if model is not None])
+        self._copy_weights([model for model in (self.reference, self.sampler) if model is not None])
 
-    def _widen(self, part: Any) -> None:
+    def _to_float32(self, part: Any) -> None:
         """Convert bfloat16 parameters to float32, unless LoRA freezes them."""
         for parameter in part.parameters():
             if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
                 parameter.data = parameter.data.float()
 
     @torch.no_grad()
-    def _fill(self, copies: list[Any]) -> None:
+    def _copy_weights(self, copies: list[Any]) -> None:
         for current, *mine in zip(self.model.parameters(), *(c.parameters() for c in copies), strict=True):
             weights = whole(current)
             for parameter in mine:

@@ -207,10 +207,10 @@ class Policy:
         if len(own) < len(rows) or not self.generation.has_policy_logprobs:
             return self.logprobs(rows)
         if self._generation_agrees is None:
-            self._generation_agrees = self._agrees(rows[:PROOF_ROWS], own)
+            self._generation_agrees = self._logprobs_agree(rows[:PROOF_ROWS], own)
         return own if self._generation_agrees else self.logprobs(rows)
 
-    def _agrees(self, rows: Sequence[SampledRow], own: Sequence[np.ndarray]) -> bool:
+    def _logprobs_agree(self, rows: Sequence[SampledRow], own: Sequence[np.ndarray]) -> bool:
         difference = max(float(abs(one - other).max()) for one, other in zip(self.logprobs(rows), own, strict=False))
         if difference <= MOST_DISAGREEMENT:
             return True

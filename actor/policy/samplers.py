@@ -80,7 +80,9 @@ class OtherSamplers:
         shares = [share.tolist() for share in dealt(torch.tensor([len(row.tokens) for row in rows]), self._size)]
         for rank in self._others:
             lengths = torch.tensor([len(rows[i].tokens) for i in shares[rank]], dtype=torch.int64)
-            sent = {name: _joined([getattr(rows[i], name) for i in shares[rank]]) for name in ("tokens", "sampled")}
+            sent = {
+                name: _concatenated([getattr(rows[i], name) for i in shares[rank]]) for name in ("tokens", "sampled")
+            }
             self._mail.send(rank, {**sent, "lengths": lengths})
         found = dict(zip(shares[0], own([rows[i] for i in shares[0]], reference=reference), strict=True))
 
@@ -113,7 +115,7 @@ class OtherSamplers:
             parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
             rows = [SampledRow(nothing, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
             with self._reported():
-                self._reply(number, {"logprobs": _joined(own(rows, reference=reference), np.float32)})
+                self._reply(number, {"logprobs": _concatenated(own(rows, reference=reference), np.float32)})
 
         self._lane.follow({"respond": answer_prompts, "logprobs": answer_rows})
 
@@ -168,5 +170,5 @@ class OtherSamplers:
             self._mail.send_error(0, error)
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: Any = None) -> Tensor:
+def _concatenated(arrays: Sequence[np.ndarray], dtype: Any = None) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype or np.int64)]))

@@ -134,7 +134,9 @@ class GroupScoring:
         self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
         self._logprobs: Gathering[SampledRow, list[np.ndarray | str]] | None = None
         if isinstance(reference, ServedReference):
-            self._logprobs = Gathering(self._known, gather_s=GATHER_S, max_rows=reference.rows_per_request)
+            self._logprobs = Gathering(
+                self._served_reference_logprobs, gather_s=GATHER_S, max_rows=reference.rows_per_request
+            )
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
         """`time.monotonic` of the first request and the last response, of `scoring` and a served `init_logprobs`."""
@@ -148,15 +150,15 @@ class GroupScoring:
     async def _unit_scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
         """Return conversations that share a request, as soon as the last of them has ended."""
         conversations = await asyncio.gather(*ended)
-        scores = self._added(self._scores, conversations)
+        scores = self._add_to_batch(self._scores, conversations)
         if self._logprobs is None:
             return await scores
-        logprobs = self._added(self._logprobs, rows_of(conversations))
+        logprobs = self._add_to_batch(self._logprobs, rows_of(conversations))
         scored, known = await asyncio.gather(scores, logprobs)
         more = iter(known)
         return [tuple(_with_reference(row, next(more)) for row in conversation) for conversation in scored]
 
-    def _added(self, gathering: Gathering[Any, list[Any]], items: Sequence[Any]) -> Awaitable[list[Any]]:
+    def _add_to_batch(self, gathering: Gathering[Any, list[Any]], items: Sequence[Any]) -> Awaitable[list[Any]]:
         request, first = gathering.add(items)
         self.requests.add(request)
 
@@ -167,23 +169,23 @@ class GroupScoring:
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
-        await self._turn()
-        with self._noted("scoring"):
+        await self._yield_to_loop()
+        with self._record_span("scoring"):
             return await self._scorer.score(conversations, self._unit, versions=versions)
 
-    async def _known(self, rows: list[SampledRow]) -> list[np.ndarray | str]:
+    async def _served_reference_logprobs(self, rows: list[SampledRow]) -> list[np.ndarray | str]:
         assert isinstance(self._reference, ServedReference)
-        await self._turn()
-        with self._noted("init_logprobs"):
+        await self._yield_to_loop()
+        with self._record_span("init_logprobs"):
             return await self._reference.ask(rows)
 
     @contextlib.contextmanager
-    def _noted(self, name: str) -> Iterator[None]:
+    def _record_span(self, name: str) -> Iterator[None]:
         start = time.monotonic()
         yield
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
 
-    async def _turn(self) -> None:
+    async def _yield_to_loop(self) -> None:
         """Yield to the event loop, so that responses and signals are handled while many requests are started."""
         async with self._starting:
             await asyncio.sleep(0)

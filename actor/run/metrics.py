@@ -69,9 +69,9 @@ class Trackers:
             except ImportError as error:
                 raise RlhfError(f"actor.trackers: {name} cannot be imported: {error}; repair or remove it") from error
             start = functools.partial(self._start, name, run_id, settings)
-            self._calls.put(functools.partial(self._try, name, start))
+            self._calls.put(functools.partial(self._guard_tracker, name, start))
         # A daemon: a tracker that hangs must not keep a run that has failed from ending.
-        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        self._thread = threading.Thread(target=self._run_calls, name="trackers", daemon=True)
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -97,7 +97,7 @@ class Trackers:
         if self._thread.is_alive():
             logger.warning("trackers have not taken everything after %g s: the rest is in metrics.jsonl only", FINISH_S)
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
 
@@ -128,10 +128,10 @@ class Trackers:
 
     def _call(self, do: Callable[[GeneralTracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            self._try(name, functools.partial(do, tracker))
+            self._guard_tracker(name, functools.partial(do, tracker))
         self._room.release()
 
-    def _try(self, name: str, do: Callable[[], None]) -> None:
+    def _guard_tracker(self, name: str, do: Callable[[], None]) -> None:
         try:
             do()
         except Exception as error:  # an unreachable dashboard must not end a long run

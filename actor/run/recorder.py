@@ -83,7 +83,7 @@ class Recorder:
         self._masked_samples = 0
         self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
-        self._taught: list[
+        self._learned_conversations: list[
             bool
         ] = []  # whether there is a gradient, but for the KL's, in the first steps with an update
         self._is_first, self._knows_no_signal = True, False
@@ -231,7 +231,7 @@ class Recorder:
         )
         _warn_of_failures(f"step {step}", everything)
         self._constants.note(conversations)
-        taught = set((await asyncio.to_thread(_taught, batch)).tolist())
+        taught = set((await asyncio.to_thread(_learned_conversations, batch)).tolist())
         self._warn_of_no_learning(step, line, bool(taught), ends)
         self._warn_of_excluded(step, [i in taught for i in range(len(ends))], ends)
         self._masked_samples += num_failed
@@ -268,9 +268,9 @@ class Recorder:
                 )
                 self._knows_no_signal = True
         wanted = min(FIRST_STEPS, self._settings.steps)
-        if GRADIENT in line and len(self._taught) < wanted:
-            self._taught.append(has_gradient)
-            if len(self._taught) == wanted and not any(self._taught):
+        if GRADIENT in line and len(self._learned_conversations) < wanted:
+            self._learned_conversations.append(has_gradient)
+            if len(self._learned_conversations) == wanted and not any(self._learned_conversations):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
     def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
@@ -411,7 +411,7 @@ class Recorder:
             keep=keep or self._settings.keep_checkpoints,
         )
         if self._has_critic:
-            self.saves = [save for save in self.saves if not _ended_well(save)]
+            self.saves = [save for save in self.saves if not _succeeded(save)]
             self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
 
     async def _save_critic(self, step: int, keep_steps: list[int]) -> None:
@@ -508,7 +508,7 @@ def _in_nats(kl: float | None) -> str:
     return "" if kl is None else f", KL {round(kl, 2) + 0.0:.2f} nats per sequence"  # a rounded -0.0 becomes 0.0
 
 
-def _ended_well(save: asyncio.Task[None]) -> bool:
+def _succeeded(save: asyncio.Task[None]) -> bool:
     return save.done() and not save.cancelled() and save.exception() is None
 
 
@@ -556,7 +556,7 @@ def _warn_of_failures(where: str, conversations: Sequence[Conversation]) -> None
         logger.warning("%s: %s", where, failed)
 
 
-def _taught(batch: PPOBatch) -> Tensor:
+def _learned_conversations(batch: PPOBatch) -> Tensor:
     """Return the conversations that contribute to the policy's update, int64."""
     assert batch.conversations is not None
     return batch.conversations[batch.policy_weights.any(-1)].unique()

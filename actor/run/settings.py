@@ -104,12 +104,15 @@ def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any]
             if earlier.actor.steps != config.actor.steps:
                 found["actor.steps"] = [earlier.actor.steps, config.actor.steps]
             key = f"actor.optimizer.lr in step {step + 1}, after {last:.3g} in step {step}"
-            found[key] = [_short(was), _short(new)]
+            found[key] = [_round_for_display(was), _round_for_display(new)]
     kl, coef = config.actor.kl, state.get("kl_coef")
     is_adaptive = (earlier.actor.kl.target, kl.target) != (None, None)
     if coef is not None and is_adaptive and {"actor.kl.coef", "actor.kl.target"} & changed.keys():
         new = kl.coef if kl.target is None else coef  # as a checkpoint restores it
-        found[f"actor.kl.coef in step {step + 1}, which actor.kl.target adapts"] = [_short(coef), _short(new)]
+        found[f"actor.kl.coef in step {step + 1}, which actor.kl.target adapts"] = [
+            _round_for_display(coef),
+            _round_for_display(new),
+        ]
     if earlier.actor.prompts.files or config.actor.prompts.files:
         shares = [_shares(each, step + 1) for each in (earlier, config)]
         if shares[0] != shares[1]:
@@ -117,7 +120,7 @@ def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any]
     return found
 
 
-def _short(value: float) -> float:
+def _round_for_display(value: float) -> float:
     return float(f"{value:.6g}")
 
 
@@ -125,7 +128,7 @@ def _shares(config: RunConfig, step: int) -> dict[str, float]:
     """Return the share of each file of prompts that is active in `step`."""
     active = [file for file in config.actor.prompts.sources if file.is_active(step)]
     total = sum(file.weight for file in active)
-    return {str(file.path): _short(file.weight / total) for file in active}
+    return {str(file.path): _round_for_display(file.weight / total) for file in active}
 
 
 def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:

@@ -214,7 +214,7 @@ class Scorer:
         ask = functools.partial(self._ask, group_size, versions)
         chunks = [ends[i : i + size] for i in range(0, len(ends), size)]
         scored, valued = await asyncio.gather(
-            each(lambda chunk: self._answered(chunk, ask, unit), chunks),
+            each(lambda chunk: self._scored_batches(chunk, ask, unit), chunks),
             self.valued(others, versions) if self.has_critic else _without_values(others),
         )
         found, more = itertools.chain(*scored), iter(valued)
@@ -225,9 +225,9 @@ class Scorer:
         """Return the samples with the critic's values, of these versions; the reward model gets no request."""
         ask = functools.partial(self._values, versions)
         reward = ServedModel()
-        return [*itertools.chain(*await each(lambda row: self._answered([row], ask, reward=reward), rows))]
+        return [*itertools.chain(*await each(lambda row: self._scored_batches([row], ask, reward=reward), rows))]
 
-    async def _answered(
+    async def _scored_batches(
         self,
         rows: Sequence[SampledRow],
         ask: Callable[[Sequence[SampledRow]], Awaitable[dict[str, np.ndarray]]],
@@ -274,7 +274,7 @@ class Scorer:
 
         Of a chat, a sentence is only the response, because the messages are sent as metadata.
         """
-        said = [self._said(sample) for sample in samples]
+        said = [self._prompt_and_response(sample) for sample in samples]
         metadata = [
             row_metadata(self.reward, prompt, response, i // group_size, reply)
             for i, (prompt, response, reply) in enumerate(said)
@@ -366,7 +366,7 @@ class Scorer:
             return sample.turns[-1].start
         return len(sample.prompt.tokens)
 
-    def _said(self, sample: SampledRow) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
+    def _prompt_and_response(self, sample: SampledRow) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
         """Return prompt and response, and the messages of a conversation from the policy's first one on.
 
         A text and its response are one text without a gap. Of a conversation, the response is the policy's last

@@ -254,7 +254,7 @@ class VllmConnection:
 
     async def _attempt_load(self) -> None:
         await self._server.check()
-        async with self._only_loader():
+        async with self._lock_server():
             loaded = str((await self._server.get("/weight_info")).get("weight_version"))
             if loaded != self._version.name:
                 if self._is_adapter and loaded.startswith(FULL):
@@ -266,7 +266,7 @@ class VllmConnection:
         self._is_loaded = True
 
     @contextlib.asynccontextmanager
-    async def _only_loader(self) -> AsyncIterator[None]:
+    async def _lock_server(self) -> AsyncIterator[None]:
         """Hold this server's lock among the actor's ranks; every rank generates with all servers."""
         path = self._version.folder.with_name(f"{self._server.url}.lock")
         with contextlib.ExitStack() as held:

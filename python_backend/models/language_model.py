@@ -68,7 +68,7 @@ class LanguageModel:
         ids = padded_rows(rows, width or int(lengths.max()), np.int64)
         inside = np.arange(ids.shape[1])[None] < lengths[:, None]
         places = inside[:, 1:].nonzero()  # of the N positions that predict a token of their row
-        found = to_host(self._of(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places])))
+        found = to_host(self._target_logprobs(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places])))
 
         def wait() -> list[np.ndarray]:
             parts = np.split(found(), np.cumsum(lengths - 1)[:-1])
@@ -76,7 +76,9 @@ class LanguageModel:
 
         return wait
 
-    def _of(self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> Tensor:
+    def _target_logprobs(
+        self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor
+    ) -> Tensor:
         """Return log-probs `[N]` of `targets` `[N]`, the tokens behind N places in `ids` `[n, S]`.
 
         `inside`: bool `[n, S]`, False at padding. On a GPU no mask is passed: it would switch off the fast kernels of

@@ -109,7 +109,11 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         # Encoded otherwise, the parts of a special token would be found where a text only looks like a header. A
         # tokenizer without such a token may also drop it, or write its unknown token.
-        ids = tuple(found) if len(found) <= len(ids) and _letters(tokenizer.decode(found)) == _letters(text) else ()
+        ids = (
+            tuple(found)
+            if len(found) <= len(ids) and _without_space(tokenizer.decode(found)) == _without_space(text)
+            else ()
+        )
     if not ids or max(ids) >= (info.vocab_size or 0):
         raise CheckpointError(
             f"{info.folder}: the gate {head.form.gate.prefix} reads where an answer's header begins, {text!r}, which "
@@ -118,7 +122,7 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
     return ids
 
 
-def _letters(text: str) -> str:
+def _without_space(text: str) -> str:
     return "".join(text.split())
 
 
@@ -448,7 +452,7 @@ def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
 def _config(info: CheckpointInfo, num_labels: int) -> Any:
     check_family(info)
     given = read_config(info.folder)
-    config = _blaming(info, given, lambda keys: _read(info, keys, num_labels))
+    config = _name_bad_key(info, given, lambda keys: _read(info, keys, num_labels))
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     return config
@@ -464,7 +468,7 @@ def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> An
     return CONFIG_MAPPING[kind].from_dict({**keys, "model_type": kind, "num_labels": num_labels})
 
 
-def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], T]) -> T:
+def _name_bad_key(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], T]) -> T:
     """Return `build(given)`. Raises CheckpointError naming the key of config.json that makes it fail."""
     try:
         return build(given)
@@ -475,7 +479,7 @@ def _blaming(info: CheckpointInfo, given: Mapping[str, Any], build: Callable[[Ma
 
 def _built(info: CheckpointInfo, kind: Any) -> Any:
     """Return a model of the class `kind` without data. Raises CheckpointError with the key that forbids it."""
-    return _blaming(info, read_config(info.folder), lambda keys: _empty(kind, _read(info, keys, 1)))
+    return _name_bad_key(info, read_config(info.folder), lambda keys: _empty(kind, _read(info, keys, 1)))
 
 
 def _check_shapes(info: CheckpointInfo, kind: Any, tensors: Mapping[str, Tensor]) -> None:

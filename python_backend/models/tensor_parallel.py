@@ -99,7 +99,7 @@ class RankGroup:
         if failure is not None and self._voted_down:  # in an inner block: the other ranks take no further vote
             self._voted_down = self._depth > 0
             raise failure
-        others = self._vote("" if failure is None else str(failure) or type(failure).__name__)
+        others = self._gather_reasons("" if failure is None else str(failure) or type(failure).__name__)
         self._voted_down = self._depth > 0 and (failure is not None or bool(others))
         if failure is not None:
             raise failure
@@ -170,7 +170,7 @@ class RankGroup:
                     self._parts[f"{path}.{name}"] = DtensorShardOperation(parameter)
                     module._parameters[name] = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
 
-    def _vote(self, reason: str) -> dict[int, str]:
+    def _gather_reasons(self, reason: str) -> dict[int, str]:
         """Return the reasons of all ranks that gave one; every rank calls this with its own, "" for success."""
         own = torch.zeros(VOTE_BYTES, dtype=torch.uint8)
         text = " ".join(reason.split()).encode()[:VOTE_BYTES]

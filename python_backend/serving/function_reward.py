@@ -62,14 +62,14 @@ class FunctionReward:
         Tokenising here would block the model's other requests, because Triton calls `execute` from one thread.
         """
         for call in calls:
-            self._texts.submit(self._hand_over(call))
+            self._texts.submit(self._submit_call(call))
 
     def finalize(self) -> None:
         """Kill all workers, after every request has been answered."""
         self._texts.close()  # before the pool, because these jobs submit samples to it
         self._pool.close()
 
-    def _hand_over(self, call: Call) -> Iterator[None]:
+    def _submit_call(self, call: Call) -> Iterator[None]:
         try:
             if call.header(contract.PROBE_HEADER) is not None:
                 _answer(call, [ScoreOutcome()] * _num_rows(call))

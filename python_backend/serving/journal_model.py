@@ -114,15 +114,15 @@ class JournalServer:
                     self._waiting = [item for item in self._waiting if item not in finished]
 
     def _try_to_settle(self, call: Call, entry: Entry, since: float) -> bool:
-        """Return `_settle`'s result; log an unexpected error and return False, so that the call is tried again."""
+        """Return `_reply_if_done`'s result; after an unexpected error False, so that the call is tried again."""
         try:
-            return self._settle(call, entry, since)
+            return self._reply_if_done(call, entry, since)
         except Exception as error:  # thread edge: if the waiter died, no caller would ever get a reply
             log_error(f"journal: {entry.name}: {type(error).__name__}: {error}")
             self._stop.wait(1.0)
             return False
 
-    def _settle(self, call: Call, entry: Entry, since: float) -> bool:
+    def _reply_if_done(self, call: Call, entry: Entry, since: float) -> bool:
         """Reply if there is a result, fail the call if none can be expected; return whether a response was sent."""
         result = self.journal.result(entry)
         if result is not None:
@@ -133,12 +133,12 @@ class JournalServer:
             else:
                 call.answer(self._reply(result))
             return True
-        trouble = self._trouble(time.monotonic() - since)
+        trouble = self._failure_reason(time.monotonic() - since)
         if trouble:
             call.fail(Unavailable(f"{trouble}; {self._journalled(entry)}"))
         return trouble is not None
 
-    def _trouble(self, waited_s: float) -> str | None:
+    def _failure_reason(self, waited_s: float) -> str | None:
         """Return why a call cannot expect a result after waiting `waited_s` seconds.
 
         Returns None while the sidecar makes progress, and in the first `FOLLOWER_GRACE_S` seconds.

@@ -130,7 +130,7 @@ class RowPool(Generic[Owner]):
         if self.oldest() is None:
             return []
         first = heapq.heappop(self._by_turn)[2]
-        chosen = [first, *self._mates(first, may_join)]
+        chosen = [first, *self._batch_with(first, may_join)]
         self._remove(chosen)
         self._taken.discard(first.number)  # `oldest` will not meet it in the heap again
         self.oldest()  # drops the removed rows from the heap: their owners keep a weights version alive
@@ -143,12 +143,12 @@ class RowPool(Generic[Owner]):
         # `_remove` counted them as served, but they were not: later requests would get a turn that is too late.
         self._served_tokens -= sum(row.length for row in gone)
 
-    def _mates(self, first: _Row[Owner], may_join: Callable[[Owner], bool]) -> list[_Row[Owner]]:
+    def _batch_with(self, first: _Row[Owner], may_join: Callable[[Owner], bool]) -> list[_Row[Owner]]:
         """Return the rows that join `first`: those of nearly its length."""
         chosen: list[_Row[Owner]] = []
         width = first.length
         for row in self._nearest(first):
-            if self._pays(1 + len(chosen), width, row.length) and may_join(row.owner):
+            if self._saves_time(1 + len(chosen), width, row.length) and may_join(row.owner):
                 chosen.append(row)
                 width = max(width, row.length)
         return chosen
@@ -160,7 +160,7 @@ class RowPool(Generic[Owner]):
         above = self._by_length[position + 1 : position + 1 + most]
         return sorted(below + above, key=lambda row: (abs(row.length - first.length), row.number))
 
-    def _pays(self, rows: int, width: int, length: int) -> bool:
+    def _saves_time(self, rows: int, width: int, length: int) -> bool:
         """Return whether a row fits into a forward pass of `rows` x `width` tokens and costs less there than alone."""
         padding = width - length if length <= width else rows * (length - width)
         return (rows + 1) * max(width, length) <= self._token_budget and padding <= self._overhead_tokens

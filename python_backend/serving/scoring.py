@@ -165,7 +165,7 @@ class Engine:
         self._worker.start()
         self._answerer.start()
         compute.refuse_all = self.refuse_all
-        versions.changed = self._line_up_awaiting
+        versions.changed = self._enqueue_awaiting
 
     def _overhead_tokens(self, token_budget: int, longest: int | None) -> int:
         """Measure the fixed cost of a forward pass, and return it in tokens."""
@@ -193,7 +193,7 @@ class Engine:
             self._calls.update(calls)
             scorings = [self._begin(call) for call in calls]
             with self._changed:
-                self._line_up(scorings)
+                self._enqueue(scorings)
                 self._changed.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
@@ -227,7 +227,7 @@ class Engine:
             call.fail(error)
         with self._changed:
             self._unread_bytes -= read.unread_bytes
-            self._line_up([scoring])
+            self._enqueue([scoring])
 
     def _scoring(self, call: Call, rows: list[TokenRow], width: int | None, received: float) -> Scoring:
         timeout_s = call.timeout_s or self._timeout_s
@@ -235,12 +235,12 @@ class Engine:
         width = width or max(row.tokens.size for row in rows)
         return Scoring(call, rows, width, received, deadline, call.versions(), [None] * len(rows))
 
-    def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
+    def _enqueue(self, scorings: Sequence[Scoring | None]) -> None:
         """Queue the requests' rows; None is a refused request. The caller must hold the lock."""
         for scoring in filter(None, scorings):
             served = self.versions.version
             try:
-                if (demanded := _unmet(scoring, served)) is not None:
+                if (demanded := _unmet_demand(scoring, served)) is not None:
                     is_patient = not self._stopping and time.monotonic() - scoring.received < AWAIT_SWAP_S
                     if not is_patient or not self.versions.comes(demanded):
                         raise self._other_version(demanded, served)
@@ -254,11 +254,11 @@ class Engine:
                 self._fail([(scoring, 0)], error)
         self._changed.notify_all()
 
-    def _line_up_awaiting(self) -> None:
+    def _enqueue_awaiting(self) -> None:
         """Queue requests whose demanded version is now served; refuse requests that have waited for it too long."""
         with self._changed:
             awaiting, self._awaiting = self._awaiting, []
-            self._line_up(awaiting)
+            self._enqueue(awaiting)
 
     def _other_version(self, demanded: VersionRange, served: Any) -> Unavailable:
         return Unavailable(f"{self.compute.parameters.model} serves version {served.number}, {DEMANDED} {demanded}")
@@ -279,7 +279,7 @@ class Engine:
             self._texts.close()
             with self._changed:
                 self._stopping = True
-                self._line_up_awaiting()  # refuses them, and wakes the worker
+                self._enqueue_awaiting()  # refuses them, and wakes the worker
             self._worker.join()
             self._done.put(None)
             self._answerer.join()
@@ -333,7 +333,7 @@ class Engine:
             batch = self._pool.take(lambda scoring: (scoring.model or current) is model)
             self._refuse_late(batch)
             for scoring, i in batch:  # the version has changed since the request was queued
-                if scoring.model is None and (demanded := _unmet(scoring, model)) is not None:
+                if scoring.model is None and (demanded := _unmet_demand(scoring, model)) is not None:
                     self._fail([(scoring, i)], self._other_version(demanded, model))
             batch = [(scoring, i) for scoring, i in batch if not scoring.call.answered]
             for scoring, _ in batch:
@@ -384,7 +384,7 @@ class Engine:
                 del scoring  # it keeps a weights version alive
             if time.monotonic() - published > PUBLISH_EVERY_S:
                 published = time.monotonic()
-                self._line_up_awaiting()
+                self._enqueue_awaiting()
                 with self._changed:  # the worker adds to the counters
                     self._counters.publish()
                 self.compute.publish()
@@ -401,7 +401,7 @@ class Engine:
                 scoring.call.fail(error)
 
 
-def _unmet(scoring: Scoring, served: Any) -> VersionRange | None:
+def _unmet_demand(scoring: Scoring, served: Any) -> VersionRange | None:
     """Return the versions that a request demands, if this one is not among them."""
     demanded = scoring.demanded
     return None if demanded is None or demanded.includes(served.number) else demanded

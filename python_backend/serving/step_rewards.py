@@ -115,18 +115,18 @@ class StepReader(RowReader):
         if not spans:
             row, at = self._encode(prefix + text[start:], is_chat=is_chat), list[int]()
         elif self.apart:
-            row, at = self._apart(prefix, contents, mark, is_chat=is_chat)
+            row, at = self._encode_steps_apart(prefix, contents, mark, is_chat=is_chat)
         elif mark is None:
             raise ContractError(
                 f"{METADATA}[{index}].{contract.STEP_ENDS}: needs reward.process.mark, which is not set"
             )
         else:
-            row, at = self._whole(index, prefix, contents, mark, is_chat=is_chat)
+            row, at = self._encode_whole_text(index, prefix, contents, mark, is_chat=is_chat)
         read_at = np.asarray(at, np.int64)
         steps = RowSteps(read_at, read_at, np.asarray([span.end for span in spans], np.int64))
         return self._checked(index, row)._replace(steps=steps)
 
-    def _apart(
+    def _encode_steps_apart(
         self, prefix: str, contents: Sequence[str], mark: str | None, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
         """Return a row and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
@@ -140,7 +140,7 @@ class StepReader(RowReader):
             at.append(len(ids) - 1)
         return Encoded(ids), at
 
-    def _whole(
+    def _encode_whole_text(
         self, index: int, prefix: str, contents: Sequence[str], mark: str, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
         """Return the row of the whole text and the index of the tag behind each step, found by its token id."""

@@ -134,7 +134,7 @@ class Call:
         Python 3.12 then segfaults at once; Python 3.11 and older have a data race on reference counts. (Servers from
         2.53 on, container 24.12, hold the GIL there.)
         """
-        wanted = [pb_utils.Tensor(name, _outgoing(array)) for name, array in arrays.items() if name in self.wanted]
+        wanted = [pb_utils.Tensor(name, _escape_texts(array)) for name, array in arrays.items() if name in self.wanted]
         self._send(pb_utils.InferenceResponse(wanted))
 
     def fail(self, error: Exception) -> None:
@@ -221,7 +221,7 @@ def _triton_error(error: Exception) -> Any:
     return kinds(printable(message), {503: kinds.UNAVAILABLE, 400: kinds.INVALID_ARG, 500: kinds.INTERNAL}[status])
 
 
-def _outgoing(array: np.ndarray) -> np.ndarray:
+def _escape_texts(array: np.ndarray) -> np.ndarray:
     """Return an array of texts with unprintable characters escaped; arrays of numbers are returned unchanged."""
     if array.dtype != np.object_:
         return array
@@ -248,7 +248,7 @@ class MetricCounters:
 
         Never raises; the next call sends what the server has refused.
         """
-        with _raising_nothing():
+        with _log_metric_errors():
             for i, metric in enumerate(self._metrics):
                 if self._pending[i]:
                     metric.increment(self._pending[i])
@@ -269,7 +269,7 @@ class NamedCounters:
 
         Names beyond the first `MAX_NAMES` are ignored, because the server never forgets a metric.
         """
-        with self._lock, _raising_nothing():
+        with self._lock, _log_metric_errors():
             for name, amount in amounts.items():
                 if name not in self._metrics and len(self._metrics) < MAX_NAMES:
                     self._metrics[name] = self._family.Metric(labels={"model": self._model, self._label: name})
@@ -286,12 +286,12 @@ class Gauge:
 
     def show(self, value: float) -> None:
         """Set the value: one round trip to the server. Never raises."""
-        with _raising_nothing():
+        with _log_metric_errors():
             self._metric.set(value)
 
 
 @contextlib.contextmanager
-def _raising_nothing() -> Iterator[None]:
+def _log_metric_errors() -> Iterator[None]:
     """Log what goes wrong with a metric, such as exhausted shared memory: metrics never decide about answers."""
     try:
         yield

@@ -279,7 +279,7 @@ class ServerPool(Generic[C]):
         """
         self._models.add(model)
         choose = self._writing if writes else functools.partial(self._least_busy, besides=besides, session=session)
-        server = await self._find(model, choose, patient=patient and self._settings.max_outage_s > 0)
+        server = await self._wait_for_server(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
         server.in_flight += 1
         if suspended:
@@ -290,13 +290,13 @@ class ServerPool(Generic[C]):
             server.in_flight -= 1
             if suspended:
                 suspended.on_trial = False
-                self._change()
+                self._wake_waiters()
 
     def answered(self, server: Server[C], model: str) -> None:
         """Record that the server has responded to a request for this model."""
         server.losses = 0 if server.down is None else server.losses
         if server.suspended.pop(model, None):
-            self._change()
+            self._wake_waiters()
 
     async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
         """Set aside the server if it is lost, or only the model if its process died; return whether either happened.
@@ -401,7 +401,7 @@ class ServerPool(Generic[C]):
     async def why_not_ready(self, model: str) -> str | None:
         """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
         if not self.servers:
-            await self._look_up()
+            await self._resolve_addresses()
         causes = await asyncio.gather(*(self._why_not_there(server, model) for server in self.servers))
         return None if None in causes else "; ".join(cause for cause in causes if cause)
 
@@ -417,9 +417,11 @@ class ServerPool(Generic[C]):
 
     # ---- choosing ----
 
-    async def _find(self, model: str, choose: Callable[[str], Server[C] | None], *, patient: bool) -> Server[C]:
+    async def _wait_for_server(
+        self, model: str, choose: Callable[[str], Server[C] | None], *, patient: bool
+    ) -> Server[C]:
         if not self.servers:
-            await self._look_up()
+            await self._resolve_addresses()
         while (server := choose(model)) is None:
             if not patient:
                 return min(self.servers, key=lambda server: server.losses)
@@ -459,7 +461,7 @@ class ServerPool(Generic[C]):
 
     # ---- joining and leaving ----
 
-    async def _look_up(self) -> None:
+    async def _resolve_addresses(self) -> None:
         """Resolve the addresses. The first servers get requests at once, later ones when they are ready."""
         async with self._looking_up:
             urls = await self._names.urls()
@@ -471,19 +473,19 @@ class ServerPool(Generic[C]):
             self._gone += left
             for server in joined if before else []:
                 server.down = "has just joined"
-                self._spawn(self._bring_back(server))
+                self._spawn(self._probe_until_ready(server))
             for server in left:
                 logger.info("%s has left: it gets no further requests", server.url)
             if not before and self._names.may_change:
                 self._spawn(self._follow_names())
             if joined or left:
-                self._change()
+                self._wake_waiters()
 
     async def _follow_names(self) -> None:
         """Resolve the addresses again and again, until cancelled."""
         while True:
             await asyncio.sleep(RESOLVE_EVERY_S)
-            await self._look_up()
+            await self._resolve_addresses()
 
     # ---- losing and finding again ----
 
@@ -492,13 +494,13 @@ class ServerPool(Generic[C]):
             return
         server.down = trouble.why or trouble.what
         server.losses += 1
-        self._refuse(server, trouble)
+        self._fail_waiting(server, trouble)
         if len(self.servers) > 1:
             level = logging.INFO if trouble.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
             logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
-        self._spawn(self._bring_back(server))
+        self._spawn(self._probe_until_ready(server))
 
-    async def _bring_back(self, server: Server[C]) -> None:
+    async def _probe_until_ready(self, server: Server[C]) -> None:
         """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
         while server in self.servers:
             await asyncio.sleep(backoff_s(retry.BACKOFF_S, server.losses - 1))
@@ -515,7 +517,7 @@ class ServerPool(Generic[C]):
                     logger.info("%s is ready%s", server.url, " again" if server.losses else " and joins")
                 break
             server.losses += 1
-        self._change()
+        self._wake_waiters()
 
     async def _why_not_ready(self, server: Server[C]) -> str | None:
         """Probe the server; return why it is not ready, or None if it is. Concurrent callers share one probe."""
@@ -527,15 +529,15 @@ class ServerPool(Generic[C]):
         try:
             causes = [await server.connection.why_not_ready(model) for model in sorted(self._models)]
         except Trouble as trouble:
-            self._refuse(server, trouble)
+            self._fail_waiting(server, trouble)
             return trouble.why or trouble.what
         return "; ".join(cause for cause in causes if cause) or None
 
-    def _refuse(self, server: Server[C], trouble: Trouble) -> None:
+    def _fail_waiting(self, server: Server[C], trouble: Trouble) -> None:
         """Let waiting requests fail if the server serves something else, and all others cannot be used either."""
         if trouble.kind is Kind.DIFFERENT and not self._waits_for_same:
             server.unusable = ServersDiffer(f"{server.url} {trouble.what}: {trouble.why}")
-            self._change()
+            self._wake_waiters()
 
     async def _why_not_there(self, server: Server[C], model: str) -> str | None:
         """Return why this server is not ready to answer the model, with its address; None if it is."""
@@ -553,7 +555,7 @@ class ServerPool(Generic[C]):
         losses = known.losses + 1 if known else 1
         pause_s = backoff_s(retry.BACKOFF_S, losses - 1)
         server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, trouble.why)
-        asyncio.get_running_loop().call_later(pause_s, self._change)
+        asyncio.get_running_loop().call_later(pause_s, self._wake_waiters)
 
     async def _wait(self, model: str) -> None:
         """Wait until the state of any server changes. Raises RequestFailed after `max_outage_s`."""
@@ -562,7 +564,7 @@ class ServerPool(Generic[C]):
             self._outage = Outage(self._causes)
             self._counters.outages += 1
             self._reminder = self._spawn(self._outage.remind())
-            asyncio.get_running_loop().call_later(longest, self._change)  # wake the waiters, to check the time
+            asyncio.get_running_loop().call_later(longest, self._wake_waiters)  # wake the waiters, to check the time
         self._outage.models.add(model)
         unusable = [server.unusable for server in self.servers if server.unusable]
         if unusable and len(unusable) == len(self.servers):  # else wait for the others
@@ -581,7 +583,7 @@ class ServerPool(Generic[C]):
             found += [f"{server.url}: {cause}" for cause in causes]
         return "; ".join(found)
 
-    def _change(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wake all waiters; end the outage if every model with waiting requests is served again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -107,7 +107,7 @@ class Attempts:
     def moves_on(self, trouble: Trouble, url: str) -> None:
         """Record a retry without a pause, after the server was set aside. Raises RequestFailed if no retry is left."""
         if not trouble.kind.is_refusal:
-            self._reached(trouble, url)
+            self._count_attempt(trouble, url)
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
@@ -132,11 +132,11 @@ class Attempts:
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
         """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
-        if self._outlasts(trouble, url):
+        if self._retry_outage(trouble, url):
             self.retried += 1
             self._pauses += 1
             return backoff_s(BACKOFF_S, self._pauses)
-        self._reached(trouble, url)
+        self._count_attempt(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
             self.is_over_budget = True
@@ -146,7 +146,7 @@ class Attempts:
         self.retried += 1
         return backoff_s(BACKOFF_S, self._made - 1)
 
-    def _outlasts(self, trouble: Trouble, url: str) -> bool:
+    def _retry_outage(self, trouble: Trouble, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""
         if trouble.kind is not Kind.BUSY or not self._outlast_s:
             return False
@@ -155,7 +155,7 @@ class Attempts:
             logger.warning("%s; retrying for up to %g s", trouble.sentence(self.model, url, 1), self._outlast_s)
         return time.monotonic() - self._busy_since < self._outlast_s
 
-    def _reached(self, trouble: Trouble, url: str) -> None:
+    def _count_attempt(self, trouble: Trouble, url: str) -> None:
         self._made += 1
         is_final = trouble.kind.is_final and not (trouble.kind is Kind.FAILED and self._repeats_failures)
         if is_final or self._made > self._retries:

@@ -102,7 +102,7 @@ class ConfigError(RlhfError, ValueError):
 
 
 @dataclass(frozen=True)
-class _Written:
+class _UserKeys:
     """Keys that the user has set: configurations with the same values are equal whether or not these are defaults."""
 
     keys: frozenset[str] = field(default=frozenset(), compare=False)
@@ -140,7 +140,7 @@ class RunConfig(Section):
     """`path/to/file.py:name` or `package.module:name` of a function that adds sections to the run's report."""
 
     _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
-    _written: _Written = PrivateAttr(_Written())
+    _written: _UserKeys = PrivateAttr(_UserKeys())
 
     @model_validator(mode="before")
     @classmethod
@@ -151,7 +151,7 @@ class RunConfig(Section):
             name = name.get(part) if isinstance(name, dict) else getattr(name, part, None)
         if isinstance(name, str) and name in ALGORITHMS:
             for key, value in ALGORITHMS[name].recipe.items():
-                data = _filled(data, key.split("."), value)
+                data = _with_default(data, key.split("."), value)
         return data
 
     @model_validator(mode="after")
@@ -315,7 +315,7 @@ class RunConfig(Section):
         return ", ".join(f"{key} {device} in {how}" for key, (device, how) in used.items() if device != "cpu")
 
 
-def _filled(data: Any, path: Sequence[str], value: Any) -> Any:
+def _with_default(data: Any, path: Sequence[str], value: Any) -> Any:
     """Return nested dictionaries or sections with `value` at `path`, unless they have a value, or null, there."""
     first, *rest = path
     if isinstance(data, dict):
@@ -325,7 +325,7 @@ def _filled(data: Any, path: Sequence[str], value: Any) -> Any:
     else:
         return data  # refused when it is validated
     if rest:
-        given = _filled({} if given is None else given, rest, value)
+        given = _with_default({} if given is None else given, rest, value)
     elif not is_set:
         given = value
     return {**data, first: given} if isinstance(data, dict) else data.model_copy(update={first: given})
@@ -350,7 +350,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
         )
-    return parse_config(_unshared(data), path, overrides)
+    return parse_config(_deep_copy(data), path, overrides)
 
 
 def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -363,7 +363,7 @@ def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[s
         _apply_override(data, override)
     try:
         config = RunConfig.model_validate(data)
-        config._written = _Written(frozenset(_leaves(data)))
+        config._written = _UserKeys(frozenset(_leaves(data)))
         config = _with_reference(config)
         _check_reward_model(config)
         return with_fixed_values(config) if config.run.deterministic else config
@@ -434,11 +434,11 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     data[last] = value
 
 
-def _unshared(data: Any) -> Any:
+def _deep_copy(data: Any) -> Any:
     """Return a copy without shared objects, so that an override of one section does not change its YAML aliases."""
     if isinstance(data, dict):
-        return {key: _unshared(value) for key, value in data.items()}
-    return [_unshared(value) for value in data] if isinstance(data, list) else data
+        return {key: _deep_copy(value) for key, value in data.items()}
+    return [_deep_copy(value) for value in data] if isinstance(data, list) else data
 
 
 def _source(path: Path | str, overrides: Sequence[str], location: str, text: str) -> str:
@@ -465,7 +465,7 @@ def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
         if len(items) == 1:
             yield location, _describe(items[0], location)
         else:
-            wanted = " or ".join(map(_wanted, items))
+            wanted = " or ".join(map(_expected_type, items))
             yield location, f"{location} must be {wanted}{_boolean_hint(items[0])} (got {items[0]['input']!r})"
 
 
@@ -480,7 +480,7 @@ def _location(item: Any) -> str:
 _TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # as no key is named, but the types in a location
 
 
-def _wanted(item: Any) -> str:
+def _expected_type(item: Any) -> str:
     if item["type"] == "model_type":
         return f"a section with keys of {_keys_of_class(item)}"
     if item["type"] in ("tuple_type", "list_type"):

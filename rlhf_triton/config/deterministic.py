@@ -28,7 +28,7 @@ def with_fixed_values(config: AnySection) -> AnySection:
         ValueError: a key in `FIXED` was set to another value; the message names key, value and what to do.
     """
     for key, value in FIXED.items():
-        config = _put(config, key.split("."), value, key)
+        config = _with_setting(config, key.split("."), value, key)
     for role in MODELS:
         section = getattr(config, role)
         settled = {
@@ -39,11 +39,11 @@ def with_fixed_values(config: AnySection) -> AnySection:
     return config
 
 
-def _put(section: AnySection, names: list[str], value: Any, key: str) -> AnySection:
+def _with_setting(section: AnySection, names: list[str], value: Any, key: str) -> AnySection:
     name, *rest = names
     old = getattr(section, name)
     if rest:
-        return section.model_copy(update={name: _put(old, rest, value, key)})
+        return section.model_copy(update={name: _with_setting(old, rest, value, key)})
     if name in section.model_fields_set and old != value:
         raise ValueError(
             f"{key}: {old!r}, but run.deterministic: true needs {value!r}; remove {key} or run.deterministic"

@@ -250,7 +250,7 @@ class Operations:
             RankLost: rank 0 has died.
         """
         while True:
-            name, arguments = self._next()
+            name, arguments = self._next_operation()
             if name == END:
                 return
             try:
@@ -258,7 +258,7 @@ class Operations:
             except (RlhfError, OSError) as error:
                 logger.warning("rank %d: %s: %s", self._rank, name, error)
 
-    def _next(self) -> tuple[str, dict[str, Any]]:
+    def _next_operation(self) -> tuple[str, dict[str, Any]]:
         key = str(self._number)
         try:
             while not self._store.check([key]):

@@ -36,7 +36,7 @@ class _Tracer:
         resource = Resource.create({"service.name": process, "rlhf.run": run})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
-        self._provider.add_span_processor(BatchSpanProcessor(_once_reported(exporter, endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(_warn_once(exporter, endpoint)))
         self._tracer = self._provider.get_tracer("python_backend")
         self._steps: dict[int, Any] = {}
 
@@ -152,7 +152,7 @@ def parsed_traceparent(text: str | None) -> str | None:
     return text if text is not None and TRACEPARENT.fullmatch(text) else None
 
 
-def _once_reported(exporter: Any, endpoint: str) -> Any:
+def _warn_once(exporter: Any, endpoint: str) -> Any:
     """Return the exporter with one warning, instead of the SDK's repeated ones, when spans begin to get lost."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     export = exporter.export

@@ -138,14 +138,14 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = 
                 file.chmod(staging.stat().st_mode & 0o666)  # what the umask leaves
         if durable:
             sync_tree(staging)
-        _settle(folder)
+        _finish_replacement(folder)
         try:
             if folder.exists():
                 folder.rename(_replaced(folder))
             staging.rename(folder)
             sync_directory(folder.parent)
         finally:
-            _settle(folder)
+            _finish_replacement(folder)
 
 
 def _replaced(folder: Path) -> Path:
@@ -153,7 +153,7 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f"{REPLACED}{folder.name}")
 
 
-def _settle(folder: Path) -> None:
+def _finish_replacement(folder: Path) -> None:
     """End a replacement of `folder`: delete the old folder, or rename it back if there is no new one."""
     old = _replaced(folder)
     if folder.exists():
@@ -182,7 +182,7 @@ def sweep(root: Path) -> None:
     locked by their writers: those of live writers are kept.
     """
     for old in root.glob(f"{REPLACED}*"):
-        _settle(root / old.name.removeprefix(REPLACED))
+        _finish_replacement(root / old.name.removeprefix(REPLACED))
     for pattern in (".staging-*", ".removed-*"):
         for folder in root.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)

@@ -20,17 +20,17 @@ PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
 def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises RlhfError."""
-    return _only("actor", run_dir, LOCK_FILE)
+    return _hold_lock("actor", run_dir, LOCK_FILE)
 
 
 def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the exclusive lock of `rlhf-triton run` on `run_dir`, from preparation to report. Raises RlhfError."""
-    return _only("`rlhf-triton run`", run_dir, RUN_LOCK_FILE)
+    return _hold_lock("`rlhf-triton run`", run_dir, RUN_LOCK_FILE)
 
 
 def only_server(server_dir: Path, key: str = "server.dir") -> contextlib.AbstractContextManager[None]:
     """Hold the exclusive lock of a tritonserver's folder, which `key` sets. Raises RlhfError."""
-    return _only("server", server_dir, SERVER_LOCK_FILE, key=key)
+    return _hold_lock("server", server_dir, SERVER_LOCK_FILE, key=key)
 
 
 def in_progress(run_dir: Path) -> bool:
@@ -39,7 +39,7 @@ def in_progress(run_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _only(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
+def _hold_lock(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
     path = folder / name
     with contextlib.ExitStack() as stack:
         try:

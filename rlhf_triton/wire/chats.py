@@ -187,7 +187,7 @@ def _check_texts(
 
     said = dict(texts_in(messages))
     marks = {place: f"{MARK}{n}q" for n, place in enumerate(said)}
-    marked = {place: _marked(said[place], mark) for place, mark in marks.items()}
+    marked = {place: _with_mark(said[place], mark) for place, mark in marks.items()}
     found = (_result(rendered, _changed(messages, marked), options) or "").casefold()  # one rendering for most chats
     for place, mark in marks.items():
         other = mark if isinstance(said[place], str) else {mark: mark}
@@ -219,7 +219,7 @@ def _check_texts(
         warn_once(f"the {owner}'s chat template leaves out the reasoning in contents, before {THOUGHT_END}")
 
 
-def _marked(value: Any, mark: str) -> Any:
+def _with_mark(value: Any, mark: str) -> Any:
     """Return a message's content with a mark at its end, and one at the end of its reasoning."""
     if not isinstance(value, str):
         return {**value, mark: mark}

@@ -296,7 +296,7 @@ def test_decoding_is_proven_once_more_in_the_precision_that_it_runs_in(
 ):
     written_by = generation(make_model("llama"))
     # Another kernel in bfloat16.
-    monkeypatch.setattr(Generation, "_distance", lambda *_: off if torch.is_autocast_enabled("cpu") else 0.0)
+    monkeypatch.setattr(Generation, "_decoder_distance", lambda *_: off if torch.is_autocast_enabled("cpu") else 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         texts(written_by, make_prompts(3))
     assert written_by.uses_slots == decodes

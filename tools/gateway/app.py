@@ -121,7 +121,7 @@ class RequestGuard:
             async with contextlib.AsyncExitStack() as reserved:
                 size = int(headers.get("content-length", 0))
                 body = await self._body(receive, size, 0 if is_open else MAX_BODY_BYTES, reserved)
-                replay = _replayed(body, receive)
+                replay = _replay_body(body, receive)
                 del body  # the policy may sample for minutes
                 await self._app({**scope, RELEASE: reserved.aclose} if is_session else scope, replay, send)
         except HttpError as error:  # those of the routes have their own handler
@@ -169,7 +169,7 @@ def _refuse_pages(headers: Mapping[str, str]) -> None:
         )
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     messages: list[Message] = [{"type": "http.request", "body": body}]
 
     async def replay() -> Message:

@@ -97,14 +97,14 @@ def check_all(results: Sequence[RowResult], name: str) -> None:
 T = TypeVar("T")
 
 
-def _few(value: Any) -> Any:
+def _check_row_count(value: Any) -> Any:
     if isinstance(value, list) and value:
         check_number(len(value))
     return value
 
 
 # A list stops at its first invalid item: the errors of millions would need gigabytes.
-Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_few)]
+Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_check_row_count)]
 Texts = Annotated[Rows[str], Field(min_length=1), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 # Other keys of a message, such as `tool_calls`, reach the reward model's chat template.

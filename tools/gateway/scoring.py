@@ -210,7 +210,7 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
 
 def _failed(error: RequestFailed) -> RowResult:
     if isinstance(error, RequestRefused):
-        return _failure(HTTPStatus.BAD_REQUEST, _in_our_words(error.why))
+        return _failure(HTTPStatus.BAD_REQUEST, _row_message(error.why))
     is_answered = isinstance(error, ServerFailed)
     return _failure(HTTPStatus.BAD_GATEWAY if is_answered else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
@@ -230,7 +230,7 @@ def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
     return parts
 
 
-def _in_our_words(message: str) -> str:
+def _row_message(message: str) -> str:
     """Return the server's message about the only row of a request without tensors and the row's index."""
     message = message.replace(f"{METADATA}[0].{MESSAGES}", MESSAGES)
     return ROW_IN_MESSAGE.sub(lambda found: OUR_NAMES[found[1]] + (f"[{found[2]}]" if found[2] else ""), message)

@@ -259,9 +259,9 @@ def finish_run(run_dir: Path, **measured: float) -> RunRecord:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or a text has no partner.
     """
-    run = _load(run_dir.resolve(), _known({**_actor_figures(run_dir), **measured}), True)
+    run = _load(run_dir.resolve(), _finite_figures({**_actor_figures(run_dir), **measured}), True)
     added = {name: value for section in run.sections for name, (value, _) in section.figures.items()}
-    summary = run.summary | {name: value for name, value in added.items() if _is_known(value)}
+    summary = run.summary | {name: value for name, value in added.items() if _is_finite(value)}
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     replace_file(run_dir / "summary.json", text.encode(), durable=False)
     return replace(run, summary=summary)
@@ -297,7 +297,7 @@ def _current_summary(run_dir: Path) -> tuple[dict[str, Any], bool]:
         return written, True
     actor = read_json(run_dir / "actor_summary.json") or {}
     finished = actor.get("steps") == figures["steps"]
-    return _known(_actor_figures(run_dir) if finished else figures), finished
+    return _finite_figures(_actor_figures(run_dir) if finished else figures), finished
 
 
 def _actor_figures(run_dir: Path) -> dict[str, Any]:
@@ -367,12 +367,12 @@ def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def _known(figures: dict[str, Any]) -> dict[str, Any]:
+def _finite_figures(figures: dict[str, Any]) -> dict[str, Any]:
     """Return the SUMMARY_KEYS, in order, that have a value other than None, NaN and infinity."""
-    return {key: figures[key] for key in SUMMARY_KEYS if _is_known(figures.get(key))}
+    return {key: figures[key] for key in SUMMARY_KEYS if _is_finite(figures.get(key))}
 
 
-def _is_known(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -130,12 +130,12 @@ class ServerHealth:
     def _watch(self) -> None:
         try:
             while not self._stopping.wait(PROBE_EVERY_S) and self.trouble is None:
-                self._look()
+                self._check_server()
         except ValueError:  # gRPC's error for a call on the connection that `stop` has closed
             if not self._stopping.is_set():
                 raise
 
-    def _look(self) -> None:
+    def _check_server(self) -> None:
         """Check the server and, if it answers, each model."""
         if not self._server_answers():
             return
@@ -143,7 +143,7 @@ class ServerHealth:
         for model, watched in self._models.items():
             if self._stopping.is_set() or self.trouble is not None or self._server.poll() is not None:
                 break
-            self._look_at(model, watched, processes.get(model, []))
+            self._check_model(model, watched, processes.get(model, []))
 
     def _server_answers(self) -> bool:
         """Return whether the server answers over both protocols; set `trouble` after a long silence.
@@ -161,7 +161,7 @@ class ServerHealth:
                 self.trouble = f"tritonserver has not answered over {protocol} for {silence.seconds:.0f} s"
         return all(answers.values())
 
-    def _look_at(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
+    def _check_model(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
         try:
             answers = self._answers(model, watched, processes)
         except ControlPlaneError as error:

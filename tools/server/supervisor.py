@@ -89,10 +89,10 @@ class Supervisor(Generic[S]):
             if reason is None:
                 self.server.bound_log()
                 return
-            self._take_down(reason)
+            self._stop_server(reason)
         assert self._start_at is not None
         if time.monotonic() >= self._start_at:
-            self._start_again()
+            self._restart_server()
 
     def stop_watching(self) -> bool:
         """Stop the health checks, which would load again what a drain unloads; return whether the server runs."""
@@ -113,7 +113,7 @@ class Supervisor(Generic[S]):
             return str(death).splitlines()[0]
         return None if self._watch is None else self._watch.trouble
 
-    def _take_down(self, reason: str) -> None:
+    def _stop_server(self, reason: str) -> None:
         self._down_at = time.monotonic()
         self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
         self._start_at = self._down_at + restart_pause_s(self._short_lives)
@@ -122,7 +122,7 @@ class Supervisor(Generic[S]):
         self.stop_watching()
         self.server.stop()
 
-    def _start_again(self) -> None:
+    def _restart_server(self) -> None:
         try:
             self.server = self._start()
         except ServerStartError as error:

@@ -108,9 +108,9 @@ def load_and_probe(
 
     missing = {model for model in models if not control.is_ready(model)}
     for group in load_order(missing):
-        _together(load, group, check, log)
+        _load_in_parallel(load, group, check, log)
     for model in sorted(models):
-        _together(answer, {model}, check, log)
+        _load_in_parallel(answer, {model}, check, log)
 
 
 def too_slow(section: ServerSection) -> str:
@@ -141,7 +141,7 @@ def compile_ahead(repository: Path) -> None:
         compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
 
 
-def _together(
+def _load_in_parallel(
     work: Callable[[str], str], models: set[str], check: Callable[[], None], log: Callable[[str], None]
 ) -> None:
     executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")

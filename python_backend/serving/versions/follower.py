@@ -85,7 +85,7 @@ class Follower:
         """
         while True:
             self.version = self._first()
-            self._tell(ServingRecord.of_this_process(self._instance, self.version.number))
+            self._write_record(ServingRecord.of_this_process(self._instance, self.version.number))
             # CURRENT may have moved during the load. A publisher moves CURRENT and then reads the records; an instance
             # writes its record and then reads CURRENT. So at least one of the two sees the other's change.
             if self._store.current() == self.version.number:
@@ -117,7 +117,7 @@ class Follower:
             if number is None:
                 raise WeightsError(f"the weights store {self._store.root} is empty; {FIRST_VERSION}")
             # `loading` keeps the store from pruning the version while its files are being read.
-            self._tell(ServingRecord.of_this_process(self._instance, None, loading=number))
+            self._write_record(ServingRecord.of_this_process(self._instance, None, loading=number))
             try:
                 return Version(number, self._load_verified(number, None))
             except Exception as error:  # if CURRENT has moved meanwhile, try the new version instead
@@ -132,9 +132,9 @@ class Follower:
         while not self._stop.wait(POLL_S):
             try:
                 if self._swaps:
-                    self._look()
+                    self._poll_current()
                 if self._untold is not None:
-                    self._tell(self._untold)
+                    self._write_record(self._untold)
                 if self._replaced is not None and self._replaced() is None:
                     self._replaced = None
                     self._freed()
@@ -145,7 +145,7 @@ class Follower:
                 self._log_error(f"weights watcher: {type(error).__name__}: {error}")
                 self._stop.wait(TROUBLE_PAUSE_S)
 
-    def _look(self) -> None:
+    def _poll_current(self) -> None:
         number = self._store.current()
         if number is not None and number != self.version.number:
             self._swap(number)
@@ -156,7 +156,7 @@ class Follower:
             self._stage(announced)
             if self._is_awaited(announced):
                 error = self._unusable.get(announced)
-                self._tell(replace(self._record, staged=announced, staging_error=error, time=time.time()))
+                self._write_record(replace(self._record, staged=announced, staging_error=error, time=time.time()))
 
     def _is_awaited(self, number: int) -> bool:
         """Return whether the sidecar waits until this instance has staged the version."""
@@ -169,7 +169,7 @@ class Follower:
         """Load a version before CURRENT names it; a failure is an error only if CURRENT later names that version."""
         self._staged = None
         try:
-            stamp = self._stamp(number)
+            stamp = self._file_stamp(number)
             self._staged = Version(number, self._load_verified(number, self.version.model), stamp)
         except Exception as error:  # any error: the old version keeps serving
             self._unusable[number] = str(error)
@@ -179,7 +179,7 @@ class Follower:
         self._store.verify_hashes(self._store.manifest(number), digest_of_mapped)
         return self._load(self._store.folder(number), before)
 
-    def _stamp(self, number: int) -> tuple[int, ...]:
+    def _file_stamp(self, number: int) -> tuple[int, ...]:
         try:
             found = [path.stat() for path in weights_files(self._store.folder(number))]
         except OSError:
@@ -191,7 +191,7 @@ class Follower:
         if self._record.rejected == number:  # already recorded; the sidecar moves CURRENT back
             return
         start, previous = time.monotonic(), self.version.number
-        if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._stamp(number)):
+        if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._file_stamp(number)):
             self._unusable.pop(number, None)  # an earlier attempt may have read an incomplete file: try again
             self._stage(number)
         staged = self._staged
@@ -199,18 +199,20 @@ class Follower:
         if staged is None:
             error = self._unusable[number]
             self._log_error(f"weights version {number} rejected: {error}")
-            self._tell(
+            self._write_record(
                 ServingRecord.of_this_process(self._instance, previous, previous=previous, rejected=number, error=error)
             )
         else:
             self._replaced = weakref.ref(self.version)
             self.version = staged
             swap_ms = (time.monotonic() - start) * 1000
-            self._tell(ServingRecord.of_this_process(self._instance, number, previous=previous, swap_ms=swap_ms))
+            self._write_record(
+                ServingRecord.of_this_process(self._instance, number, previous=previous, swap_ms=swap_ms)
+            )
         self._count(number, staged is None)
         self.changed()
 
-    def _tell(self, record: ServingRecord) -> None:
+    def _write_record(self, record: ServingRecord) -> None:
         """Write the serving record; if that fails, log the error, and the watcher retries at its next poll."""
         self._record = self._untold = record
         try:
