@@ -180,7 +180,7 @@ def test_masked_statistics_by_hand():
 
 
 @pytest.mark.parametrize("value", [0.1, 117.3, -1234.5])
-def test_what_varies_by_the_rounding_of_float32_does_not_vary(value: float):
+def test_rounding_noise_counts_as_no_variance(value: float):
     x = torch.full((5, 7), value)
     for _ in range(2):
         assert (adv.masked_whiten(x, torch.ones(5, 7)) == 0).all()
@@ -231,7 +231,7 @@ def test_a_response_is_compared_with_the_counted_ones_of_its_prompt(name: str):
 
 @pytest.mark.parametrize("score", [0.1, 3.3, 117.3, -1234.5])
 @pytest.mark.parametrize("count", [3, 5, 8, 11, 64])
-def test_scores_that_are_equal_but_for_rounding_teach_nothing(score: float, count: int):
+def test_scores_equal_up_to_rounding_give_zero_advantage(score: float, count: int):
     """The float32 mean of equal numbers may be another one; over a spread of 1e-6 that made advantages of 0.63."""
     rewards, groups = torch.full((2 * count,), score), torch.arange(2).repeat_interleave(count)
     counted, nothing = torch.ones(2 * count).bool(), [0.0] * 2 * count

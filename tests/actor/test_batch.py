@@ -277,7 +277,7 @@ def test_overlong_responses_lose_linearly():
     assert shaped(shaper, torch.zeros(5), 1, 6, 7, 9, 10).tolist() == pytest.approx([0, 0, -0.5, -1.5, -2])
 
 
-def test_running_statistics_are_those_of_everything_so_far_also_after_a_checkpoint():
+def test_running_statistics_survive_a_checkpoint():
     shaper, history = shaper_of(rewards_normalization="running"), torch.empty(0)
     generator = torch.Generator().manual_seed(0)
     for count in (4, 1, 7):
@@ -430,7 +430,7 @@ def sampled(tensor: Tensor, batch: PPOBatch) -> list[float]:
 @pytest.mark.parametrize(
     "settings", [{}, {"rewards_clip": 1.0}, {"rewards_normalization": "batch"}, {"gamma": 0.5}, K1]
 )
-def test_a_row_for_each_turn_trains_as_one_row_with_all_turns(name: str, settings: dict[str, Any]):
+def test_one_row_per_turn_trains_like_one_long_row(name: str, settings: dict[str, Any]):
     given = {"kl_coef": 0.0, **BARE, **settings, "algorithm_name": name, "responses_per_prompt": 2}
     rewards, another = (1.0, 1.0, 2.0, 1.0), conversation(row_of(0.0, 3.0))
     one = make_batch([conversation(row_of(*rewards)), another], **given)
@@ -442,7 +442,7 @@ def test_a_row_for_each_turn_trains_as_one_row_with_all_turns(name: str, setting
         assert sampled(one.returns, one) == [5, 4, 3, 1, 3, 3]
 
 
-def test_turns_count_in_the_order_of_time_whatever_their_rows():
+def test_turns_are_ordered_by_time_across_rows():
     """An agent's second conversation lies between two calls of its first one."""
     first, second = row_of(1.0, 8.0), row_of(2.0, 4.0, number=1)
     first = replace(first, turns=(first.turns[0], replace(first.turns[1], number=3)))
@@ -451,7 +451,7 @@ def test_turns_count_in_the_order_of_time_whatever_their_rows():
 
 
 @pytest.mark.parametrize("rewards", [{}, {"rewards_clip": 1.0}])
-def test_a_penalty_is_no_part_of_the_scores_that_are_shaped(rewards: dict[str, Any]):
+def test_penalties_are_not_normalised(rewards: dict[str, Any]):
     pair = [conversation(row_of(1.0)), conversation(row_of(0.0, kl=3.0), row_of(1.0, number=1))]
     settings = {**K1, "kl_penalty_in": "reward", **BARE, **rewards}
     batch = make_batch(pair, algorithm_name="rloo", responses_per_prompt=2, **settings)
@@ -462,7 +462,7 @@ def test_a_penalty_is_no_part_of_the_scores_that_are_shaped(rewards: dict[str, A
     ("shaping", "value"),
     [({}, 1.0), ({"rewards_normalization": "batch"}, 1.0), ({"rewards_clip": 0.5}, 1.0)],
 )
-def test_the_value_behind_a_limit_is_in_the_unit_of_the_critic(shaping: dict[str, Any], value: float):
+def test_bootstrap_value_is_in_the_critics_unit(shaping: dict[str, Any], value: float):
     stopped = row_of(0.0, truncated="environment.max_turns", ended=False)
     stopped = stopped.scored(values=np.array([0, 0, 1], np.float32))
     batch = make_batch([conversation(stopped)], truncated="bootstrap", kl_coef=0.0, **BARE, **shaping)
@@ -470,7 +470,7 @@ def test_the_value_behind_a_limit_is_in_the_unit_of_the_critic(shaping: dict[str
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce++", "ppo"])
-def test_total_rewards_have_those_of_turns(name: str):
+def test_total_rewards_include_turn_rewards(name: str):
     totals = list[float]()
 
     def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

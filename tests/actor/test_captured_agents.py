@@ -85,7 +85,7 @@ def test_every_call_is_sampled_from_the_tokens_so_far(
     assert {len(rows[-1].turns) for rows in found} == {3}
 
 
-def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAgents], model: Any):
+def test_edited_contexts_become_rows_of_one_conversation(agents: Callable[..., CapturedAgents], model: Any):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
     for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
@@ -117,7 +117,7 @@ def test_contexts_are_rows_of_one_conversation(agents: Callable[..., CapturedAge
         ("stopping", {"options": {"stop": "x"}}, "stop: ['x'] must be in actor.generation.stop_strings", ""),
     ],
 )
-def test_failures_and_limits_say_so(
+def test_failures_and_limits_are_reported(
     agents: Callable[..., CapturedAgents], model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
 ):
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}

@@ -155,7 +155,7 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Callable[.
         ({"timeout_s": 25.0}, "environment.timeout_s"),
     ],
 )
-def test_limits_end_it_and_say_so(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
+def test_limits_end_a_conversation_and_are_recorded(agents: Callable[..., Agent], settings: dict[str, Any], limit: str):
     prompt = asked(turns=50)
     found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
     assert (found.truncated, found.ended, found.error) == (limit, False, "")
@@ -211,7 +211,7 @@ def test_a_call_that_has_no_encoding_is_answered(agents: Callable[..., Agent], n
     ],
 )
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
-def test_what_follows_a_reply_is_the_templates(template: str, keeps: bool, opening: str):
+def test_text_after_a_reply_comes_from_the_template(template: str, keeps: bool, opening: str):
     """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
     text = CHATML.replace("{{ m.content }}", template).replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
     chat = Chat(make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=text, model_max_length=512))
@@ -373,7 +373,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Callable[..., 
         assert echo(Sample("", metadata={**metadata, "expected": expected})) == 1
 
 
-def test_another_end_than_the_templates_is_completed():
+def test_a_reply_without_the_templates_end_is_completed():
     chat = Chat(TOKENIZER)
     answer = [user("b")]
     rest = ids("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
@@ -498,7 +498,7 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_do_not_await_those_that_have_no_room(
+def test_conversations_in_step_skip_those_without_a_slot(
     agents: Callable[..., Agent], model: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
@@ -708,7 +708,7 @@ def test_limits_mask_bootstrap_or_score():
 @pytest.mark.parametrize(
     ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
 )
-def test_a_group_differs_in_the_scores_that_are_learned(truncated: str, mask_unfinished: bool, differs: bool):
+def test_group_spread_uses_only_trained_scores(truncated: str, mask_unfinished: bool, differs: bool):
     """Two conversations have come to their end with 1, two have met a limit at 0."""
     limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
     scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)

@@ -78,7 +78,7 @@ async def test_a_class_of_trl_runs_unchanged():
         assert await other.call("increment", {"step": 1}) == "1", "it has a counter of its own"
 
 
-async def test_what_is_wrong_with_a_tool_call_is_said_to_the_model(tmp_path: Path):
+async def test_tool_call_errors_are_answered_to_the_model(tmp_path: Path):
     log, name = tmp_path / "log", f"{FILE}:Tools"
     async with running("Tools", options={"log": str(log)}, reward=f"{FILE}:by_state") as environments:
         assert [tool["function"]["name"] for tool in environments.tools or []] == ["fail", "look"]
@@ -309,7 +309,7 @@ async def test_an_openenv_server_is_an_environment():
 @pytest.mark.parametrize(
     ("action", "is_lost"), [("no file", False), ("hang up", True), ("die", True), ("raise", False)]
 )
-async def test_what_the_policy_did_wrong_is_no_lost_environment(action: str, is_lost: bool):
+async def test_policy_mistakes_do_not_count_as_a_lost_environment(action: str, is_lost: bool):
     """A conversation that is lost begins again: with an action that fails, until the policy does another."""
     async with running() as environments:
         instance = await environments.open({})
@@ -334,7 +334,7 @@ def wrong_path(request: web.Request) -> web.Response:
     return web.Response(status=404)
 
 
-async def test_a_wrong_path_of_an_openenv_server_is_said_at_once():
+async def test_a_wrong_openenv_path_fails_at_once():
     async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
         server.failing = [wrong_path]
         with pytest.raises(EnvironmentFailed, match="404, message=") as failed:

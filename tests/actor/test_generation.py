@@ -234,9 +234,7 @@ def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float]
         ("llama", 40, 30),
     ],
 )
-def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole_row(
-    name: str, slots: int, budget: int | None
-):
+def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int, budget: int | None):
     model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
     for seed in range(2):
         rules = Rules(12, [EOS], [0, 1], min_new_tokens=seed)
@@ -257,7 +255,7 @@ def test_rows_go_on_in_their_slots_as_if_each_turn_were_generated_from_the_whole
 # ---- models that slots do not support, and lack of memory ----
 
 
-def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytest.LogCaptureFixture):
+def test_recurrent_models_generate_with_transformers(caplog: pytest.LogCaptureFixture):
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     config = transformers.MambaConfig(**sizes, pad_token_id=0, eos_token_id=EOS)
@@ -274,9 +272,7 @@ def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytes
     [([3, 8, 20], 1), ([7, 7, 7, 7], 1), ([9], 1), ([1, 1], 1), ([2, 30, 30, 30], 1), ([3, 8, 20, 5], 0.005)],
     ids=str,
 )
-def test_a_model_that_slots_would_misread_is_found_out(
-    lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture
-):
+def test_a_model_that_slots_misread_is_detected(lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture):
     """It takes positions from the number of columns, which padding shifts. It is found out whatever the first prompts
     are, also those of equal length, and where the likeliest tokens are the same and their probabilities are not."""
     model = make_model("learned positions")
@@ -291,7 +287,7 @@ def test_a_model_that_slots_would_misread_is_found_out(
 
 
 @pytest.mark.parametrize(("off", "decodes"), [(0.1, True), (0.5, False)])
-def test_decoding_is_proven_once_more_in_the_precision_that_it_runs_in(
+def test_slot_decoding_is_checked_again_in_its_own_precision(
     off: float, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ):
     written_by = generation(make_model("llama"))
@@ -309,7 +305,7 @@ def test_flash_attention_is_not_used_for_slots():
     assert not written_by._is_proven(make_prompts(3))
 
 
-def test_logits_that_are_no_numbers_are_an_error_that_says_so():
+def test_non_finite_logits_are_an_error():
     model = make_model("llama")
     written_by = generation(model)
     texts(written_by, make_prompts(3))
@@ -320,9 +316,7 @@ def test_logits_that_are_no_numbers_are_an_error_that_says_so():
 
 
 @pytest.mark.parametrize("uses_slots", [True, False])
-def test_rows_that_lack_of_memory_interrupts_start_again_with_the_same_draws(
-    uses_slots: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monkeypatch: pytest.MonkeyPatch):
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
     expected = texts(generation(model, uses_slots=uses_slots, generation_batch_size=8), prompts, seed=7)
     written_by = generation(model, uses_slots=uses_slots, generation_batch_size=8)
@@ -439,9 +433,7 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
-def test_both_ways_to_generate_sample_alike_and_leave_the_global_generator_alone(
-    checkpoint: Path, settings: dict[str, Any]
-):
+def test_both_engines_sample_alike_without_the_global_generator(checkpoint: Path, settings: dict[str, Any]):
     """Under `one_step_off_policy` the dropout of an update seeds it, and draws from it, in another thread."""
     found = []
     for uses_slots in (True, False):
@@ -486,7 +478,7 @@ def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
+def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
     """One step off-policy: until it is renewed, texts and log-probs are those of the policy that began the rollout."""
     policy = make_policy(checkpoint, one_step_off_policy=True)
     before = generate(policy)
@@ -500,7 +492,7 @@ def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
     assert torch.equal(logprobs_of(policy, before, reference=True), ref_logprobs)
 
 
-def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     policy = make_policy(checkpoint, precision="float32", temperature=0.7)
     rollout, other = generate(policy), generate(policy, seed=1)
     passes: list[int] = []
@@ -517,9 +509,7 @@ def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeyp
     [({}, 1.01), ({"precision": "bfloat16"}, 1.0)],
     ids=["wrong", "bfloat16"],
 )
-def test_log_probs_of_generation_that_may_be_wrong_are_not_taken(
-    checkpoint: Path, settings: dict[str, Any], scale: float
-):
+def test_doubtful_generation_logprobs_are_not_used(checkpoint: Path, settings: dict[str, Any], scale: float):
     """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
     policy = make_policy(checkpoint, **settings)
     first, other = generate(policy), generate(policy, seed=1)

@@ -214,7 +214,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
     assert server.asked == len(PROMPTS)
 
 
-async def test_a_critic_that_fails_ends_it_and_leaves_nothing_behind(policy: Policy):
+async def test_a_failing_critic_ends_collect_and_leaves_nothing_behind(policy: Policy):
     ready = asyncio.get_running_loop().create_future()
     ready.set_exception(RequestFailed("the critic's update was refused"))
     with pytest.raises(RequestFailed, match="was refused"):
@@ -222,7 +222,7 @@ async def test_a_critic_that_fails_ends_it_and_leaves_nothing_behind(policy: Pol
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_cancelled_it_stops_generating_and_asking(policy: Policy):
+async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
     """As at the end of a run whose next rollout is under way."""
     written, go_on = threading.Event(), threading.Event()
 
@@ -247,7 +247,7 @@ async def test_cancelled_it_stops_generating_and_asking(policy: Policy):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
-def test_a_step_waits_for_what_is_published_and_sent_within_the_allowed(every: int, max_staleness: int):
+def test_scoring_awaits_updates_beyond_max_staleness(every: int, max_staleness: int):
     """Otherwise it would wait indefinitely, or be answered by weights that lack more than it allows."""
     for step in range(1, 40):
         needed = needed_update(step, max_staleness=max_staleness, every=every)
@@ -283,7 +283,7 @@ def test_a_version_contains_the_updates_up_to_a_step(
     assert steps.histogram(list(contained), sent=sent) == Counter(sent - step for step in contained.values())
 
 
-def test_staleness_is_logged_as_most_mean_and_rows():
+def test_staleness_is_logged_as_maximum_mean_and_histogram():
     name, rows = "train_rollouts/staleness", {"0": 6, "2": 2}
     assert staleness_metrics({0: 6, 2: 2}) == {name: 2.0, f"{name}_mean": 0.5, f"{name}_rows": rows}
 
@@ -377,7 +377,7 @@ def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints,
     assert max(int(value) for rows in logged for value in rows) <= max(max_staleness, every - 1)
 
 
-def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpoints: Checkpoints):
+def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
     """The rollout ahead waits for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
     limits = {"max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True}
@@ -488,7 +488,7 @@ def started(grace_s: float, then: str, program: str = PROGRAM) -> Iterator[Any]:
     process.communicate()
 
 
-def test_the_first_signal_asks_and_the_second_ends_at_once():
+def test_first_signal_stops_gracefully_second_at_once():
     with started(600, "hang") as process:
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "leaving\n"
@@ -503,7 +503,7 @@ def test_a_signal_that_does_not_interrupt_the_wait_ends_it():
         assert process.returncode == 0
 
 
-def test_the_grace_is_bounded():
+def test_grace_period_is_bounded():
     with started(0.1, "hang") as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE_S)
@@ -569,9 +569,7 @@ class Same(Server):
     score_sentences = rewards
 
 
-def test_a_run_whose_groups_have_equal_rewards_says_so(
-    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_without_signal_warns(tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture):
     summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
     assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
     said = [record.message for record in caplog.records if "within each group" in record.message]
@@ -755,7 +753,7 @@ def nan_weights(run: PPORun) -> None:
         (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had begun"),
     ],
 )
-def test_a_state_that_is_no_complete_steps_is_not_written(
+def test_incomplete_steps_are_not_checkpointed(
     tmp_path: Path, checkpoints: Checkpoints, prepare: Callable[[PPORun], None], lost: str
 ):
     run = make_grpo(tmp_path, checkpoints, rollout_size=4, minibatch_size=2, validation_size=0)
@@ -768,7 +766,7 @@ def test_a_state_that_is_no_complete_steps_is_not_written(
     assert not saved_steps(tmp_path / "checkpoints" / "actor")
 
 
-def test_a_stop_keeps_the_checkpoint_before(tmp_path: Path, checkpoints: Checkpoints):
+def test_a_stop_keeps_the_last_complete_checkpoint(tmp_path: Path, checkpoints: Checkpoints):
     """In case the critic, whose server was lost, never receives the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
@@ -902,7 +900,7 @@ def test_the_kl_coefficient_adapts_once_the_policy_trains(tmp_path: Path, checkp
     assert coefs[0] == coefs[1] == 0.1 > coefs[2]
 
 
-def test_a_stop_is_heard_while_the_critic_is_awaited(tmp_path: Path, checkpoints: Checkpoints):
+def test_a_stop_is_handled_while_awaiting_the_critic(tmp_path: Path, checkpoints: Checkpoints):
     """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
     awaited: list[int] = []

@@ -142,7 +142,7 @@ def written(folder: Path, body: str) -> str:
     return f"{folder / 'mine.py'}:mine"
 
 
-def test_the_documented_loss_is_masked_and_trains_and_so_is_the_advantage(tmp_path: Path, checkpoint: Path):
+def test_loss_and_advantage_of_the_docs_work(tmp_path: Path, checkpoint: Path):
     section = PAGE.read_text().partition("## Your own advantage or loss")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     documented = tmp_path / "my_loss.py"

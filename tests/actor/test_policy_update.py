@@ -193,7 +193,7 @@ def test_recomputed_activations_change_nothing(request: pytest.FixtureRequest, m
     assert sizes[1] < sizes[0] * 0.7
 
 
-def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
+def test_max_kl_ends_the_update(checkpoint: Path):
     minibatches = []
     for limits in ({}, {"update_max_kl": 1e-4}):
         policy = make_policy(checkpoint, update_epochs=4, minibatch_size=3, **limits)

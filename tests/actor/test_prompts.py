@@ -149,7 +149,7 @@ def test_messages_need_a_chat_template(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", sorted(CHATS))
-def test_a_text_begins_as_the_tokenizer_begins_it_and_a_chat_as_its_template_does(tmp_path: Path, family: str):
+def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path: Path, family: str):
     """The response follows, so no [SEP] and no EOS; `sentences` begin with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
     text, chat, start = "the words of a text", [user("the words")], ADDED.get(family, ("",))[0]
@@ -182,7 +182,7 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
         read(path, max_tokens=1, too_long="skip")
 
 
-def test_a_jsonl_file_of_months_is_never_held_in_memory(tmp_path: Path):
+def test_huge_jsonl_files_are_not_held_in_memory(tmp_path: Path):
     """After a month metrics.jsonl has hundreds of megabytes."""
     path = tmp_path / "x.jsonl"
     write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
@@ -299,7 +299,7 @@ def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_pa
         assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def test_one_late_row_is_read_with_all_others(tmp_path: Path):
+def test_a_late_row_may_add_a_column_and_floats(tmp_path: Path):
     """It alone has a column, and floats in another one and in a nested key."""
     rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
     rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
@@ -410,7 +410,7 @@ def test_a_single_file_has_the_order_of_whole_epochs(tmp_path: Path, seed: int):
     assert drawn(grouped, 1) == [one] * 3 + [other] * 3
 
 
-def test_weights_decide_the_shares_of_every_stretch(tmp_path: Path):
+def test_file_weights_hold_over_every_window(tmp_path: Path):
     weights = {"a": 5.0, "b": 3.0, "c": 2.0}
     files = [PromptFileSection(path=numbered(tmp_path, name, 11), weight=weight) for name, weight in weights.items()]
     prompts = drawn(inputs_of(*files, per_step=7), *range(1, 101))

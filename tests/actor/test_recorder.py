@@ -161,7 +161,7 @@ async def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_i
     assert resumed.weights_version == 73
 
 
-async def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Server):
+async def test_staleness_of_a_rollback_follows_its_manifest(tmp_path: Path, server: Server):
     """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
     recorder = recorder_of(tmp_path, server)
     store = WeightsStore(recorder._weights.root)
@@ -207,7 +207,7 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
         (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
     ],
 )
-async def test_a_run_without_a_checkpoint_to_resume_from_does_not_start_anew(
+async def test_a_run_without_a_usable_checkpoint_does_not_restart(
     tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
 ):
     """Its checkpoints stay as they are, and the critic does not go back."""
@@ -220,7 +220,7 @@ async def test_a_run_without_a_checkpoint_to_resume_from_does_not_start_anew(
 
 
 @pytest.mark.parametrize("name", [SHARD, "state.json"])
-async def test_a_damaged_checkpoint_is_passed_over(
+async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
 ):
     """The one before it counts, and the critic goes back to that."""
@@ -313,7 +313,7 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
         ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
     ],
 )
-def test_a_run_that_learns_nothing_says_so_once(
+def test_a_run_that_learns_nothing_warns_once(
     tmp_path: Path,
     server: Server,
     caplog: pytest.LogCaptureFixture,
@@ -334,7 +334,7 @@ def test_a_run_that_learns_nothing_says_so_once(
 # ---- validations ----
 
 
-async def test_a_validation_is_appended_and_those_of_later_steps_are_owed_again(tmp_path: Path, server: Server):
+async def test_resume_repeats_validations_of_later_steps(tmp_path: Path, server: Server):
     path = tmp_path / "validations.jsonl"
     one, *others = (recorder_of(tmp_path, server) for _ in range(4))
     await validates(one, (2, validation(2.0)))
@@ -595,7 +595,7 @@ def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetr
     return {s.name.removeprefix("rlhf_actor_") + "".join(s.labels.values()): s.value for s in samples}
 
 
-def test_a_step_is_shown_and_summed(tmp_path: Path):
+def test_step_metrics_are_exported_and_summed(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
@@ -706,7 +706,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_both_trackers_receive_what_the_files_hold(said: list[tuple[Any, ...]], tmp_path: Path):
+def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...]], tmp_path: Path):
     log = MetricsLog(
         tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run", {"actor.steps": 3})
     )

@@ -474,7 +474,7 @@ def collected(run: PPORun, step: int = 1) -> list[Group]:
     return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
 
 
-def test_rows_without_an_answer_of_the_reference_are_rows_without_a_score(tmp_path: Path, checkpoints: Checkpoints):
+def test_missing_reference_logprobs_mask_the_row(tmp_path: Path, checkpoints: Checkpoints):
     """One is refused, one has an answer that is no number; the others are untouched."""
     without: set[bytes] = set()
 
@@ -664,7 +664,7 @@ def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = Non
 
 @pytest.mark.parametrize("shape", [*SHAPES, "tools"])
 @pytest.mark.parametrize("other", REWARDS_OF)
-def test_no_way_in_loses_a_token_of_the_reply_to_the_models_length(tmp_path: Path, other: str, shape: str):
+def test_no_interface_truncates_a_reply(tmp_path: Path, other: str, shape: str):
     theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
     row = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
     for way in ({}, {"append_eos": "true"}, {"text": "pair"}):
@@ -680,7 +680,7 @@ def test_no_way_in_loses_a_token_of_the_reply_to_the_models_length(tmp_path: Pat
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("other", REWARDS_OF)
-def test_every_way_in_has_the_same_ids(tmp_path: Path, other: str, shape: str):
+def test_every_interface_yields_the_same_ids(tmp_path: Path, other: str, shape: str):
     """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
     theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
     prompt: Any = columns["text"] if before is None else before

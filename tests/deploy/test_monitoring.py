@@ -37,7 +37,7 @@ def of_the_server() -> set[str]:
     return {name for path in sources for name in re.findall(r'"(rlhf_\w+)"', path.read_text())}
 
 
-def test_every_metric_of_alerts_and_dashboard_exists() -> None:
+def test_every_metric_of_alerts_and_dashboard_exists():
     known = {*OURS, *of_the_server(), *TRITON, "up", "process_resident_memory_bytes"}
     for expression in [*(rule["expr"] for rule in rules()), *(query for _, query in queries())]:
         text = re.sub(r"rlhf_\(actor\|trainer\)_(\w+)", r"rlhf_actor_\1 rlhf_trainer_\1", expression)
@@ -46,7 +46,7 @@ def test_every_metric_of_alerts_and_dashboard_exists() -> None:
         assert names <= known, (expression, names - known)
 
 
-def test_each_alert_has_a_severity_a_summary_and_a_line_of_the_docs() -> None:
+def test_each_alert_has_a_severity_a_summary_and_a_line_of_the_docs():
     names = [rule["alert"] for rule in rules()]
     assert len(names) == len(set(names))
     for rule in rules():
@@ -55,7 +55,7 @@ def test_each_alert_has_a_severity_a_summary_and_a_line_of_the_docs() -> None:
     assert re.findall(r"^\| `(Rlhf\w+)`", PAGE, re.MULTILINE) == names
 
 
-def test_the_dashboard_is_generated_and_selects_the_jobs_that_are_scraped() -> None:
+def test_the_dashboard_is_generated_and_selects_the_jobs_that_are_scraped():
     board = (MONITORING / "dashboard.json").read_text()
     assert GENERATE["dashboard"](board) == board, "run python deploy/monitoring/generate.py"
     assert {metric.panel for metric in OURS.values()} <= {"", *GENERATE["PANELS"]}

@@ -113,7 +113,7 @@ def test_a_card_without_room_for_merged_layers_decodes_with_adapters_apart(
     assert not any(layer.merged for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
 
 
-def test_lack_of_memory_in_the_proof_does_not_choose_the_slower_engine(checkpoint: Path):
+def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint: Path):
     policy = make_policy(checkpoint)
     with memory_limit(CARD, simcuda.allocated(CARD) + 1), pytest.raises(OutOfMemory):
         generate(policy)
@@ -122,9 +122,7 @@ def test_lack_of_memory_in_the_proof_does_not_choose_the_slower_engine(checkpoin
     assert policy.generation.uses_slots
 
 
-def test_a_copy_generates_on_a_stream_of_its_own_which_waits_and_is_waited_for(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sampler_copy_has_its_own_ordered_stream(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     def streams_of(work: Callable[[], Any]) -> set[tuple[int, int]]:
         with Trace(places=False) as trace:
             work()
@@ -142,7 +140,7 @@ def test_a_copy_generates_on_a_stream_of_its_own_which_waits_and_is_waited_for(
     assert (CARD, 0) in streams_of(lambda: train(policy, generate(policy)))
 
 
-def test_the_thread_that_samples_for_other_ranks_uses_their_card():
+def test_sampling_thread_uses_the_ranks_gpu():
     class Sampling:
         """Stands in for the policy of a rank; what its thread does first ends it."""
 

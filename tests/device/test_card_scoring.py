@@ -82,7 +82,7 @@ def ask(model: Any, *batches: list[np.ndarray], output: str = REWARDS) -> list[n
 @pytest.mark.parametrize(
     ("device", "card", "name", "output"), [("cuda", 3, "reward_model", REWARDS), ("cuda:1", 1, "critic", VALUES)]
 )
-def test_an_instance_uses_the_card_that_triton_gives_it_unless_the_configuration_does(
+def test_configured_device_overrides_tritons(
     tmp_path: Path, checkpoints: Checkpoints, name: str, output: str, device: str, card: int
 ):
     run = make_served_run(tmp_path, checkpoints, device=device)
@@ -134,7 +134,7 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("name", "output"), [("reward_model", REWARDS), ("critic", VALUES)])
-def test_the_next_pass_is_launched_on_a_stream_of_its_own_before_the_first_is_waited_for(
+def test_the_next_pass_is_launched_before_waiting_for_the_first(
     tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str, output: str
 ):
     run = make_served_run(tmp_path, checkpoints, token_budget=1)

@@ -66,7 +66,7 @@ def weights_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("settings", "share"), [({}, 0.75), ({"lora_rank": 2}, 0.6)], ids=str)
-def test_a_policy_update_that_runs_out_of_memory_is_that_of_a_larger_card(
+def test_out_of_memory_does_not_change_a_policy_update(
     checkpoint: Path, settings: dict[str, Any], share: float, caplog: pytest.LogCaptureFixture
 ):
     large, small = make_policy(checkpoint, **settings), make_policy(checkpoint, **settings)

@@ -103,7 +103,7 @@ async def with_anthropic(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("lead", [with_openai, with_anthropic])
-async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], Any]) -> None:
+async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], Any]):
     sampler = ScriptedSampler(CALL, "Two.", "Bye!")
     async with scripted_gateway(sampler) as (caller, _):
         await lead(caller)
@@ -119,7 +119,7 @@ async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], 
     assert [row["versions"][turn["start"]] for turn in row["turns"]] == [1, 2, 3]
 
 
-async def test_the_tokens_of_a_reply_are_kept_where_the_tokenizer_would_choose_others() -> None:
+async def test_sampled_tokens_survive_ambiguous_tokenisation():
     class Spelling(ScriptedSampler):
         async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Any:
             self.prompts.append(tokens)
@@ -136,7 +136,7 @@ async def test_the_tokens_of_a_reply_are_kept_where_the_tokenizer_would_choose_o
     assert trained(row)[0] == sampler.completions[0]
 
 
-async def test_edited_history_and_other_contexts_are_rows_of_their_own() -> None:
+async def test_edited_history_and_other_contexts_are_rows_of_their_own():
     sampler = ScriptedSampler("one", "two", "three", "sub", "edited", "other tools")
     async with scripted_gateway(sampler) as (caller, _):
         first = await say(caller, "s", [USER])
@@ -163,7 +163,7 @@ def stripping() -> Any:
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
 
 
-async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pytest.LogCaptureFixture):
     tokenizer = stripping()
     with caplog.at_level(logging.WARNING):
         async with scripted_gateway(ScriptedSampler(), tokenizer=tokenizer) as (caller, _):
@@ -179,7 +179,7 @@ async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pyt
         Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
 
 
-async def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+async def test_a_message_that_the_template_leaves_out_is_refused():
     made = make_text_tokenizer("qwen2", chat_template=TEMPLATE.replace("in messages %}", "in messages[-1:] + [] %}"))
     for changed, where in (
         (
@@ -198,7 +198,7 @@ async def test_a_message_that_the_template_leaves_out_is_refused() -> None:
             assert len(sessions) == 0
 
 
-async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(tmp_path: Path) -> None:
+async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(tmp_path: Path):
     """Three rows; the middle call and the last one are rewarded. The code for TRL is that of docs/gateway.md."""
     export, page = tmp_path / "rows.jsonl", Path(__file__).resolve().parents[2] / "docs/gateway.md"
     async with scripted_gateway(ScriptedSampler(), tokenizer=stripping(), export=export) as (caller, _):
@@ -218,7 +218,7 @@ async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(t
 # ---- replies ----
 
 
-async def test_replies_end_as_their_request_says() -> None:
+async def test_replies_end_at_the_requests_limits():
     sampler = ScriptedSampler(reply=lambda prompt: "A END B")
     async with scripted_gateway(sampler) as (caller, _):
         for fields, text, openai, anthropic, stop in (
@@ -242,7 +242,7 @@ async def test_replies_end_as_their_request_says() -> None:
         assert sampler.samplings[-1] == Sampling(500)
 
 
-async def test_only_well_formed_tool_calls_are_parsed() -> None:
+async def test_only_well_formed_tool_calls_are_parsed():
     wrong = '<tool_call>{"name": 5}</tool_call>'
     async with scripted_gateway(ScriptedSampler(reply=lambda _: f"I add. {CALL}{CALL} {wrong}")) as (caller, _):
         body = await chat(caller, "s", [USER], tools=[TOOL])
@@ -262,7 +262,7 @@ async def events_of(caller: Caller, path: str, body: Json) -> list[str]:
         return (await reply.text()).removesuffix("\n\n").split("\n\n")
 
 
-async def test_streams_have_the_events_of_each_api() -> None:
+async def test_streams_have_the_events_of_each_api():
     async with scripted_gateway(ScriptedSampler(reply=lambda _: f"I add. {CALL}")) as (caller, _):
         body = {"messages": [USER], "tools": [TOOL], "stream_options": {"include_usage": True}}
         *chunks, done = [event.removeprefix("data: ") for event in await events_of(caller, CHAT, body)]
@@ -326,7 +326,7 @@ REFUSED: list[tuple[str, str, Json]] = [
 ]
 
 
-async def test_what_cannot_be_honoured_is_refused_in_the_shape_of_the_api() -> None:
+async def test_unsupported_fields_are_refused_in_the_apis_error_format():
     async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
         for path, field, fields in REFUSED:
             body = json.dumps({"model": "m", "max_tokens": 10, "messages": [USER], **fields}).encode()
@@ -345,7 +345,7 @@ async def test_what_cannot_be_honoured_is_refused_in_the_shape_of_the_api() -> N
         assert (status, "path.name" in reply["error"]["message"]) == (400, True)
 
 
-async def test_harmless_fields_of_clients_are_taken() -> None:
+async def test_harmless_client_fields_are_accepted():
     async with scripted_gateway(ScriptedSampler()) as (caller, _):
         fields = {"n": 1, "user": "u", "logit_bias": None, "response_format": {"type": "text"}}
         await chat(caller, "s", [USER], **fields, parallel_tool_calls=True, presence_penalty=0.0)
@@ -367,7 +367,7 @@ async def test_harmless_fields_of_clients_are_taken() -> None:
     ],
     ids=str,
 )
-async def test_without_a_key_no_web_page_reads_or_changes_a_session(headers: dict[str, str], status: int) -> None:
+async def test_without_a_key_no_web_page_reads_or_changes_a_session(headers: dict[str, str], status: int):
     """A browser sends the page's Origin, or a host name that the page has pointed at this machine."""
     async with scripted_gateway(ScriptedSampler()) as (caller, _):
         await say(caller, "s", [USER])
@@ -381,7 +381,7 @@ async def test_without_a_key_no_web_page_reads_or_changes_a_session(headers: dic
 # ---- long contexts ----
 
 
-async def test_bodies_leave_the_gateway_before_the_policy_samples() -> None:
+async def test_bodies_leave_the_gateway_before_the_policy_samples():
     """Twenty of 1 MB are more than `gateway.max_body_bytes`, which those of all requests share."""
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, _):
@@ -393,7 +393,7 @@ async def test_bodies_leave_the_gateway_before_the_policy_samples() -> None:
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
 
 
-async def test_a_context_is_rendered_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_context_is_rendered_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
     places: list[threading.Thread] = []
     prompt = Chat.prompt
 
@@ -411,7 +411,7 @@ async def test_a_context_is_rendered_beside_the_event_loop(monkeypatch: pytest.M
 # ---- sessions ----
 
 
-async def test_rewards_and_the_export_belong_to_their_turns(tmp_path: Path) -> None:
+async def test_rewards_and_the_export_belong_to_their_turns(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     async with scripted_gateway(ScriptedSampler("one", "two", "sub"), export=file) as (caller, sessions):
         await caller.error("/sessions/s/reward", {"reward": 1}, 404)
@@ -437,7 +437,7 @@ async def test_rewards_and_the_export_belong_to_their_turns(tmp_path: Path) -> N
         assert len(await rows(caller, "t")) == 1
 
 
-async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture):
     async with scripted_gateway(ScriptedSampler(), most=2, most_tokens=60) as (caller, sessions):
         for name in "ab":
             await say(caller, name, [USER])
@@ -457,7 +457,7 @@ async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
         assert len(sessions) == 0
 
 
-async def test_a_session_that_ends_during_a_call_refuses_its_reply() -> None:
+async def test_a_session_that_ends_during_a_call_refuses_its_reply():
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
         first = await say(caller, "s", [USER])
@@ -471,7 +471,7 @@ async def test_a_session_that_ends_during_a_call_refuses_its_reply() -> None:
             assert "session s has ended: call under another name" in answer[1]["error"]["message"]
 
 
-async def test_disconnected_clients_leave_nothing() -> None:
+async def test_disconnected_clients_leave_nothing():
     """Of 60 sessions, every third disconnects while the policy samples in its first call, the next in its second."""
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
@@ -501,7 +501,7 @@ async def test_disconnected_clients_leave_nothing() -> None:
 # ---- vLLM ----
 
 
-async def test_sessions_stick_to_a_vllm_server_while_it_is_up() -> None:
+async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
     async with FakeVllm() as one, FakeVllm() as two, contextlib.AsyncExitStack() as opened:
         servers = [one, two]
         one.answer = two.answer = lambda body: {"weight_versions": [{"version": "w", "start": 1, "end": 4}]}
@@ -541,7 +541,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up() -> None:
     ],
     ids=["a log-prob is missing", "no log-probs", "a version of more tokens"],
 )
-async def test_columns_that_do_not_fit_the_tokens_are_no_reply(columns: Json) -> None:
+async def test_replies_with_mismatched_columns_are_rejected(columns: Json):
     """Each log-prob would belong to another token."""
     async with FakeVllm() as server:
         sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
@@ -551,7 +551,7 @@ async def test_columns_that_do_not_fit_the_tokens_are_no_reply(columns: Json) ->
         await sampler.close()
 
 
-async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path) -> None:
+async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path):
     TOKENIZER.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     (tmp_path / "policy" / "config.json").write_text(json.dumps({"vocab_size": len(TOKENIZER) + 2}))

@@ -38,7 +38,7 @@ def metadata_of(server: FakeReward) -> list[dict[str, Any]]:
     return [json.loads(item) for inputs in server.received for item in inputs.get("metadata", NONE)[:, 0]]
 
 
-async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
+async def test_json_api_scores_texts_chats_and_tokens_of_any_length():
     async with fake_gateway() as (caller, server):
         inputs = [
             {"text": "four"},
@@ -56,7 +56,7 @@ async def test_json_api_scores_texts_chats_and_tokens_of_any_length() -> None:
         assert {"prompt": "1 + 1 =", "response": " 2"} in metadata_of(server)
 
 
-async def test_the_last_message_of_a_chat_is_its_reply() -> None:
+async def test_the_last_message_of_a_chat_is_its_reply():
     async with fake_gateway() as (caller, server):
         reply = {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1"}]}
         inputs = [{"messages": CHAT}, {"prompt": CHAT, "response": ""}, {"messages": [*CHAT, reply]}]
@@ -66,7 +66,7 @@ async def test_the_last_message_of_a_chat_is_its_reply() -> None:
         assert metadata_of(server) == [{"messages": CHAT}, {"messages": CHAT, "response": ""}, whole]
 
 
-async def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -> None:
+async def test_groups_are_single_requests_and_never_shared():
     async with fake_gateway("verdict", groupwise=True, ROWS_PER_REQUEST=1) as (caller, server):
         chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
         inputs = [
@@ -86,7 +86,7 @@ async def test_a_group_is_one_request_to_triton_and_no_two_callers_share_one() -
         assert {"group": 7} in metadata_of(server)
 
 
-async def test_a_group_that_the_server_refuses_is_not_divided() -> None:
+async def test_a_group_that_the_server_refuses_is_not_divided():
     """A part of it would have other rewards."""
 
     async with fake_gateway("verdict", groupwise=True) as (caller, server):
@@ -101,7 +101,7 @@ async def test_a_group_that_the_server_refuses_is_not_divided() -> None:
         assert sorted(len(rows_of(inputs)) for inputs in server.received) == [1, 2]
 
 
-async def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
+async def test_terms_of_a_sum_and_metadata_reach_both_sides():
     async with fake_gateway("verdict", "length") as (caller, server):
         row = {"prompt": "2+3=", "response": "5", "metadata": {"answer": "5"}}
         _, reply = await caller.post("/v1/rewards", {"inputs": [row, {"text": "nan"}]})
@@ -110,7 +110,7 @@ async def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
         assert metadata_of(server)[0] == {"answer": "5", "prompt": "2+3=", "response": "5"}
 
 
-async def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
+async def test_the_prompt_of_token_rows_is_known_to_a_process_reward():
     async with fake_gateway() as (caller, server):
         server.parameters["process"] = "step"
         rows = [{"tokens": [3, 4, 5], "prompt_length": 2}, {"tokens": [7]}]
@@ -118,14 +118,14 @@ async def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
         assert server.received[0]["prompt_lengths"].tolist() == [[2], [0]]
 
 
-async def test_the_version_of_the_weights_is_that_of_each_reply() -> None:
+async def test_the_version_of_the_weights_is_that_of_each_reply():
     async with fake_gateway() as (caller, server):
         for server.version in (3, 4):
             _, reply = await caller.post("/v1/rewards", {"inputs": [{"text": "a"}, {"tokens": [99]}]})
             assert (reply["rewards"], reply["weights_versions"]) == ([1, None], [server.version, None])
 
 
-async def test_prompt_and_response_are_sent_as_a_pair() -> None:
+async def test_prompt_and_response_are_sent_as_a_pair():
     async with fake_gateway(text="pair") as (caller, server):
         reply = {"role": "assistant", "content": "Hello"}
         inputs = [
@@ -143,7 +143,7 @@ async def test_prompt_and_response_are_sent_as_a_pair() -> None:
         assert rows_of(server.received[1]) == ["<s>a|b"]
 
 
-async def test_vllm_scores_text_pairs() -> None:
+async def test_vllm_scores_text_pairs():
     async with fake_gateway(text="pair", labels=("entailment",)) as (caller, _):
         raw = {"use_activation": False}
         for first, second, scores in (
@@ -160,7 +160,7 @@ async def test_vllm_scores_text_pairs() -> None:
         assert "text_1: 2 texts for 3 of text_2, must be as many, or one" in await caller.error("/score", body, 400)
 
 
-async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
+async def test_documents_are_ranked_in_vllms_form_and_in_teis():
     async with fake_gateway(text="pair", labels=("entailment",)) as (caller, server):
         body = {"query": "q", "documents": ["a", "abc", "ab"], "use_activation": False}
         _, reply = await caller.post("/v2/rerank", {**body, "model": "reward_model", "return_documents": False})
@@ -182,7 +182,7 @@ async def test_documents_are_ranked_in_vllms_form_and_in_teis() -> None:
 
 async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     async with fake_gateway(key="sesame") as (caller, _):
         headers = {"Authorization": "Bearer sesame"}
         await caller.post("/v1/rewards", {"inputs": [{"text": "abc"}, {"text": "refuse"}]}, headers=headers)
@@ -207,7 +207,7 @@ async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
     assert caplog.messages[1].endswith("ms: query[1]: text: 'refuse' has no tokens")
 
 
-async def test_openrlhf_gets_rewards_scores_and_terms() -> None:
+async def test_openrlhf_gets_rewards_scores_and_terms():
     async with fake_gateway("verdict") as (caller, server):
         body = {"query": ["<s>ab", "<s>abcd"], "prompts": ["<s>a", "other"], "labels": [7, None]}
         status, reply = await caller.post("/get_reward", body)
@@ -228,7 +228,7 @@ VLLM_BODIES = [
 ]
 
 
-async def test_vllm_scores_texts_tokens_and_chats() -> None:
+async def test_vllm_scores_texts_tokens_and_chats():
     async with fake_gateway() as (caller, _):
         for body, scores in VLLM_BODIES:
             for path, key in (("/classify", "probs"), ("/pooling", "data")):
@@ -245,7 +245,7 @@ async def test_vllm_scores_texts_tokens_and_chats() -> None:
 
 
 @pytest.mark.parametrize(("key", "told"), [("", "not set or empty"), ("schlüssel", "ASCII"), ("a\nb", "ASCII")])
-def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("A_KEY", key)
     with pytest.raises(ConfigError, match=f"gateway.key_env: .*A_KEY.*{told}"):
         check_key(GatewaySection(key_env="A_KEY"))
@@ -264,7 +264,7 @@ def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypa
 )
 def test_a_gateway_that_cannot_start_is_one_sentence(
     settings: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path = tmp_path / "my.yaml"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
@@ -273,7 +273,7 @@ def test_a_gateway_that_cannot_start_is_one_sentence(
     assert f"error: {told.format(taken=number)}" in capsys.readouterr().err
 
 
-def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch):
     class Connected(Exception):
         pass
 
@@ -290,7 +290,7 @@ def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyP
     assert json.loads(given["reward_model"]["reward_components"]) == ["verdict"]
 
 
-async def test_a_key_is_a_bearer_token_or_a_password() -> None:
+async def test_a_key_is_a_bearer_token_or_a_password():
     async with fake_gateway(key="sesame") as (caller, _):
         body = {"query": ["abc"]}
         for headers, status in (
@@ -364,14 +364,14 @@ WRONG_BODIES: list[tuple[str, Any, int, str]] = [
 ]
 
 
-async def test_a_wrong_body_is_named() -> None:
+async def test_a_wrong_body_is_named():
     async with checked_gateway() as (caller, server):
         for path, body, status, names in WRONG_BODIES:
             assert names in await caller.error(path, body, status)
         assert not server.received
 
 
-async def test_what_would_change_a_score_is_refused() -> None:
+async def test_what_would_change_a_score_is_refused():
     async with fake_gateway(text="pair", labels=("good",)) as (caller, server):
         for name in NOT_HONOURED:
             told = await caller.error("/rerank", {"query": "a", "documents": ["b"], name: 0}, 400)
@@ -381,7 +381,7 @@ async def test_what_would_change_a_score_is_refused() -> None:
         assert (await caller.post("/classify", {"input": "a", **harmless}))[0] == 200
 
 
-async def test_too_much_is_refused_before_it_is_read() -> None:
+async def test_oversized_bodies_are_refused_before_reading():
     async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 3000
@@ -394,7 +394,7 @@ async def test_too_much_is_refused_before_it_is_read() -> None:
         assert not server.received
 
 
-async def test_rows_that_the_server_refuses_do_not_affect_others() -> None:
+async def test_rows_that_the_server_refuses_do_not_affect_others():
     async with checked_gateway() as (caller, _):
         texts = [{"text": "refuse" if i in (0, 5, 6) else "x" * i} for i in range(20)]
         inputs = [*texts, {"tokens": [99, 1]}, {"tokens": [4]}, {"text": "nan"}]
@@ -411,7 +411,7 @@ async def test_rows_that_the_server_refuses_do_not_affect_others() -> None:
         assert "query[1]: text: 'refuse'" in await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400)
 
 
-async def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
+async def test_parts_of_a_message_are_joined_and_only_text_is_taken():
     async with fake_gateway() as (caller, server):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         await caller.post("/pooling", {"messages": [{"role": "user", "content": parts}]})
@@ -421,7 +421,7 @@ async def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
-async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int) -> None:
+async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int):
     client, deadline_s = {"max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
     async with checked_gateway(lambda model, number: answer, client=client, retries=1, DEADLINE_S=deadline_s) as (
         caller,
@@ -434,7 +434,7 @@ async def test_no_reward_is_invented_while_the_server_fails(answer: str, status:
         assert found != 200 or (reply["rewards"] == [None] and "not finite" in reply["errors"][0])
 
 
-async def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
+async def test_a_stopped_server_is_waited_for_until_the_deadline():
     async with checked_gateway(DEADLINE_S=20.0) as (caller, server):
         assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
         await server.stop()
@@ -449,7 +449,7 @@ async def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
         await hurried(until_it_is_found())
 
 
-async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> None:
+async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause():
     async with FakeReward() as later, gateway(later.url, DEADLINE_S=120.0) as caller:
         await later.stop()
         asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
@@ -461,9 +461,9 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> 
         assert (await caller.get("/healthz"))[0] == 200
 
 
-async def test_a_gateway_stops_at_once_when_the_client_that_it_would_answer_has_left(
+async def test_shutdown_does_not_wait_for_disconnected_clients(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Not when its rewards, for which no server is up, would be late."""
     asked, served = asyncio.Event(), scoring.RewardSource.served
 
@@ -482,9 +482,7 @@ async def test_a_gateway_stops_at_once_when_the_client_that_it_would_answer_has_
     await asyncio.wait_for(leave(), 120.0)
 
 
-def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = RunConfig.model_validate({"run": {"dir": tmp_path}, "server": {"http_port": 0}})
     given = config.model_copy(update={"server": config.server.model_copy(update={"http_port": 5})})
     assert command.server_url(given) == "127.0.0.1:5"
@@ -498,7 +496,7 @@ def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(
     assert command.server_url(config) == "127.0.0.1:7"
 
 
-async def test_rewards_of_other_terms_are_none_until_the_server_serves_the_yaml() -> None:
+async def test_rewards_are_refused_until_the_server_matches_the_yaml():
     ours, theirs = '["verdict"]', '["length"]'
 
     body = {"query": ["abc"]}
@@ -542,7 +540,7 @@ BOMBS: list[tuple[str, Any, int, str]] = [
 ]
 
 
-async def test_what_would_multiply_in_memory_is_refused_before() -> None:
+async def test_bodies_that_expand_in_memory_are_refused_early():
     async with fake_gateway(text="pair") as (caller, server):
         await caller.post("/get_reward", {"query": ["warm"]})
         for path, body, status, told in BOMBS:
@@ -559,7 +557,7 @@ async def test_what_would_multiply_in_memory_is_refused_before() -> None:
         assert len(server.received) == 1
 
 
-async def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
+async def test_large_bodies_wait_for_each_other_and_small_ones_for_none():
     async with (
         FakeReward(lambda model, number: "wait") as server,
         gateway(server.url, MAX_BODY_BYTES=300_000, ROWS_PER_REQUEST=1) as caller,
@@ -575,7 +573,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> Non
         assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
 
 
-async def test_no_request_has_more_text_than_a_server_takes() -> None:
+async def test_no_request_has_more_text_than_a_server_takes():
     """It would be refused, and sent again in halves."""
 
     async with FakeReward() as server, gateway(server.url, ROWS_PER_REQUEST=8) as caller:
@@ -587,7 +585,7 @@ async def test_no_request_has_more_text_than_a_server_takes() -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"groupwise": True}], ids=["requests", "groups"])
-async def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_request_does_not_delay_other_callers(kind: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 4)
 
     async with FakeReward(**kind) as server, gateway(server.url, ROWS_PER_REQUEST=2) as caller:
@@ -607,7 +605,7 @@ async def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, mon
         assert len(server.received) == 12
 
 
-async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 2)
 
     async with (
@@ -624,7 +622,7 @@ async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monk
         assert len(server.asked) == 3
 
 
-async def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "MAX_ITEMS", 10)
 
     async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
@@ -652,7 +650,7 @@ async def answer(caller: Caller, *parts: bytes) -> bytes:
 POST = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
 
 
-async def test_heads_and_bodies_are_bounded_before_the_key_is_checked() -> None:
+async def test_heads_and_bodies_are_bounded_before_the_key_is_checked():
     async with FakeReward() as server, gateway(server.url, key="sesame", BODY_S=0.2) as caller:
         head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
         assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")

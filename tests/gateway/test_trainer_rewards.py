@@ -42,7 +42,7 @@ def play(monkeypatch: pytest.MonkeyPatch, call: Callable[[FakeReward], Any], *te
     return asyncio.run(run())
 
 
-def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(monkeypatch: pytest.MonkeyPatch):
     def call(server: FakeReward) -> list[float | None]:
         texts = trl_reward(["a", "b", "c"], ["bc", "refuse", "nan"], completion_ids=[[1], [2], [3]], trainer_state=None)
         assert texts == [3, None, None]
@@ -56,7 +56,7 @@ def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(monkeypatch: pytest
     assert play(monkeypatch, call) == [3, 2]
 
 
-def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     info = {"question": "q", "images": [{"at": np.int64(1)}, {"bytes": b"x"}]}
     monkeypatch.setenv("REWARD_GATEWAY_URL", "http://127.0.0.1:1")
     with pytest.raises(TypeError, match="bytes cannot be sent as JSON"):
@@ -69,7 +69,7 @@ def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert told == ["reward functions do not receive the column seen: set cannot be sent as JSON"]
 
 
-def test_verl_gets_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_gets_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch):
     def call(server: FakeReward) -> float:
         info = {"question": "2+3=", "num_turns": np.int64(1)}
         with pytest.raises(RewardUnavailable, match="has no tokens"):
@@ -84,7 +84,7 @@ def test_verl_gets_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("answer", ["busy", "dead", "failed"])
-def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch, answer: str):
     def call(server: FakeReward) -> None:
         server.behaviour = lambda model, number: answer
         if answer == "failed":  # the server's last word on this row
@@ -102,7 +102,7 @@ def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("ask", [lambda url: rewards_of([{"text": "a"}], url), lambda url: judge_at(url)])
 @pytest.mark.parametrize("way", ["redirect", "http_proxy"])
-def test_the_key_reaches_no_other_address(way: str, ask: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_reaches_no_other_address(way: str, ask: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch):
     keys = []
 
     class Elsewhere(BaseHTTPRequestHandler):
@@ -147,7 +147,7 @@ def judge_at(url: str) -> Any:
     return load_function("rlhf_triton.rewards.judge:Judge", options, timeout_s=120.0)(Sample("", [], TEXTS))
 
 
-def test_a_key_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_required(monkeypatch: pytest.MonkeyPatch):
     def call(server: FakeReward) -> list[float | None]:
         with pytest.raises(RewardUnavailable, match="401: no valid key") as refused:
             trl_reward(["a"], ["b"])
@@ -173,9 +173,7 @@ NO_GATEWAY = r"is this the address of `rlhf-triton gateway` .*not Triton's\?"
         ("http://URL", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", NO_GATEWAY),
     ],
 )
-def test_a_wrong_address_fails_at_once(
-    url: str, answer: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_address_fails_at_once(url: str, answer: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch):
     class Other(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(65536)
@@ -196,13 +194,13 @@ def test_a_wrong_address_fails_at_once(
     assert "sesame" not in str(failed.value)
 
 
-def test_the_functions_need_the_standard_library_alone() -> None:
+def test_the_functions_need_the_standard_library_alone():
     code = "import sys, runpy; runpy.run_path(sys.argv[1]); print('numpy' in sys.modules)"
     command = [sys.executable, "-S", "-c", code, trainer_rewards.__file__]  # -S: without installed packages
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False\n"
 
 
-def test_responses_to_a_prompt_share_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_to_a_prompt_share_a_request(monkeypatch: pytest.MonkeyPatch):
     """Of a groupwise function, requests of half a group would have other rewards."""
     monkeypatch.setattr(trainer_rewards, "ROWS_PER_REQUEST", 4)
     sizes = []

@@ -46,7 +46,7 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints):
     system = start_system(make_run(tmp_path, checkpoints))
     command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
@@ -78,7 +78,7 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
     assert logged[0] == pytest.approx(found[:8].mean(), abs=1e-4)
 
 
-def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path) -> None:
+def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path):
     """Ten groups of two sessions, with two turns each; all but the replies is masked."""
     export = tmp_path / "rows.jsonl"
 
@@ -127,7 +127,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["whole", "adapter"])
 def test_a_reward_model_of_trl_is_served_as_it_was_trained(
     trained: Path, tmp_path: Path, checkpoints: Checkpoints, name: str
-) -> None:
+):
     """All weights trained on texts, and a LoRA adapter on chats: TRL's own scores and accuracy, through the server."""
     folder = trained / name / "final"
     if name == "adapter":

@@ -73,7 +73,7 @@ def test_the_operations_run_on_every_rank_even_after_a_group_timeout():
     assert on_ranks(2, operations, 6.0, group_timeout_s=5) == [[2, 4], [2, 4]]
 
 
-def test_the_list_of_operations_does_not_grow_for_ever():
+def test_operation_log_is_bounded():
     store = dist.HashStore()
     operations = Operations(0, store)
     for _ in range(KEPT + 100):

@@ -83,7 +83,7 @@ def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
     assert all("actor.policy.token_budget" in line and "2.00 GiB" not in line for line in caplog.messages)
 
 
-def test_what_fits_not_even_alone_is_an_error_that_names_a_remedy_and_is_not_remembered():
+def test_a_row_too_large_alone_is_an_error_and_does_not_shrink_batches():
     halving = Halving("trainer.token_budget", 64, remedy=REMEDY)
     with pytest.raises(OutOfMemory, match=r"one row alone.*CUDA out of memory.*; lower max_length$"):
         halving.in_parts(fits(0), range(4))
@@ -114,7 +114,7 @@ def test_other_errors_are_raised_at_once():
         (ValueError("CUDA error"), False, False),
     ],
 )
-def test_errors_of_a_card_are_told_apart(error: Exception, is_full: bool, is_broken: bool):
+def test_gpu_errors_are_classified(error: Exception, is_full: bool, is_broken: bool):
     assert (is_out_of_memory(error), is_device_error(error)) == (is_full, is_broken)
 
 
@@ -187,7 +187,7 @@ def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refus
     assert ask(reward).error is None
 
 
-def test_idle_threads_keep_no_version_alive(tmp_path: Path, checkpoints: Checkpoints):
+def test_idle_threads_release_replaced_versions(tmp_path: Path, checkpoints: Checkpoints):
     run = make_run(tmp_path, checkpoints)
     initialise_store(run.store, run.config.critic, run_id=run.run_id)
     with served_model(run.config, "critic") as critic:
@@ -198,9 +198,7 @@ def test_idle_threads_keep_no_version_alive(tmp_path: Path, checkpoints: Checkpo
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_full_card_is_the_reason_why_a_model_lost_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_out_of_memory_explains_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int):
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
         let_memory_be_short(

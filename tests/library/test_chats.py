@@ -95,7 +95,7 @@ ALTERNATING = (
 )
 def test_a_message_that_the_template_leaves_out_is_refused(
     template: str, messages: list[dict[str, Any]], left_out: str | None
-) -> None:
+):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for _ in range(2):  # also when the template is known for another conversation
         if left_out is None:
@@ -118,7 +118,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(
 )
 def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
     template: str, reply: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for messages in ([USER, reply, USER], [USER, reply, USER, REPLY, USER]):
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -126,7 +126,7 @@ def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
     assert caplog.messages == ([f"the policy's chat template leaves out {said}"] if said else [])
 
 
-def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch):
     tokenizer, calls = make_text_tokenizer("qwen2", chat_template=CHATML), list[Any]()
     render = tokenizer.apply_chat_template
 
@@ -149,7 +149,7 @@ WITH_TOOLS = (
 
 @pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA]), [json.dumps(SCHEMA)]])
 @pytest.mark.parametrize("variables", [{"enable_thinking": False, "effort": None}, '{"enable_thinking": false}'])
-def test_columns_of_trl_are_arguments_of_the_template(tools: Any, variables: Any) -> None:
+def test_columns_of_trl_are_arguments_of_the_template(tools: Any, variables: Any):
     tokenizer = make_text_tokenizer("qwen2", chat_template=WITH_TOOLS)
     options = template_options(tokenizer, {"tools": tools, "chat_template_kwargs": variables, "other": 1})
     found = render_chat(tokenizer, [USER], options, owner="policy")
@@ -175,7 +175,7 @@ STRINGS = (
         (STRINGS.replace("m.content or ''", "m.content + '.'"), '{"at": "Rome"}!.'),
     ],
 )
-def test_arguments_of_a_tool_call_are_written_once(template: str, written: str) -> None:
+def test_arguments_of_a_tool_call_are_written_once(template: str, written: str):
     """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts, and a content."""
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
@@ -220,7 +220,7 @@ NO_SYSTEM = CHATML.replace("{{ m.content }}", "{{ raise_exception('no') if m.rol
 )
 def test_a_template_that_reads_lists_of_parts_gets_them(
     tmp_path: Path, template: str, messages: list[dict[str, Any]], written: str | None
-) -> None:
+):
     make_text_tokenizer("qwen2", chat_template=template).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     if written is None:

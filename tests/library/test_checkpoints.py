@@ -164,7 +164,7 @@ def test_the_fingerprint_tells_weights_apart(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_the_fingerprint_of_a_large_file_looks_everywhere(tmp_path: Path, name: str):
+def test_fingerprint_samples_the_whole_file(tmp_path: Path, name: str):
     """The weights of a file of 8 MiB, moved as little as an update moves them."""
     model = save_tiny(tmp_path, "llama", "language", vocab_size=65_536)
     known = fingerprint_weights(tmp_path)
@@ -247,7 +247,7 @@ def test_tokenizer_embeddings_generation_config_and_template_are_compared(
     assert (special.eos_ids, special.banned_ids, special.template_end) == (ends, banned, template_end)
 
 
-def test_gaps_in_a_vocabulary_are_no_entries_and_equal_texts_are():
+def test_vocabulary_gaps_are_not_entries_but_duplicates_are():
     words = {"a": 0, "</s>": 1, "b": 3, "c": 7}
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "a")), eos_token="</s>")
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]

@@ -284,7 +284,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         (b"\xff\xfe", "my.yaml is not valid YAML"),
     ],
 )
-def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, text: str | bytes, message: str):
+def test_invalid_values_are_named_by_key_and_value(tmp_path: Path, text: str | bytes, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, text)
 
@@ -421,7 +421,7 @@ def test_settings_without_effect_are_named_with_the_reason(tmp_path: Path, overr
     assert without_effect(RunConfig.model_validate(config.model_dump(mode="json"))) == []  # not written by the user
 
 
-def test_a_reward_model_that_would_not_count_is_refused_with_the_remedy(tmp_path: Path):
+def test_an_unused_reward_model_is_refused(tmp_path: Path):
     message = "rewards names what counts, and has no term `model`; add rewards.model: {weight: 1.0}, or remove reward.m"
     for model in ("checkpoints/reward", "checkpoints/mine"):  # the default, too
         with pytest.raises(ConfigError, match=re.escape(f"reward.model ({model}) has no effect: {message}")):
@@ -460,7 +460,7 @@ def test_the_default_precision_is_bfloat16_on_gpus_alone(
     assert config.reference.dtype == "bfloat16", "that of the policy"
 
 
-def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
+def test_deterministic_fixes_dependent_settings(tmp_path: Path):
     """Whoever loads it sees plain values, and nothing is left to be measured."""
     config = load(tmp_path, "run: {deterministic: true}", "critic.threads=3", "actor.max_staleness=0")
     assert (config.actor.max_staleness, config.actor.rewards.max_failed_fraction) == (0, 0)

@@ -55,7 +55,7 @@ def play(call: Call, behaviour: Behaviour = lambda *_: "ok", server: type[FakeTr
 # ---- rows ----
 
 
-def test_ragged_rows_are_the_payload_that_padded_ones_are() -> None:
+def test_ragged_and_padded_rows_give_the_same_payload():
     rows = [[1, 2, 3, 4], np.asarray([5, 6], np.int32), torch.tensor([7, 8, 9])]
     sizes = [4, 2, 3]
     numbers = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
@@ -87,12 +87,12 @@ def test_ragged_rows_are_the_payload_that_padded_ones_are() -> None:
         ({3: [[0, 0]]}, r"^mask: all 0, there is nothing to train on"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_named(change: dict[int, Any], told: str) -> None:
+def test_what_is_wrong_with_a_row_is_named(change: dict[int, Any], told: str):
     with pytest.raises(ContractError, match=told):
         training_arrays(*(change.get(i, given) for i, given in enumerate(UPDATE)))
 
 
-def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch):
     def call(critic: CriticClient) -> None:
         monkeypatch.setattr(critic._client._client, "score", not_finite)
         with pytest.raises(RlhfError, match=r"values\[0\]: the critic returned numbers that are not finite"):
@@ -107,7 +107,7 @@ def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pyt
 # ---- calls ----
 
 
-def test_a_call_demands_a_version_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_demands_a_version_of_the_weights(monkeypatch: pytest.MonkeyPatch):
     def call(critic: CriticClient) -> None:
         infer, demanded = critic._client._client._infer, list[VersionRange]()
 
@@ -127,7 +127,7 @@ def test_a_call_demands_a_version_of_the_weights(monkeypatch: pytest.MonkeyPatch
     play(call)
 
 
-def test_values_updates_checkpoints_and_rewinds() -> None:
+def test_values_updates_checkpoints_and_rewinds():
     def call(critic: CriticClient) -> None:
         with ThreadPoolExecutor(8) as threads:
             for scored in threads.map(lambda _: critic.values(ROWS), range(32)):
@@ -146,7 +146,7 @@ def test_values_updates_checkpoints_and_rewinds() -> None:
     play(call)
 
 
-def test_async_calls_overlap() -> None:
+def test_async_calls_overlap():
     async def run() -> None:
         async with FakeTriton(lambda model, number: "wait" if model == "critic_infer" else "ok") as server:
             async with AsyncCriticClient([server.url], run_id="mine", settings=QUICK) as critic:
@@ -173,7 +173,7 @@ def test_async_calls_overlap() -> None:
         ("localhost:8000", "", "run_id: ''"),
     ],
 )
-def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: str) -> None:
+def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: str):
     before = threading.active_count()
     for kind in (CriticClient, AsyncCriticClient):
         with pytest.raises(ContractError, match=told):
@@ -181,7 +181,7 @@ def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: st
     assert threading.active_count() == before
 
 
-def test_a_server_without_a_critic_is_told_apart() -> None:
+def test_a_server_without_a_critic_has_its_own_error():
     def call(critic: CriticClient) -> None:
         with pytest.raises(RlhfError, match=r"serves no critic: its YAML needs a section `critic`.*not found"):
             critic.values(ROWS)
@@ -189,7 +189,7 @@ def test_a_server_without_a_critic_is_told_apart() -> None:
     play(call, server=NoCritic)
 
 
-def test_the_blocking_client_refuses_to_block_an_event_loop() -> None:
+def test_the_blocking_client_refuses_to_block_an_event_loop():
     def call(critic: CriticClient) -> None:
         async def inside() -> None:
             critic.values(ROWS)
@@ -200,7 +200,7 @@ def test_the_blocking_client_refuses_to_block_an_event_loop() -> None:
     play(call)
 
 
-def test_the_client_of_one_loop_is_refused_in_another() -> None:
+def test_the_client_of_one_loop_is_refused_in_another():
     async def run() -> None:
         async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
             await critic.values(ROWS)
@@ -210,7 +210,7 @@ def test_the_client_of_one_loop_is_refused_in_another() -> None:
     asyncio.run(run())
 
 
-def test_a_forked_process_needs_a_client_of_its_own() -> None:
+def test_a_forked_process_needs_a_client_of_its_own():
     with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic:
         pid = os.fork()
         if pid == 0:
@@ -224,7 +224,7 @@ def test_a_forked_process_needs_a_client_of_its_own() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_closing_ends_the_calls_of_other_threads() -> None:
+def test_closing_ends_the_calls_of_other_threads():
     def call(critic: CriticClient) -> None:
         with ThreadPoolExecutor(1) as thread:
             waiting = thread.submit(critic.values, ROWS)

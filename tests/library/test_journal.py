@@ -336,7 +336,7 @@ def test_an_earlier_owner_is_refused_however_long_ago_the_rewind_was(journal: Jo
     assert journal.accept_training(payload(), run_id="run", step=last + 1, sender=owner).step == last + 1
 
 
-def test_a_late_duplicate_of_a_rewind_changes_nothing(journal: Journal):
+def test_a_duplicate_rewind_changes_nothing(journal: Journal):
     """A server hung with the first attempt; the second was done by another one, and the actor has trained on."""
     done(journal, train(journal, 1))
     first = rewound(journal, 0, Sender("actor", 1))
@@ -370,7 +370,7 @@ def test_a_rewind_moves_the_newest_first_so_that_a_killed_one_leaves_no_gap(
     assert left == [list(range(1, last + 1)) for last in (6, 5, 4, 3)]
 
 
-def test_what_a_rewind_removes_is_set_aside_in_a_folder_of_its_own(journal: Journal):
+def test_rewind_sets_removed_entries_aside(journal: Journal):
     for number in ("1", "2", "3"):
         done(journal, train(journal, 1))
         rewound(journal, 0)
@@ -418,7 +418,7 @@ def test_a_damaged_step_that_is_repeated_gets_the_result_of_the_sidecar(journal:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"epoch": 1'])
-def test_a_heartbeat_that_a_power_failure_emptied_is_none(journal: Journal, content: str):
+def test_an_empty_heartbeat_file_counts_as_none(journal: Journal, content: str):
     journal.root.mkdir()
     (journal.root / "heartbeat.json").write_text(content)
     assert journal.heartbeat() is None
@@ -427,7 +427,7 @@ def test_a_heartbeat_that_a_power_failure_emptied_is_none(journal: Journal, cont
 # ---- others act meanwhile ----
 
 
-def test_racing_writers_get_numbers_of_their_own(journal: Journal):
+def test_racing_writers_get_distinct_numbers(journal: Journal):
     def write(value: int) -> tuple[Entry, Entry]:
         mine = Journal(journal.root, "run")
         return mine.accept_training(payload(value), run_id=None, step=None), mine.accept_save(run_id=None)
@@ -501,7 +501,7 @@ def test_sweeping_takes_the_file_of_a_killed_writer_and_not_that_of_a_live_one(j
     assert unfinished(journal) == []
 
 
-def test_one_sidecar_and_a_higher_epoch_each_time(journal: Journal):
+def test_sidecar_lock_is_exclusive_and_raises_the_epoch(journal: Journal):
     assert not journal.is_followed()
     with journal.lock() as first:
         assert journal.is_followed()

@@ -66,7 +66,7 @@ def scrape(port: int) -> dict[str, float]:
     return {name.removeprefix("rlhf_test_"): value for name, value in ours.items()}
 
 
-def test_a_gauge_appears_with_its_value_a_counter_starts_at_0_and_the_log_is_watched(tmp_path: Path) -> None:
+def test_a_gauge_appears_with_its_value_a_counter_starts_at_0_and_the_log_is_watched(tmp_path: Path):
     depth: list[float] = []
 
     def live() -> Values:
@@ -103,7 +103,7 @@ def test_a_gauge_appears_with_its_value_a_counter_starts_at_0_and_the_log_is_wat
 
 def test_without_a_port_nothing_is_served_and_a_taken_one_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     handlers = list(logging.getLogger().handlers)
     Exporter("rlhf_test_", METRICS, tmp_path).serve("127.0.0.1", None)
     assert (logging.getLogger().handlers, caplog.messages) == (handlers, [])
@@ -114,7 +114,7 @@ def test_without_a_port_nothing_is_served_and_a_taken_one_is_one_warning(
     assert len(caplog.messages) == 1
 
 
-def test_a_family_of_metrics_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_of_metrics_is_never_freed(monkeypatch: pytest.MonkeyPatch):
     """One that Triton's stub frees when a model is unloaded ends the process with a segfault."""
     families, metric = weakref.WeakSet[stub.MetricFamily](), stub.MetricFamily()
 
@@ -145,7 +145,7 @@ def line(message: str = "hello", *arguments: Any, rank: int = 0, **attributes: A
     return dict(json.loads(text))
 
 
-def test_the_fields_of_a_line() -> None:
+def test_the_fields_of_a_line():
     assert line("%d of %d", 3, 8) == {
         "time": "2023-11-14T22:13:20.250+00:00",
         "level": "WARNING",
@@ -160,7 +160,7 @@ def test_the_fields_of_a_line() -> None:
     assert line(rank=2)["rank"] == 2
 
 
-def test_the_position_stays_until_it_changes() -> None:
+def test_the_position_stays_until_it_changes():
     set_log_position(step=7, version=3)
     set_log_position(step=8)
     lines = [line(), line(step=2, version=1)]  # of a task that works on another step
@@ -169,7 +169,7 @@ def test_the_position_stays_until_it_changes() -> None:
 
 
 @pytest.mark.parametrize("text", ["10:00:00 ERROR no disk", "", "[1]", "null", '{"level": "ERROR"}'])
-def test_what_is_no_line_is_not_parsed(text: str) -> None:
+def test_foreign_lines_are_not_parsed(text: str):
     assert parsed(text) is None
 
 
@@ -189,7 +189,7 @@ raise RuntimeError("the end")
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_whatever_a_process_writes_is_a_line_of_its_log(log_format: str) -> None:
+def test_whatever_a_process_writes_is_a_line_of_its_log(log_format: str):
     start = (
         "import logging, sys, threading, warnings\n"
         "from rlhf_triton.config.command_line import log_to_stderr, report\n"
@@ -240,7 +240,7 @@ def only(spans: list[Span]) -> Span:
     return found
 
 
-def test_spans_nest_and_carry_their_attributes(received: Collector) -> None:
+def test_spans_nest_and_carry_their_attributes(received: Collector):
     with tracing.tracing("actor", received.url + "/", "my-run"):
         assert traceparent() is None
         with span("outer", rows=3, kind="a"):
@@ -258,7 +258,7 @@ def test_spans_nest_and_carry_their_attributes(received: Collector) -> None:
     assert set(received.requests) == {("/v1/traces", "application/json")}
 
 
-def test_a_parent_in_another_process(received: Collector) -> None:
+def test_a_parent_in_another_process(received: Collector):
     with tracing.tracing("sidecar", received.url, "my-run"):
         with span("other"), span("train", parent=REMOTE, step=3):
             pass
@@ -272,7 +272,7 @@ def test_a_parent_in_another_process(received: Collector) -> None:
     assert received.named("unsampled") == received.named("step") == [], "only the actor opens the span of a step"
 
 
-def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received: Collector) -> None:
+def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received: Collector):
     async def phase(name: str, step: int) -> None:
         with span(name, of_step=step):
             await asyncio.sleep(0)
@@ -312,14 +312,14 @@ def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received: 
         "ä" * 55,
     ],
 )
-def test_a_malformed_context_is_ignored(text: str | None) -> None:
+def test_a_malformed_context_is_ignored(text: str | None):
     assert parsed_traceparent(text) is None
     assert parsed_traceparent(REMOTE) == REMOTE
 
 
 def test_a_collector_that_refuses_or_hangs_costs_one_warning(
     received: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setattr(tracing, "STOP_S", 60.0)
     received.status = 400
@@ -336,7 +336,7 @@ def test_a_collector_that_refuses_or_hangs_costs_one_warning(
     assert not received.answering.is_set()  # the block ended although no answer came
 
 
-def test_nothing_happens_without_an_endpoint() -> None:
+def test_nothing_happens_without_an_endpoint():
     script = (
         "import sys\n"
         "from rlhf_triton.monitoring import tracing\n"
@@ -351,7 +351,7 @@ def test_nothing_happens_without_an_endpoint() -> None:
     assert subprocess.check_output(command, text=True, env=environment) == "[]\n"
 
 
-def test_a_missing_extra_is_named() -> None:
+def test_a_missing_extra_is_named():
     with (
         mock.patch.dict(sys.modules, {"opentelemetry.sdk.trace": None}),
         pytest.raises(RlhfError, match=r"run\.trace_endpoint needs opentelemetry.*pip install '\.\[tracing\]'"),
@@ -388,11 +388,11 @@ assert stop.wait(120)
 
 @pytest.mark.parametrize("script", [INSIDE_WAIT, JUST_BEFORE_WAIT], ids=["within a wait", "just before it"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_ends_a_wait_and_is_no_deadlock(script: str, name: str) -> None:
+def test_a_signal_ends_a_wait_and_is_no_deadlock(script: str, name: str):
     subprocess.run([sys.executable, "-c", script.format(name=name)], check=True, timeout=120)
 
 
-def test_a_signal_raises_once_and_only_where_the_caller_is_ready_for_it() -> None:
+def test_a_signal_raises_once_and_only_where_the_caller_is_ready_for_it():
     signals = StopSignals()
     signals.check()
     signal.raise_signal(signal.SIGTERM)  # as between the start of a process and its assignment
@@ -412,7 +412,7 @@ def test_a_signal_raises_once_and_only_where_the_caller_is_ready_for_it() -> Non
 # ---- the garbage collector ----
 
 
-def test_objects_of_imports_are_never_examined_and_later_ones_are() -> None:
+def test_garbage_collection_skips_objects_of_imports():
     try:
         with long_lived_imports():
             assert not gc.isenabled()

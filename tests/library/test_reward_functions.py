@@ -130,13 +130,13 @@ def errors_of(found: Sequence[ScoreOutcome]) -> list[str]:
 # ---- worker processes: a failure costs its own sample ----
 
 
-def test_each_sample_gets_its_own_score_whatever_its_size(pool: WorkerPool) -> None:
+def test_each_sample_gets_its_own_score_whatever_its_size(pool: WorkerPool):
     assert outcomes(pool, doing(*[None] * 500)) == [ScoreOutcome(float(i)) for i in range(500)]
     huge = Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})  # larger than any buffer
     assert outcomes(pool, [huge]) == [ScoreOutcome(1e7)]
 
 
-def test_a_failure_costs_its_own_sample(make_pool: MakePool) -> None:
+def test_a_failure_costs_its_own_sample(make_pool: MakePool):
     causes = {
         "raise": "RuntimeError: no verdict on None",
         "exit": "SystemExit: enough",
@@ -154,7 +154,7 @@ def test_a_failure_costs_its_own_sample(make_pool: MakePool) -> None:
     assert (before.score, after.score) == (0, len(causes) + 1)
 
 
-def test_a_forked_child_never_answers(make_pool: MakePool) -> None:
+def test_a_forked_child_never_answers(make_pool: MakePool):
     found = outcomes(make_pool(), doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
     assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
     assert found[3] == found[-1], "the worker itself goes on"
@@ -162,7 +162,7 @@ def test_a_forked_child_never_answers(make_pool: MakePool) -> None:
 
 def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     """No zombie is left: this process inherits all, as process 1 of a container does.
 
     Waiting for a worker does not count: the last sample waits for three limits.
@@ -187,7 +187,7 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 4
 
 
-def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool) -> None:
+def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool):
     pool = make_pool()
     for bad in doing("two results", "garbled frame", "foreign frame"):
         before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
@@ -201,7 +201,7 @@ def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(ma
     assert (failed.error != "", after.error) == (True, "")
 
 
-def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool: MakePool) -> None:
+def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool: MakePool):
     pool = make_pool()
     (worker,) = outcomes(pool, doing("pid"))
     os.kill(int(worker.score), signal.SIGKILL)
@@ -210,9 +210,7 @@ def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool: 
     assert {outcome.error for outcome in found} <= {"", "the worker process was killed by SIGKILL"}
 
 
-def test_secrets_are_not_inherited_but_for_the_functions_own(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_inherit_only_their_own_secret(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch):
     hidden, inherited = ["KEY_OF_ANOTHER", "WANDB_API_KEY"], ["HF_TOKEN", "OPENAI_API_KEY"]
     for name in (*hidden, *inherited):
         monkeypatch.setenv(name, "secret")
@@ -221,7 +219,7 @@ def test_secrets_are_not_inherited_but_for_the_functions_own(
     assert outcomes(pool, asked) == [ScoreOutcome(0.0), ScoreOutcome(2.0)]
 
 
-def test_a_request_of_many_groups_lets_one_of_a_few_pass(make_pool: MakePool) -> None:
+def test_small_requests_overtake_large_ones(make_pool: MakePool):
     pool = make_pool(most_waiting=202)
     long, short = (pool.submit([[sample] for sample in doing(*[None] * number)]) for number in (200, 2))
     with pytest.raises(RuntimeError, match=r"samples are waiting, 200 more exceed the limit of 202; send fewer rows"):
@@ -231,14 +229,14 @@ def test_a_request_of_many_groups_lets_one_of_a_few_pass(make_pool: MakePool) ->
     assert len(long.result(120)) == 200
 
 
-def test_closing_ends_a_running_function_and_fails_what_waits(make_pool: MakePool) -> None:
+def test_closing_ends_a_running_function_and_fails_what_waits(make_pool: MakePool):
     pool = make_pool()
     pending = pool.submit([[sample] for sample in doing("loop", None)])
     pool.close()
     assert [bool(outcome.error) for (outcome,) in pending.result(0)] == [True, True]
 
 
-def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> None:
+def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path):
     pid_file = tmp_path / "pid"
     script = (
         "import sys, time\n"
@@ -272,7 +270,7 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
 )
 def test_a_function_that_cannot_be_imported_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, text: str, cause: str
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(text)
     before = workers()
@@ -285,14 +283,14 @@ def test_a_function_that_cannot_be_imported_is_one_sentence(
 # ---- functions, samples and options ----
 
 
-def test_a_file_may_import_its_neighbours(make_pool: MakePool, tmp_path: Path) -> None:
+def test_a_file_may_import_its_neighbours(make_pool: MakePool, tmp_path: Path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
     path = tmp_path / "with neighbour.py"
     path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
     assert outcomes(make_pool(f"{path}:f"), [Sample("abc")]) == [ScoreOutcome(5.0)]
 
 
-def test_samples_and_scores() -> None:
+def test_samples_and_scores():
     found = [Sample("a b"), Sample("a b", [], {"prompt": "a", "response": " b"}), chat("42"), Sample("", [], NO_TURN)]
     expected = [(None, None), ("a", " b"), ("6 times 7?", "42"), ("", None)]
     assert [(sample.prompt, sample.response) for sample in found] == expected
@@ -300,7 +298,7 @@ def test_samples_and_scores() -> None:
 
 
 @pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])
-def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
+def test_a_spec_that_names_no_function_is_refused(spec: str):
     with pytest.raises(ValueError, match=re.escape("write path/to/file.py:name or package.module:name")):
         load_function(spec)
 
@@ -322,14 +320,14 @@ def test_a_spec_that_names_no_function_is_refused(spec: str) -> None:
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], cause: str) -> None:
+def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], cause: str):
     given = {**({"model": "m", "base_url": "http://h/v1"} if spec == SPEC else {}), **options}
     with pytest.raises(FunctionError, match=f"^{re.escape(spec)}.*{re.escape(cause)}") as caught:
         load_function(spec, given, timeout_s=1.0)
     assert KEY not in str(caught.value)
 
 
-def test_a_class_gets_its_options_once_and_its_counts_reach_the_server() -> None:
+def test_a_class_gets_its_options_once_and_its_counts_reach_the_server():
     counted: list[Any] = []
     call = FunctionCall(spec=f"{FILE}:Scaled", timeout_s=2.0, options={"factor": 10})
     pool = WorkerPool(call, num_workers=1, counted=counted.append)
@@ -341,7 +339,7 @@ def test_a_class_gets_its_options_once_and_its_counts_reach_the_server() -> None
 
 
 @pytest.mark.parametrize(("name", "amount"), [("A", 1), ("a b", 1), ("", 1), ("a", -1), ("a", math.inf)])
-def test_a_bad_count_is_refused(name: str, amount: float) -> None:
+def test_a_bad_count_is_refused(name: str, amount: float):
     take_counts()  # of other tests in this process
     with pytest.raises(ValueError, match="counter"):
         count(name, amount)
@@ -351,13 +349,13 @@ def test_a_bad_count_is_refused(name: str, amount: float) -> None:
 # ---- groups ----
 
 
-def test_a_groupwise_function_may_have_options_and_return_an_array() -> None:
+def test_a_groupwise_function_may_have_options_and_return_an_array():
     group = [Sample("", [], {"score": score}) for score in (3, 1, 2.5)]
     for margin, expected in ((0.0, [2, 0, 1]), (1.0, [1, 0, 1])):
         assert load_function(f"{FILE}:wins", {"margin": margin})(group).tolist() == expected
 
 
-def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: MakePool) -> None:
+def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: MakePool):
     must = "but it must return 3 numbers, one per response"
     causes = {
         "die": "the worker process ended with exit code 3",
@@ -380,7 +378,7 @@ def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: Ma
     ]
 
 
-def test_rows_with_the_same_id_or_prompt_are_a_group() -> None:
+def test_rows_with_the_same_id_or_prompt_are_a_group():
     chat = [{"role": "user", "content": "?"}]
     reply = {"role": "assistant", "content": ""}
     alike: list[list[dict[str, Any]]] = [
@@ -395,7 +393,7 @@ def test_rows_with_the_same_id_or_prompt_are_a_group() -> None:
     assert len(set.union(*keys)) == len(alike)
 
 
-def test_any_metadata_has_a_group_or_a_cause() -> None:
+def test_grouping_never_raises_for_any_metadata():
     prompt: list[Any] = []
     for _ in range(10_000):
         prompt = [prompt]
@@ -422,7 +420,7 @@ def message(content: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("groupwise", [False, True])
-def test_a_function_of_trl_scores_rows_alone_or_as_a_group(make_pool: MakePool, groupwise: bool) -> None:
+def test_a_function_of_trl_scores_rows_alone_or_as_a_group(make_pool: MakePool, groupwise: bool):
     group = [chat(rf"\boxed{{{n}}}", solution=text) for n, text in ((42, "42"), (41, "42"), (42, "many"))]
     pool = make_pool(f"{TRL_FILE}:accuracy", groupwise=groupwise)
     found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
@@ -440,13 +438,13 @@ def test_a_function_of_trl_scores_rows_alone_or_as_a_group(make_pool: MakePool, 
         (Sample("", [], {"messages": QUESTION}), [QUESTION], [message("")]),
     ],
 )
-def test_the_arguments_of_a_function_of_trl(sample: Sample, prompts: list[Any], completions: list[Any]) -> None:
+def test_the_arguments_of_a_function_of_trl(sample: Sample, prompts: list[Any], completions: list[Any]):
     expected = {"prompts": prompts, "completions": completions, "answer": ["a"], "level": [3]}
     sample.metadata.update({"answer": "a", "level": 3, "expected": expected})
     assert load_function(f"{TRL_FILE}:echo")(sample) == 1
 
 
-def test_functions_of_trl_with_and_without_options() -> None:
+def test_functions_of_trl_with_and_without_options():
     one, two = (responses(text, answer="a")[0] for text in ("a", "bb"))
     for name, options, scores in (
         ("contains", {}, [1, 0]),
@@ -464,7 +462,7 @@ def test_functions_of_trl_with_and_without_options() -> None:
         load_function(f"{TRL_FILE}:one_too_many")(one)
 
 
-def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool) -> None:
+def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool):
     group = responses("a", "bb", answer="a")
     assert scored(make_pool(f"{TRL_FILE}:each_length", groupwise=True), group)[0] == [
         ScoreOutcome(1.0),
@@ -474,7 +472,7 @@ def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool) -> No
     assert "took longer than 1 s and was killed" in hanging.error
 
 
-def test_a_column_that_a_row_lacks_is_none_for_a_function_of_trl() -> None:
+def test_trl_functions_get_none_for_missing_columns():
     """As under `datasets`, whose rows have the columns of all."""
     function = load_function(f"{TRL_FILE}:by_task", columns=["answer", "task", "tests"])
     math_, code = responses("ax", answer="x", task="math") + responses("y", task="code", tests=["t"])
@@ -506,7 +504,7 @@ def test_a_column_that_a_row_lacks_is_none_for_a_function_of_trl() -> None:
 )
 def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
     weights: list[float], row: list[float], causes: list[str], reward: float, error: str
-) -> None:
+):
     by_name = {name: [cause, ""] for name, cause in zip("ab", causes, strict=True)}
     components = np.asarray([row, [1, 1]], np.float32)
     rewards, errors = weighted_sum(["a", "b"], np.asarray(weights, float), components, by_name)
@@ -519,7 +517,7 @@ def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
 
 def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_become_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     bounds = ("max_waiting_rows", "max_request_tokens")
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}
@@ -566,7 +564,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
         ({}, None),
     ],
 )
-def test_the_text_of_tokens_is_the_one_that_was_sent_beside_them(metadata: dict[str, Any], text: str | None) -> None:
+def test_the_text_of_tokens_is_the_one_that_was_sent_beside_them(metadata: dict[str, Any], text: str | None):
     """The same as of sentences, whose tokens may be others; None: it is decoded."""
     assert importlib.import_module("rlhf_triton.python_backend.serving.function_reward").given_text(metadata) == text
 
@@ -635,9 +633,7 @@ PATTERN = {"pattern": r"VERDICT: (\w+)"}
         (PATTERN, "VERDICT: yes", "does not end with one score"),
     ],
 )
-def test_the_score_is_the_only_number_of_the_last_line(
-    settings: dict[str, Any], answer: str, score: float | str
-) -> None:
+def test_the_score_is_the_only_number_of_the_last_line(settings: dict[str, Any], answer: str, score: float | str):
     if not isinstance(score, str):
         assert reader(**settings).read(answer) == score
     else:
@@ -646,7 +642,7 @@ def test_the_score_is_the_only_number_of_the_last_line(
         assert settings or " ".join(answer.split())[-50:] in str(caught.value), "the excerpt"
 
 
-def test_the_request(server: ChatServer) -> None:
+def test_the_judges_request_has_rubric_model_and_options(server: ChatServer):
     options = {
         "temperature": 0.5,
         "max_tokens": 7,
@@ -666,7 +662,7 @@ def test_the_request(server: ChatServer) -> None:
     assert "Authorization" not in server.headers
 
 
-def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
+def test_the_shipped_rubric_has_both_texts(server: ChatServer):
     with pytest.raises(BadScore, match="with one score"):  # the server repeats the rubric's last line
         shipped_judge(server)(row("Because.", "Why not?"))
     message = server.requests[-1]["messages"][0]["content"]
@@ -675,7 +671,7 @@ def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
 
 
 @pytest.mark.parametrize("what", ["busy once", "half once"])
-def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
+def test_a_fault_that_passes_is_retried(server: ChatServer, what: str):
     assert judge(server)(row(what)) == 7
     counts = take_counts()
     assert (counts["requests"], counts["retries"]) == (2, 1)
@@ -694,7 +690,7 @@ def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
         ("no grade at all", 1, "the judge's answer does not end with one score: 'no grade at all'"),
     ],
 )
-def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str) -> None:
+def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str):
     before = len(server.requests)
     with pytest.raises(BadScore, match=re.escape(cause)):
         judge(server)(row(what))
@@ -703,7 +699,7 @@ def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests:
     assert len(server.requests) == before + requests
 
 
-def test_no_answer_is_awaited_beyond_the_deadline(server: ChatServer) -> None:
+def test_no_answer_is_awaited_beyond_the_deadline(server: ChatServer):
     server.retry_after = "30"
     for what in ("broken", "hang"):
         with pytest.raises(BadScore, match=r"/v1: no answer within 0\.45 s"):
@@ -714,7 +710,7 @@ def test_no_answer_is_awaited_beyond_the_deadline(server: ChatServer) -> None:
 
 def test_the_key_is_sent_and_never_shown(
     server: ChatServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = judge(server, api_key_env="JUDGE_KEY")
     assert asked(row("Score: 3")) == 3
@@ -731,7 +727,7 @@ def test_the_key_is_sent_and_never_shown(
     assert KEY not in shown
 
 
-def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer) -> None:
+def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer):
     before = len(server.requests)
     with pytest.raises(BadScore, match="'prompt' is undefined"):
         shipped_judge(server)(Sample("x"))
@@ -741,7 +737,7 @@ def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer
 
 
 @pytest.mark.parametrize(("code", "kind"), [("raise KeyboardInterrupt", KeyboardInterrupt), ("exit(1)", FunctionError)])
-def test_ctrl_c_during_an_import_is_no_fault_of_the_file(tmp_path: Path, code: str, kind: type[BaseException]) -> None:
+def test_ctrl_c_during_an_import_is_no_fault_of_the_file(tmp_path: Path, code: str, kind: type[BaseException]):
     file = tmp_path / "mine.py"
     file.write_text(code)
     with pytest.raises(kind):

@@ -125,7 +125,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name_and_under_it_when_the_cal
     assert synced[-1] == path.parent
 
 
-def test_what_was_set_aside_stays_aside(journal: Journal, synced: Synced):
+def test_set_aside_entries_are_synced(journal: Journal, synced: Synced):
     for step in (1, 2):
         done(journal, train(journal, step))
     rewind = journal.accept_rewind(run_id=None, target=1)
@@ -191,7 +191,7 @@ while code:
 """
 
 
-def test_a_folder_is_the_old_or_the_new_one_wherever_its_writer_is_killed(tmp_path: Path):
+def test_folder_replacement_is_atomic_at_every_kill_point(tmp_path: Path):
     run = subprocess.run([sys.executable, "-c", KILL_EVERYWHERE, tmp_path], capture_output=True, text=True, check=True)
     found = run.stdout.splitlines()
     assert {"old best", "new best"} == set(found)
@@ -245,7 +245,7 @@ def test_files_that_nfs_keeps_for_their_readers_fail_no_removal(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "lo', "\0" * 40, '{"step": 2}'], ids=["cut", "zeros", "no newline"])
-def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path: Path, torn: str):
+def test_append_after_a_torn_line_starts_a_new_line(tmp_path: Path, torn: str):
     path = tmp_path / "critic_metrics.jsonl"
     append_jsonl(path, [{"step": 1}])
     with path.open("a") as file:
@@ -308,7 +308,7 @@ class NfsClient:
             return look()
 
 
-def test_a_host_that_remembers_folders_sees_what_another_one_writes(journal: Journal, tmp_path: Path):
+def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_path: Path):
     server, sidecar, store = NfsClient(), NfsClient(), WeightsStore(tmp_path / "store")
     store.root.mkdir()
     with journal.lock():
@@ -452,7 +452,7 @@ def test_a_manifest_that_names_other_tensors_is_found(store: WeightsStore):
 
 
 @pytest.mark.parametrize("name", ["", "three", "-1", "\udcff", "99999999999999999999", "007", "²", "9" * 400])
-def test_what_is_no_number_of_ours_is_no_version(store: WeightsStore, name: str):
+def test_non_canonical_numbers_are_not_versions(store: WeightsStore, name: str):
     add(store, 0)
     if 0 < len(name) < 200:
         shutil.copytree(store.folder(0), store.root / name)
@@ -550,9 +550,7 @@ def elsewhere(records: ServingRecords, clock: Clock) -> ServingRecord:
     return record
 
 
-def test_what_cannot_be_looked_at_lives_as_long_as_it_is_touched(
-    records: ServingRecords, elsewhere: ServingRecord, clock: Clock
-):
+def test_remote_records_live_while_their_mtime_changes(records: ServingRecords, elsewhere: ServingRecord, clock: Clock):
     records.put(ServingRecord.of_this_process("critic_0", 4))
     assert len(records.alive()) == 2, "they do not share a file"
     path = records._folder / elsewhere.file_name
@@ -617,7 +615,7 @@ def test_a_run_in_progress_is_not_moved_by_fresh(
 @pytest.mark.parametrize(
     ("lock", "file"), [(only_actor, LOCK_FILE), (lambda folder: Journal(folder, "run").lock(), "LOCK")]
 )
-def test_a_process_that_looks_does_not_keep_another_from_its_lock(tmp_path: Path, lock: Any, file: str):
+def test_checking_a_lock_does_not_block_its_owner(tmp_path: Path, lock: Any, file: str):
     """`in_progress` and `is_followed` hold a shared lock for a moment."""
     with lock(tmp_path):
         pass

@@ -95,7 +95,7 @@ COMMAND_LINES = sorted(
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
-def test_a_command_exists_with_its_options(command: str, tmp_path: Path) -> None:
+def test_a_command_exists_with_its_options(command: str, tmp_path: Path):
     program, *arguments = shlex.split(command)
     if program == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -141,7 +141,7 @@ def options_in(file: Path) -> set[str]:
     return {value for value in constants if isinstance(value, str) and value.startswith("--")}
 
 
-def test_commands_beside_those_of_the_tools_run() -> None:
+def test_commands_beside_those_of_the_tools_run():
     for arguments, says in (
         (["-m", "rlhf_triton.tools", "bench", "reload", "--help"], "--quiet-s"),
         (["-m", "rlhf_triton.actor", "--help"], "--config"),
@@ -152,7 +152,7 @@ def test_commands_beside_those_of_the_tools_run() -> None:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path) -> None:
+def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
     path = tmp_path / "my.yaml"
     path.write_text(text)
     assert yaml.safe_load(text)
@@ -169,7 +169,7 @@ def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path) -> None:
         if not {"LossInputs", "ReportSection"} & {*block.values[0].split()} and not block.id.startswith("environments-")
     ],
 )
-def test_a_reward_function_scores(text: str, tmp_path: Path) -> None:
+def test_a_reward_function_scores(text: str, tmp_path: Path):
     names: dict[str, Any] = {}
     exec(compile(text, "a page", "exec"), names)
     arguments = {name: getattr(value, "__annotations__", {}).keys() for name, value in names.items()}
@@ -185,7 +185,7 @@ def test_a_reward_function_scores(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_keys_paths_and_links_exist(page: Path) -> None:
+def test_keys_paths_and_links_exist(page: Path):
     text = prose(page)
     for span in SPAN.findall(text):
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]+", span):

@@ -93,7 +93,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_it_serves_the_current_version_and_records_it(store: WeightsStore, instance: Instance):
+def test_follower_serves_current_and_writes_its_record(store: WeightsStore, instance: Instance):
     assert (instance.follower.version.number, instance.record.version) == (0, 0)
     version = publish(store, 1.5)
     until(lambda: instance.record.version == version)

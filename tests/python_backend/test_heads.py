@@ -255,7 +255,7 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize(("loader", "kind"), [("load_reward", "reward"), ("load_language_model", "language")])
-def test_no_model_is_served_with_weights_that_are_not_finite(tmp_path: Path, loader: str, kind: str) -> None:
+def test_no_model_is_served_with_weights_that_are_not_finite(tmp_path: Path, loader: str, kind: str):
     save_tiny(tmp_path, "llama", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 3] = float("nan")

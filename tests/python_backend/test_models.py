@@ -223,7 +223,7 @@ def test_a_body_without_a_head_gets_one_that_answers_0_and_can_learn(tmp_path: P
     assert any((parameter.grad != 0).any() for parameter in critic.model.parameters() if parameter.grad is not None)
 
 
-def test_values_have_the_same_bits_after_a_swap_and_in_any_order(tmp_path: Path):
+def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path: Path):
     """Each row in a forward of its own, as `run.deterministic` has it; wide enough for sums whose order shows."""
     save_tiny(tmp_path, "llama", "critic", hidden_size=256, intermediate_size=512, max_position_embeddings=128)
     critic = load_critic(tmp_path)
@@ -245,7 +245,7 @@ def all_mapped(model: torch.nn.Module) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
 @pytest.mark.parametrize("form", ["one file", "shards", "bfloat16", "cast"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_body_is_mapped_where_its_dtype_is_served(tmp_path: Path, family: str, form: str):
+def test_body_is_memory_mapped_if_its_dtype_is_served(tmp_path: Path, family: str, form: str):
     file = tmp_path / "model.safetensors"
     model = save_tiny(tmp_path, family, "reward")
     if form == "shards":
@@ -492,7 +492,7 @@ LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_h
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=1), False),  # no body
     ],
 )
-def test_models_that_change_their_logits_after_the_head_are_found_out(kind: Any, config: Any, is_linear: bool):
+def test_models_with_capped_logits_are_detected(kind: Any, config: Any, is_linear: bool):
     torch.manual_seed(0)
     model = kind(config).eval()
     assert linear_head(model) is (model.lm_head if is_linear else None)
@@ -566,7 +566,7 @@ def test_a_row_scores_as_in_transformers_whatever_was_scored_before_or_beside_it
 
 
 @torch.no_grad()
-def test_a_table_for_each_kind_of_layer():
+def test_rotary_tables_are_fixed_per_layer_type():
     kinds = ["full_attention", "sliding_attention"]
     config = Gemma3TextConfig(
         vocab_size=VOCAB,
@@ -592,7 +592,9 @@ def test_a_table_for_each_kind_of_layer():
 
 
 @models
-def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture):
+def test_rows_beyond_max_positions_are_refused_and_padding_is_capped(
+    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+):
     save(folder := tmp_path / "0", model, "critic")
     with caplog.at_level(logging.WARNING):
         critic = load_critic(folder)

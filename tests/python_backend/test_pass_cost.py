@@ -41,7 +41,7 @@ class Machine:
 )
 def test_the_fixed_cost_of_a_pass_in_tokens(
     constant: float, slope: float, token_budget: int, expected: tuple[int, int]
-) -> None:
+):
     for seed in range(9):
         machine = Machine(constant, slope, seed)
         assert expected[0] <= machine.overhead(token_budget) <= expected[1]
@@ -50,7 +50,7 @@ def test_the_fixed_cost_of_a_pass_in_tokens(
 
 @pytest.mark.parametrize("slope", [1e-5, 1e-3, 1e-2, 0.1, 10.0])
 @pytest.mark.parametrize("first_s", [0.0, 1.5, 5.0])
-def test_measuring_takes_two_seconds_at_most_after_the_first_pass(slope: float, first_s: float) -> None:
+def test_measuring_takes_two_seconds_at_most_after_the_first_pass(slope: float, first_s: float):
     machine = Machine(1e-3, slope, first_s=first_s)
     overhead = machine.overhead()
     assert machine.now <= 1.1 * (first_s + 1e-3 + 16 * slope) + 2.2, machine.sizes
@@ -59,12 +59,12 @@ def test_measuring_takes_two_seconds_at_most_after_the_first_pass(slope: float, 
     assert is_measured or len(machine.sizes) <= 2
 
 
-def test_no_row_is_longer_than_the_model_takes() -> None:
+def test_no_row_is_longer_than_the_model_takes():
     machine = Machine(1e-3, 1e-5)
     machine.overhead(longest=48)
     assert {width for _, width in machine.sizes} == {16, 48}
 
 
-def test_a_time_that_falls_with_the_tokens_is_all_overhead() -> None:
+def test_a_time_that_falls_with_the_tokens_is_all_overhead():
     assert cost.overhead_tokens((1e-3, -1e-9), 1024) == 256
     assert cost.overhead_tokens((-1e-3, 1e-5), 1024) == 0

@@ -101,7 +101,7 @@ def test_frozen_matrices_are_held_in_bfloat16_and_nothing_else_changes(
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
-def test_ways_to_compute_are_compared_in_float32(tmp_path: Path):
+def test_equivalence_checks_run_in_float32(tmp_path: Path):
     policy = make_policy(save_policy(tmp_path), lora_rank=2)
     exact = make_policy(tmp_path, lora_rank=2, precision="float32")
     ids = torch.arange(4, 16, device=policy.model.device)[None]
@@ -229,7 +229,7 @@ def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, 
 
 
 @models
-def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str):
+def test_a_policy_generates_up_to_its_position_limit(tmp_path: Path, model: str):
     policy = policy_of(tmp_path, model, length=LIMIT, min_new_tokens=LIMIT - 6)
     rollout = rows_of(policy.generate(SHORT_PROMPTS, seed=0, greedy=True))
     assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]

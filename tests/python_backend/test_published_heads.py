@@ -782,7 +782,7 @@ OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of
 @pytest.mark.parametrize(
     ("family", "kind"), quick(OWN_CLASSES, *OWN_CLASSES[1:4]), ids=lambda each: getattr(each, "__name__", each)
 )
-def test_a_class_of_transformers_scores_as_it_does_and_without_a_tensor_never(
+def test_transformers_classes_score_exactly_and_reject_missing_tensors(
     tmp_path: Path, family: str, kind: Any, scale: str, caplog: pytest.LogCaptureFixture
 ):
     """Near-initial weights tell a causal body from another one, too."""
@@ -830,7 +830,7 @@ def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
     return rows(shape), right(shape, body, load_file(folder / "model.safetensors"))
 
 
-def test_of_several_labels_the_user_says_which_is_the_reward(tmp_path: Path):
+def test_several_labels_need_attribute_weights(tmp_path: Path):
     given, logits = labelled(tmp_path, "bad", "good")
     with pytest.raises(CheckpointError, match=r"2 outputs \(bad, good\) is the reward\? Give reward.attribute_weights"):
         load_reward(tmp_path)
@@ -1027,7 +1027,7 @@ UNREAD = json.loads(Path(__file__).with_name("published_keys.json").read_text())
 
 
 @pytest.mark.parametrize("family", quick(UNREAD["of a family"], "llama", "gptj", "bloom", "gemma3_text"))
-def test_keys_that_have_no_part_in_a_score_need_no_word(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
+def test_irrelevant_config_keys_are_accepted_silently(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
     save(tmp_path, Shape(family, "", one("score"), layers()))
     change_config(tmp_path, {**UNREAD["read by nothing"], **UNREAD["of a family"][family]})
     load_reward(tmp_path)

@@ -72,13 +72,13 @@ def serving() -> Any:
         ("x" * 61, "x" * 60 + " …"),
     ],
 )
-def test_texts_are_made_printable(text: str, shown: str) -> None:
+def test_texts_are_made_printable(text: str, shown: str):
     assert printable(text, limit=60) == shown
     assert shown.encode()
 
 
 @pytest.mark.parametrize("error", [ContractError(f"messages: {LONE}"), KeyError(LONE), RuntimeError("x" * 100_000)])
-def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, error: Exception) -> None:
+def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, error: Exception):
     def handle(call: Any) -> None:
         raise error
 
@@ -91,7 +91,7 @@ def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, e
         assert "\\ud800" in sent or "xxx" in sent
 
 
-def test_a_request_is_answered_once_and_its_texts_are_escaped(serving: Any) -> None:
+def test_a_request_is_answered_once_and_its_texts_are_escaped(serving: Any):
     request = Request({}, ("reward_errors",))
 
     def handle(call: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_request_is_answered_once_and_its_texts_are_escaped(serving: Any) -> N
 @pytest.mark.parametrize("failures", [1, 9])
 def test_an_answer_that_cannot_be_sent_becomes_an_error_and_raises_nothing(
     serving: Any, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+):
     send, tried = Request.send, list[int]()
 
     def refuse(self: Request, *arguments: Any, **named: Any) -> None:
@@ -124,7 +124,7 @@ def test_an_answer_that_cannot_be_sent_becomes_an_error_and_raises_nothing(
     assert request.responses.empty()
 
 
-def test_a_key_that_is_no_text_is_no_key(serving: Any) -> None:
+def test_a_key_that_is_no_text_is_no_key(serving: Any):
     """A client may send parameters of any JSON type in the body, under the header's name."""
     for value in (5, True, None, 1.5):
         call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER: value})))
@@ -149,7 +149,7 @@ with tempfile.NamedTemporaryFile(dir="/dev/shm") as region:
 """
 
 
-def test_requests_are_hidden_from_other_users_wherever_libraries_were_loaded_from(tmp_path: Path) -> None:
+def test_requests_are_hidden_from_other_users_wherever_libraries_were_loaded_from(tmp_path: Path):
     """A stub decodes as ASCII, also the names of its libraries' folders."""
     (tmp_path / "übung").write_bytes(b"a library")
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "support" / "stub"), *filter(None, sys.path)])
@@ -180,7 +180,7 @@ def pool(*, budget: int = 100, overhead: int = 10) -> RowPool[str]:
 )
 def test_rows_of_nearly_the_oldest_rows_length_join_it_within_the_limits(
     settings: dict[str, int], rows: dict[str, int], expected: list[str]
-) -> None:
+):
     waiting = pool(**settings)
     for name, length in rows.items():
         waiting.add(name, [length])
@@ -190,7 +190,7 @@ def test_rows_of_nearly_the_oldest_rows_length_join_it_within_the_limits(
     assert taken == expected
 
 
-def test_short_requests_pass_between_the_forwards_of_a_long_one_which_is_served_under_a_flood() -> None:
+def test_short_requests_pass_between_the_forwards_of_a_long_one_which_is_served_under_a_flood():
     waiting = pool(budget=10, overhead=0)
     waiting.add("long", [10] * 100)
     assert [waiting.take()[0][0] for _ in range(5)] == ["long"] * 5
@@ -206,7 +206,7 @@ def test_short_requests_pass_between_the_forwards_of_a_long_one_which_is_served_
     assert served[: 20 * LONG_REQUEST_SHARE].count("long") < 20
 
 
-def test_a_long_request_presses_no_more_than_a_few_forwards_and_rows_may_be_kept_from_joining() -> None:
+def test_pressing_tokens_of_a_long_request_are_bounded():
     waiting = pool(budget=10, overhead=0)
     waiting.add("long", [10] * 100)
     waiting.add("short", [7])
@@ -229,7 +229,7 @@ def test_a_long_request_presses_no_more_than_a_few_forwards_and_rows_may_be_kept
 )
 def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
     requests: list[list[int]], budget: int, overhead: int, discarded: set[int]
-) -> None:
+):
     waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead)
     for owner, lengths in enumerate(requests):
         waiting.add(owner, lengths)
@@ -248,7 +248,7 @@ def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
     assert (len(waiting), waiting.tokens, waiting.pressing_tokens, waiting.take()) == (0, 0, 0, [])
 
 
-def test_short_jobs_pass_a_long_one_and_all_are_finished_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_jobs_pass_a_long_one_and_all_are_finished_at_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduling, "SLICE_S", 0.0)  # a step is a slice
     log: list[str] = []
     begin = threading.Event()
@@ -348,7 +348,7 @@ def answers(*requests: Request) -> list[InferenceResponse]:
     return [request.responses.get(timeout=PATIENCE_S) for request in requests]
 
 
-def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(make_model: Any) -> None:
+def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(make_model: Any):
     model, requests = make_model(token_budget=200), [rows_of(1, 20) for _ in range(600)]  # ten rows a forward pass
     threading.Thread(target=model.loaded.execute, args=[requests], daemon=True).start()  # until the backlog is short
     assert model.run(3) == [(1, 10)] * 3
@@ -359,7 +359,7 @@ def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batch
     assert versions == [1] * 40 + [2] * 560
 
 
-def test_a_request_that_has_begun_stays_with_its_version_and_holds_up_no_other(make_model: Any) -> None:
+def test_a_started_request_keeps_its_version_without_blocking_others(make_model: Any):
     model, long, short = make_model(token_budget=200), rows_of(40, 20), [rows_of(1, 20) for _ in range(60)]
     model.loaded.execute([long])
     assert model.run(1) == [(1, 10)]
@@ -372,7 +372,7 @@ def test_a_request_that_has_begun_stays_with_its_version_and_holds_up_no_other(m
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
 
 
-def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused(make_model: Any) -> None:
+def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused(make_model: Any):
     model, requests = make_model(token_budget=10, queue_timeout_s=1), [rows_of(3, 10) for _ in range(2)]
     model.loaded.execute(requests)
     model.run(3)
@@ -409,7 +409,7 @@ def numbered(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbered
     model.end()
 
 
-def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numbered: Numbered) -> None:
+def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numbered: Numbered):
     good = [rows_of(1, 10), demanding(min_version=0), demanding(min_version=1), demanding(exact_version=1)]
     bad = [demanding(min_version=2), demanding(exact_version=0), demanding(min_version=-1)]
     inside = demanding(min_version=2)
@@ -426,7 +426,7 @@ def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numb
     ]
 
 
-def test_a_request_waits_for_a_swap_that_has_begun(numbered: Numbered) -> None:
+def test_a_request_waits_for_a_swap_that_has_begun(numbered: Numbered):
     """Also for one that is rejected; and no longer than a moment, because another server may be faster."""
     numbered.coming = 2
     numbered.loaded.execute([waiting := demanding(min_version=2)])
@@ -449,7 +449,7 @@ def test_a_request_waits_for_a_swap_that_has_begun(numbered: Numbered) -> None:
     assert "m serves version 2" in str(answers(last)[0].error)
 
 
-def test_a_version_that_goes_before_the_first_forward_pass_does_not_answer(numbered: Numbered) -> None:
+def test_a_version_swapped_out_before_the_first_pass_does_not_answer(numbered: Numbered):
     first, exact, least = rows_of(1, 64), demanding(exact_version=1), demanding(min_version=1)
     numbered.loaded.execute([first])
     numbered.loaded.execute([exact, least])
@@ -463,7 +463,7 @@ def test_a_version_that_goes_before_the_first_forward_pass_does_not_answer(numbe
 
 def test_counters_that_the_server_refuses_cost_no_answer(
     make_model: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model, sent = make_model(token_budget=10), list[float]()
     named = serving.NamedCounters("m", "f", "", "counter")
 
@@ -488,7 +488,7 @@ def sentence(text: bytes = b"A list") -> Request:
     return Request({"sentences": np.asarray([[text]], dtype=np.object_)}, (VALUES,))
 
 
-def test_tokens_do_not_wait_for_sentences_that_are_being_read(make_model: Any) -> None:
+def test_tokens_do_not_wait_for_sentences_that_are_being_read(make_model: Any):
     model = make_model(token_budget=100)
     slow, bad, tokens = sentence(), sentence(b"bad"), rows_of(2, 3)
     model.go.release(2)
@@ -503,7 +503,7 @@ def test_tokens_do_not_wait_for_sentences_that_are_being_read(make_model: Any) -
 
 def test_sentences_beyond_the_bound_wait_in_tritons_queue(
     make_model: Any, scoring: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(scoring, "MAX_UNREAD_BYTES", 15)
     model = make_model(token_budget=100)
     model.go.release(2)
@@ -601,7 +601,7 @@ def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:
     return request.responses.get(timeout=PATIENCE_S)
 
 
-def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str, Any], run: LiveRun) -> None:
+def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str, Any], run: LiveRun):
     response = answer_to(models["critic"], Request(SCORING, ("values", "response_values")), run)
     values, of_responses = (response.outputs[name] for name in ("values", "response_values"))
     for i, (row, (prompt,)) in enumerate(zip(ROWS, SCORING["prompt_lengths"], strict=True)):
@@ -612,7 +612,7 @@ def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str,
 @pytest.mark.parametrize(("model", "requested"), REQUESTED)
 def test_exactly_the_requested_outputs_are_sent(
     models: dict[str, Any], run: LiveRun, model: str, requested: tuple[str, ...]
-) -> None:
+):
     request = Request(INPUTS.get(model, SCORING), requested)
     response = answer_to(models[model], request, run)
     assert response.error is None
@@ -620,7 +620,7 @@ def test_exactly_the_requested_outputs_are_sent(
     assert request.num_looks_at_outputs <= 1  # each builds a new set of strings
 
 
-def test_a_request_that_names_no_outputs_gets_no_optional_ones(models: dict[str, Any], run: LiveRun) -> None:
+def test_a_request_that_names_no_outputs_gets_no_optional_ones(models: dict[str, Any], run: LiveRun):
     """Triton then names all that the configuration declares."""
     model = "reward_checkpoint"
     response = answer_to(models[model], Request(SCORING, (*OUTPUTS[model], UNNAMED)), run)
@@ -630,7 +630,7 @@ def test_a_request_that_names_no_outputs_gets_no_optional_ones(models: dict[str,
 @pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer
 def test_the_critic_runs_for_values_alone(
     models: dict[str, Any], run: LiveRun, monkeypatch: pytest.MonkeyPatch, requested: list[str]
-) -> None:
+):
     def fail(*_: object) -> None:
         raise AssertionError("no forward is needed")
 

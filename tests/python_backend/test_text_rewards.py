@@ -152,7 +152,7 @@ def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
 @pytest.mark.parametrize("has_cls", [True, False])
 def test_only_an_encoders_chat_gets_special_tokens_whatever_the_tokenizer_has(
     tmp_path: Path, family: str, *, has_cls: bool
-) -> None:
+):
     cls = {"cls_token": "[CLS]" if family == "bert" else "<s>"} if has_cls else {"cls_token": None}
     tokenizer = save_text_reward(tmp_path, family, chat_template=PLAIN_CHAT, **cls)
     rows, rewards = score(tmp_path, [""], [{"messages": CHAT}])
@@ -330,14 +330,14 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_the_tokens_with_which_a_template_ends_a_reply(template: str | dict[str, str] | None, ends: list[str]) -> None:
+def test_the_tokens_with_which_a_template_ends_a_reply(template: str | dict[str, str] | None, ends: list[str]):
     tokenizer = make_text_tokenizer("llama", chat_template=template)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
     tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])
     assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == ends
 
 
-def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) -> None:
+def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path):
     """Neither BOS, padding, the end of a turn in the template, nor one that generation_config.json names."""
     tokenizer = make_text_tokenizer("llama", chat_template=CHATML)
     names = ("<|im_start|>", "<|im_end|>", "<|return|>", "<think>")
@@ -359,7 +359,7 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path) ->
 
 @families
 @pytest.mark.parametrize("pad", ["!", "the"])
-def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, family: str, pad: str) -> None:
+def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, family: str, pad: str):
     """Published tokenizers pad with "!", which transformers then lists among the special tokens."""
     texts = [*TEXTS, "y!"]
     (token,) = make_text_tokenizer(family, texts)("y " + pad, add_special_tokens=False)["input_ids"][-1:]
@@ -448,7 +448,7 @@ def assert_refused(ask: Ask, cases: list[tuple[dict[str, Any], str]]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "mixtral"])
-def test_log_odds_and_logits_are_those_of_the_whole_output_layer(tmp_path: Path, family: str) -> None:
+def test_log_odds_and_logits_are_those_of_the_whole_output_layer(tmp_path: Path, family: str):
     save_tiny(tmp_path, family, "language", vocab_size=VOCAB)
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     rows = [np.asarray([5, 9, 2, 11]), np.asarray([7]), np.asarray([3, 3, 8, 8, 1, 0, 12])]
@@ -460,7 +460,7 @@ def test_log_odds_and_logits_are_those_of_the_whole_output_layer(tmp_path: Path,
     assert odds.model.get_output_embeddings().weight.shape[0] == 4  # no [B, S, V] anywhere
 
 
-def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., Ask], tmp_path: Path) -> None:
+def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., Ask], tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     ids = single_tokens(tokenizer, [" the", " it"])
     hint = "{% if metadata.hint is defined %} {{ metadata.hint }}{% endif %}"
@@ -481,7 +481,7 @@ def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., A
     near(reward[0, 0], own.softmax(-1)[0])
 
 
-def test_names_that_are_not_one_token(tmp_path: Path) -> None:
+def test_names_that_are_not_one_token(tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     for tokens, message in (
         (["sunshine"], r"'sunshine' is . tokens of the tokenizer in .*, but must be one"),
@@ -495,7 +495,7 @@ def test_names_that_are_not_one_token(tmp_path: Path) -> None:
         single_tokens(make_text_tokenizer("bert"), ["ж"])  # the unknown token is no name
 
 
-def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path) -> None:
+def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path):
     save_model(tmp_path, "language")
     ask = serve(tmp_path, logit=LOGIT, template=" {{ prompt }}{{ response }} ")
     needs = "tokens: reward.template needs more than a row of tokens; send sentences and metadata"
@@ -525,7 +525,7 @@ def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tup
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str) -> None:
+def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str):
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
     ask = serve(tmp_path, process={"separator": ". "})
     text = PROMPT + "".join(STEPS)
@@ -543,7 +543,7 @@ def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: 
 @pytest.mark.parametrize("process", [{"separator": ". "}, {"separator": "<pad>"}, {"granularity": "token"}], ids=str)
 def test_steps_of_a_chat_begin_as_its_template_does(
     serve: Callable[..., Ask], tmp_path: Path, template: str, process: dict[str, str]
-) -> None:
+):
     tokenizer = save_model(tmp_path, "critic", family="llama", num_labels=1)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
@@ -561,7 +561,7 @@ def test_steps_of_a_chat_begin_as_its_template_does(
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_response_has_the_same_steps_as_text_and_as_tokens(
     serve: Callable[..., Ask], tmp_path: Path, family: str, separator: str
-) -> None:
+):
     """SentencePiece, as of Llama 2, has the space before a word in the word's token."""
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
     ask = serve(tmp_path, process={"separator": separator})
@@ -573,7 +573,7 @@ def test_a_response_has_the_same_steps_as_text_and_as_tokens(
     assert counts[0] == counts[1] > 2
 
 
-def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
+def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path):
     """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={"separator": "."}, score="logit")
@@ -609,7 +609,7 @@ def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["critic", "reward"])
-def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head: str) -> None:
+def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head: str):
     """Of a token classifier, and of a decoder's sequence classification head applied at each token."""
     if head == "critic":
         save_model(tmp_path, head)
@@ -624,7 +624,7 @@ def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head
     assert got["step_ends"].tolist() == [[2, 3, 4]]
 
 
-def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask], tmp_path: Path) -> None:
+def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask], tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     ids = single_tokens(tokenizer, [" the", " it"])
     ask = serve(tmp_path, logit=LOGIT, process={"separator": ". ", "mark": "<|im_end|> "})
@@ -647,7 +647,7 @@ BAD_ENDS: list[tuple[Any, str]] = [
 ]
 
 
-def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
+def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path):
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={})
     full = {"tokens": np.asarray([[5] * POSITIONS])}
@@ -672,7 +672,7 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path) -> None:
         assert_refused(serve(tmp_path, process=process, **settings), [(inputs, message)])
 
 
-def test_checkpoints_that_score_no_tokens(tmp_path: Path) -> None:
+def test_checkpoints_that_score_no_tokens(tmp_path: Path):
     save_text_reward(tmp_path / "pooled", "bert")
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")

@@ -89,7 +89,7 @@ def without_server(run: LiveRun) -> LiveRun:
     return dataclasses.replace(run, config=load_config(run.path))
 
 
-def test_an_actor_killed_in_the_middle_of_turns_resumes_with_the_same_bits(tmp_path: Path, checkpoints: Checkpoints):
+def test_an_actor_killed_between_turns_resumes_bit_identically(tmp_path: Path, checkpoints: Checkpoints):
     runs = []
     for name in ("undisturbed", "killed"):
         log = tmp_path / f"{name}.log"

@@ -76,9 +76,7 @@ def start_entry_point(folder: Path, tritonserver: str, *arguments: str) -> subpr
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_stopped_container_and_the_drain_command_unload_every_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_container_and_the_drain_command_unload_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     repository = tmp_path / "repository"
     write_repository(repository)
     with tiny_server(tmp_path) as server, server.control() as control:
@@ -100,7 +98,7 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(
     assert drain(repository, server.section.http_url) == 1, "it does not run"
 
 
-def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A model stays in the index until its requests are answered, which those of a dead process never are."""
     name = f"stub-of-{tmp_path.name}-{os.getpid()}"
     monkeypatch.setattr("rlhf_triton.tools.server.drain.STUB", name)
@@ -124,14 +122,14 @@ def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, mon
     assert 103.0 < now[0] < 105.0
 
 
-def test_what_the_server_writes_is_private_and_its_exit_code_is_the_containers(tmp_path: Path) -> None:
+def test_server_files_are_private_and_its_exit_code_is_passed_on(tmp_path: Path):
     container = start_entry_point(tmp_path, "#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\nexit 3")
     container.communicate()
     assert container.returncode == 3
     assert [path for path in (tmp_path / "runs").rglob("*") if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
-def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:
+def test_everything_that_is_not_needed_is_closed(tmp_path: Path):
     command = tritonserver_command(tmp_path, key="secret", address="0.0.0.0", control_address="127.0.0.1")
     options = {name: value for name, _, value in (argument.partition("=") for argument in command[1:])}
     for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
@@ -152,7 +150,7 @@ def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:
 )
 def test_a_key_is_made_once_and_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str], name: str, variable: str
-) -> None:
+):
     monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "weights"  # the control key is beside it: all that share the weights share the key
     key, (file,) = make(folder), tmp_path.rglob(name)
@@ -161,7 +159,7 @@ def test_a_key_is_made_once_and_is_private(
     assert make(folder) == "given"
 
 
-def test_a_control_key_that_a_power_failure_has_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_key_that_a_power_failure_has_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     for cut in ("", " \n", "0123456789abcde"):
         (tmp_path / "control.key").write_text(cut)
@@ -177,7 +175,7 @@ def rendered(folder: Path, **sections: dict) -> Path:
     return folder
 
 
-def test_training_needs_the_key_unless_another_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_needs_the_key_unless_another_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "other")
     rewards = {"length": {"function": "rewards/length.py:penalty"}}
     for name, key, sections in (
@@ -208,7 +206,7 @@ def make_current(weights: Path, version: int) -> None:
 
 def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """With the wheel's server, but for the one option that it does not know yet."""
     write_repository(tmp_path / "source")
     with (tmp_path / "source" / "critic" / "config.pbtxt").open("a") as config:
@@ -253,7 +251,7 @@ def test_the_healthcheck_without_a_probe_of_all_models(
     sections: dict[str, Any],
     refusal: str | None,
     behind: str,
-) -> None:
+):
     """A live reward model behind CURRENT is not healthy; one that needs more than tokens, and says so, is."""
     repository = rendered(tmp_path / "repository", **sections)
 
@@ -344,9 +342,7 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_what_is_printed_serves_in_a_clean_shell_and_the_example_gets_rewards(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_what_is_printed_serves_in_a_clean_shell_and_the_example_gets_rewards(checkpoints: Checkpoints, tmp_path: Path):
     folder = tmp_path
     (folder / "my.yaml").write_text(block("yaml"))
     (folder / "my_rewards.py").write_text(FUNCTION)

@@ -114,7 +114,7 @@ def newest(run: LiveRun, room: str) -> int:
     return max(saved_steps(run.config.run.dir / "checkpoints" / room), default=0)
 
 
-def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_kills_of_all_processes_leave_the_run_bit_identical(calm: System, tmp_path: Path, checkpoints: Checkpoints):
     """The critic's process and the sidecar, and then a rank of the actor, whose step 5 is trained already.
 
     All ranks go back to step 3. The actor is stopped by SIGTERM, and its requests hold other rows after that; then rank
@@ -155,7 +155,7 @@ def test_killing_all_three_changes_no_bit(calm: System, tmp_path: Path, checkpoi
         system.stop()
 
 
-def test_a_killed_actor_without_a_critic_changes_no_bit_and_goes_on_on_two_ranks(calm: System, tmp_path: Path) -> None:
+def test_a_killed_actor_without_a_critic_changes_no_bit_and_goes_on_on_two_ranks(calm: System, tmp_path: Path):
     """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
 
     def start(folder: str, *more: str) -> Child:

@@ -105,7 +105,7 @@ def metric(run: LiveRun, name: str, model: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System) -> None:
+def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System):
     run = live.run
     first, pid = run.store.current() or 0, run.store.serving()[0].pid
     before = assert_serves(run, first)
@@ -122,7 +122,7 @@ def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System)
 
 
 @pytest.mark.slow
-def test_an_update_changes_the_served_values_through_triton(finished: FinishedRun) -> None:
+def test_an_update_changes_the_served_values_through_triton(finished: FinishedRun):
     """With `critic.reload=triton` the instance no longer takes up CURRENT on its own."""
     run = finished.run
     finished.stop_sidecar()
@@ -174,7 +174,7 @@ async def seen(versions: Container[int], version: int) -> None:
 
 
 @pytest.mark.usefixtures("reward_version_0_again")
-def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_path: Path) -> None:
+def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_path: Path):
     """3 swaps of the critic and a reload of it through Triton's load API, and a swap of the reward model."""
     run, first = live.run, live.run.next_step()
 
@@ -258,7 +258,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 @pytest.mark.slow
-def test_processes_share_the_requests_and_change_versions_together(several: System) -> None:
+def test_processes_share_the_requests_and_change_versions_together(several: System):
     store, processes = several.run.store, processes_of(several)
     before = [cpu_s(process) for process in processes]
     with CriticLoad(several.run.url, ROWS) as load:
@@ -286,7 +286,7 @@ def test_processes_share_the_requests_and_change_versions_together(several: Syst
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_replaced(several: System) -> None:
+def test_a_killed_process_is_replaced(several: System):
     """What a killed instance had taken over is lost. Without a rank, rank 0 refuses requests until it is unloaded."""
     processes = processes_of(several)
     with CriticLoad(several.run.url, ROWS) as load:
@@ -315,7 +315,7 @@ def config_of(rig: Rig, folder: Path) -> list[str]:
     return ["--config", str(path)]
 
 
-def test_versions_are_read_through_and_the_bad_one_is_named(rig: Rig, tmp_path: Path, capsys: Output):
+def test_weights_verify_names_the_damaged_version(rig: Rig, tmp_path: Path, capsys: Output):
     """The list is in tests/trainer/test_reward_publishing.py."""
     rig.train(1, 2)
     config = config_of(rig, tmp_path)
@@ -362,7 +362,7 @@ def test_rollback_serves_old_bytes_under_a_new_number(
     assert rig.store.current() == 6
 
 
-def test_an_empty_store_is_told(tmp_path: Path, capsys: Output):
+def test_commands_report_an_empty_store(tmp_path: Path, capsys: Output):
     (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/nothing}}")
     assert main(["list", "--config", str(tmp_path / "run.yaml")]) == 2
     assert re.search("error: the weights store .* is empty", capsys.readouterr().err)

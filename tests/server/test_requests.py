@@ -69,7 +69,7 @@ def assert_scores(system: System, checkpoints: Checkpoints, rows: list[np.ndarra
         assert not answer["values"][0, row.size :].any()
 
 
-def test_rows_alone_and_in_one_request_that_is_padded_to_its_own_width(live: System, checkpoints: Checkpoints) -> None:
+def test_rows_score_equally_alone_and_padded_in_one_request(live: System, checkpoints: Checkpoints):
     rows = random_rows(LENGTHS, seed=1)
     answers = [ask(live.run.url, CRITIC_INFER, scoring_inputs([row])) for row in rows]
     assert [answer["values"].shape for answer in answers] == [(1, row.size) for row in rows]
@@ -86,7 +86,7 @@ def test_rows_alone_and_in_one_request_that_is_padded_to_its_own_width(live: Sys
     assert_scores(live, checkpoints, rows, by_row)
 
 
-def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, checkpoints: Checkpoints) -> None:
+def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, checkpoints: Checkpoints):
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = {model: settled_statistics(control, model) for model in (REWARD_MODEL, CRITIC)}
@@ -109,7 +109,7 @@ def mean_batch(before: Any, after: Any) -> float:
     return (after.inference_count - before.inference_count) / (after.execution_count - before.execution_count)
 
 
-def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
+def test_values_alone_do_not_run_the_reward_model(live: System):
     rows = scoring_inputs(mixed_rows(8, seed=6))
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = settled_statistics(control, REWARD_MODEL)
@@ -120,7 +120,7 @@ def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
 
 
 @pytest.mark.slow
-def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
+def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun):
     def one_forward_a_row(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"] = {"string_value": "1"}
         config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 4
@@ -146,7 +146,7 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_calls_of_the_replaced_system_word_for_word(finished: FinishedRun, checkpoints: Checkpoints) -> None:
+def test_nemo_aligners_requests_work_unchanged(finished: FinishedRun, checkpoints: Checkpoints):
     """PyTriton's FuturesModelClient. Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1."""
 
     def client(model: str) -> FuturesModelClient:  # one per endpoint; PyTriton warns where little of 60 s is left
@@ -214,7 +214,7 @@ BAD_SCORING = [
 ]
 
 
-def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoints) -> None:
+def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoints):
     """Sent at once with good rows, so that they share batches."""
     rows = random_rows(range(3, 35), seed=6)
     bad = [(CRITIC_INFER, arrays) for arrays, _ in BAD_SCORING]
@@ -228,7 +228,7 @@ def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoint
     np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE)
 
 
-def test_within_critic_infer_a_demanded_version_is_the_critics_and_not_the_rewards(finished: FinishedRun) -> None:
+def test_within_critic_infer_a_demanded_version_is_the_critics_and_not_the_rewards(finished: FinishedRun):
     """Although Triton gives the parameters to all models of an ensemble."""
     served = finished.run.store.current() or 0
     assert served > 0, "else the reward model, whose version is 0, would have it, too"
@@ -265,7 +265,7 @@ REFUSED = [
 ]
 
 
-def test_a_refusal_names_the_field(live: System) -> None:
+def test_a_refusal_names_the_field(live: System):
     ask(live.run.url, CRITIC_TRAIN, GOOD, headers=KEY)
     last = live.run.journal.last_step()
     for model, arrays, words in REFUSED:
@@ -276,7 +276,7 @@ def test_a_refusal_names_the_field(live: System) -> None:
     assert live.run.journal.last_step() == last
 
 
-def test_a_request_that_a_model_refuses_is_counted(live: System) -> None:
+def test_a_request_that_a_model_refuses_is_counted(live: System):
     """Triton counts it as a success, since there was a response."""
 
     def refused(status: str) -> float:
@@ -305,7 +305,7 @@ def post_json(system: System, model: str, body: dict[str, Any], **headers: str) 
     return text
 
 
-def test_plain_json_without_rows_is_answered(live: System) -> None:
+def test_plain_json_without_rows_is_answered(live: System):
     """Triton lets requests of no rows pass; without an answer the caller would wait indefinitely."""
     for model in (REWARD_MODEL, CRITIC, CRITIC_INFER):
         for name, shape, kind in (("tokens", [0, 5], "INT64"), ("sentences", [0, 1], "BYTES")):
@@ -313,7 +313,7 @@ def test_plain_json_without_rows_is_answered(live: System) -> None:
 
 
 @pytest.mark.parametrize("model", [CRITIC_TRAIN, CRITIC_SAVE])
-def test_training_needs_the_key(live: System, model: str) -> None:
+def test_training_needs_the_key(live: System, model: str):
     """In a header, which may be spelled as HTTP allows; scoring needs none."""
     arrays = GOOD if model == CRITIC_TRAIN else SAVE
     before = live.run.journal.last_step()
@@ -329,7 +329,7 @@ def test_training_needs_the_key(live: System, model: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Origin", "origin"])
-def test_a_web_page_can_neither_train_nor_save(finished: FinishedRun, name: str) -> None:
+def test_a_web_page_can_neither_train_nor_save(finished: FinishedRun, name: str):
     """As a browser sends it without asking the server first; a parameter in the body does not hide the header."""
     before = finished.run.journal.last_step()
     inputs = {
@@ -354,7 +354,7 @@ def test_a_web_page_can_neither_train_nor_save(finished: FinishedRun, name: str)
 # ---- steps ----
 
 
-def test_a_step_sent_by_many_at_once_is_trained_once_and_clients_without_steps_never_share_one(live: System) -> None:
+def test_a_step_sent_by_many_at_once_is_trained_once_and_clients_without_steps_never_share_one(live: System):
     """Half of them pad the same content otherwise; one comes again, later."""
     step = live.run.next_step()
     narrow = {**training_inputs(seed=21), "sequence_lengths": np.full((4, 1), 12), **identity("test", step)}
@@ -373,7 +373,7 @@ def test_a_step_sent_by_many_at_once_is_trained_once_and_clients_without_steps_n
 
 def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_sidecar_write(
     finished: FinishedRun,
-) -> None:
+):
     def modes() -> list[int]:
         paths = SHARED_MEMORY.glob(f"rlhf-{finished.server.process.pid}-*")
         return [stat.S_IMODE(path.stat().st_mode) for path in paths]
@@ -426,7 +426,7 @@ def is_closed_over_grpc(channel: grpc.Channel, method: Any, headers: Mapping[str
 
 
 @pytest.mark.parametrize("holder", ["none", "wrong", "training", "control"])
-def test_the_control_key_alone_opens_what_changes_a_server(live: System, holder: str) -> None:
+def test_the_control_key_alone_opens_what_changes_a_server(live: System, holder: str):
     """docs/operating.md has the table. Over gRPC, every method is called."""
     control = control_key(live.run.config.run.weights_dir)
     key = {"none": "", "wrong": "guessed", "training": TRAINING_KEY, "control": control}[holder]
@@ -443,7 +443,7 @@ def test_the_control_key_alone_opens_what_changes_a_server(live: System, holder:
 @pytest.mark.slow
 def test_a_load_without_the_control_key_says_what_to_set_and_the_list_of_processes_does_not_show_it(
     live: System,
-) -> None:
+):
     refusal = pytest.raises(ControlPlaneError, match=r"requires a key for model control.*; set TRITON_CONTROL_KEY")
     with ControlPlane(live.run.config.server.grpc_url, "") as control, refusal:
         control.load("critic_save", parameters={"weights_version": "1"}, timeout_s=120)

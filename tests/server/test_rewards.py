@@ -91,7 +91,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 
 
 @pytest.mark.slow
-def test_the_run_logs_every_component_masks_what_failed_and_keeps_its_templates(mixed: System) -> None:
+def test_the_run_logs_every_component_masks_what_failed_and_keeps_its_templates(mixed: System):
     """A policy and a critic with experts are trained; tests/actor and tests/trainer have the files of all families."""
     code, log = run_actor(mixed.run, "actor")
     assert code == 0
@@ -112,7 +112,7 @@ def test_the_run_logs_every_component_masks_what_failed_and_keeps_its_templates(
 
 
 @pytest.mark.slow
-def test_a_text_as_sequence_id_changes_nothing(mixed: System) -> None:
+def test_a_text_as_sequence_id_changes_nothing(mixed: System):
     """It kills tritonserver 2.51 where a step of an ensemble is an ensemble itself."""
     tokens = array_tensor("tokens", np.stack(random_rows([5, 5], seed=3)))
     for model, sequence_id in itertools.product((REWARD_MODEL, CRITIC_INFER), ("x", "x" * 100)):
@@ -121,7 +121,7 @@ def test_a_text_as_sequence_id_changes_nothing(mixed: System) -> None:
 
 
 @pytest.mark.slow
-def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
+def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System):
     """tritonserver 2.51 deadlocks when a step fails over gRPC while another one of its request is running."""
     at = mixed.run.config.server
     bad = [Request(model, [array_tensor("tokens", np.full((1, 5), 4711))]) for model in (REWARD_MODEL, CRITIC_INFER)]
@@ -167,7 +167,7 @@ def serve_reward(finished: FinishedRun) -> Iterator[Callable[..., None]]:
 @pytest.mark.slow
 def test_a_process_reward_is_served_and_trained_on(
     serve_reward: Callable[..., None], finished: FinishedRun, tmp_path: Path
-) -> None:
+):
     """A token classifier with two labels, as TRL trains them."""
     url, tokenizer, folder = finished.run.url, make_tokenizer(), tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)

@@ -60,7 +60,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
     finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+):
     assert finished.exit_code == 0, finished.actor_log
     folder = finished.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
@@ -93,7 +93,7 @@ def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
 
 
 @pytest.mark.slow
-def test_without_a_sidecar_requests_end_with_a_sentence_and_are_processed_when_it_is_back(live: System) -> None:
+def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System):
     live.stop_sidecar()
     step = live.run.next_step()
     arrays = {**training_inputs(seed=50), **identity("test", step)}
@@ -174,7 +174,7 @@ def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process: subprocess.Popen[str]) -> None:
+def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process: subprocess.Popen[str]):
     log = tmp_path / "run" / "logs" / "sidecar.log"
     wait_for(lambda: "weights_version=" in log.read_text(), timeout_s=60)  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
@@ -192,7 +192,7 @@ def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process:
 @pytest.mark.slow
 def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
     tmp_path: Path, process: subprocess.Popen[str]
-) -> None:
+):
     children(process)["server"].send_signal(signal.SIGKILL)
     wait_for(lambda: "serving again after" in (tmp_path / "output").read_text(), timeout_s=120)
     wait_for_steps(tmp_path, process, len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) + 3)
@@ -232,7 +232,7 @@ def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
 @pytest.mark.slow
 def test_the_critics_client_and_the_example_that_trains_with_it(
     live: System, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path = Path(__file__).resolve().parents[2] / "examples" / "ppo_with_triton_critic.py"
     spec = importlib.util.spec_from_file_location("ppo_with_triton_critic", path)
     assert spec is not None
@@ -299,7 +299,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
 
 
 @pytest.mark.slow
-def test_one_trace_leads_from_the_step_to_the_reload(served: Served) -> None:
+def test_one_trace_leads_from_the_step_to_the_reload(served: Served):
     for root in served.received.named("step"):
         step, spans = root.attributes["step"], [each for each in served.received.spans if each.trace == root.trace]
         names = {span.id: span.name for span in spans}
@@ -329,7 +329,7 @@ def test_one_trace_leads_from_the_step_to_the_reload(served: Served) -> None:
     assert len(served.received.named("validation")) == 2
 
 
-def test_a_repeated_step_may_belong_to_another_trace(live: System) -> None:
+def test_a_repeated_step_may_belong_to_another_trace(live: System):
     """The context is stored with the journal's entry, but it is not content that a repeat must share."""
     step = live.run.next_step()
     request = {**training_inputs(seed=1), **identity("test", step)}
@@ -343,7 +343,7 @@ def test_a_repeated_step_may_belong_to_another_trace(live: System) -> None:
 
 
 @pytest.mark.slow
-def test_rewards_and_kl_are_those_of_a_run_with_a_copy(served: Served, finished: FinishedRun) -> None:
+def test_served_reference_gives_the_same_rewards_and_kl(served: Served, finished: FinishedRun):
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
     summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
@@ -373,9 +373,9 @@ def compare(run: LiveRun, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_actor_that_does_not_fit_is_refused(
+def test_an_actor_with_other_settings_is_refused(
     served: Served, live: System, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+):
     """Other banned tokens are those of the same vocabulary and weights, with another role of a token."""
     folders = {
         name: make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)

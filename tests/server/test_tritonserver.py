@@ -42,7 +42,7 @@ def _nothing_is_left() -> Iterator[None]:
     assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
 
 
-def test_start_load_probe_stop(tmp_path: Path) -> None:
+def test_start_load_probe_stop(tmp_path: Path):
     write_repository(tmp_path / "repository")
     lines: list[str] = []
     state = tmp_path / "server.json"
@@ -71,7 +71,7 @@ def test_start_load_probe_stop(tmp_path: Path) -> None:
     server.stop()  # once more does nothing
 
 
-def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path) -> None:
+def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = tiny_server(tmp_path, metrics_port=port)
@@ -96,13 +96,13 @@ def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path)
     ],
 )
 @pytest.mark.parametrize("port", [0, 45678])
-def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host: str, told: str, port: int) -> None:
+def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host: str, told: str, port: int):
     section = ServerSection(host=host, http_port=port, grpc_port=45679, metrics_port=45680)
     with pytest.raises(ServerStartError, match=re.escape(told)):
         check_ports(with_free_ports(section))
 
 
-def test_names_are_resolved_for_the_server(tmp_path: Path) -> None:
+def test_names_are_resolved_for_the_server(tmp_path: Path):
     """tritonserver binds 255.255.255.255 for a name."""
     for host, address in {"localhost": "127.0.0.1", "127.1": "127.0.0.1", "0.0.0.0": "0.0.0.0"}.items():
         section = with_free_ports(ServerSection(host=host, http_port=0, grpc_port=0, metrics_port=0))
@@ -123,7 +123,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads() -> None:
+def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads():
     first, second = ([free_port() for _ in range(3)] for _ in range(2))
 
     def start(*ports: int, host: str = "127.0.0.1") -> subprocess.Popen[str]:
@@ -152,7 +152,7 @@ def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads() -> N
     assert claimed == "claimed\n"
 
 
-def test_a_free_port_stays_free_for_the_server_alone() -> None:
+def test_a_free_port_stays_free_for_the_server_alone():
     """Until the server starts, seconds later, no connection and no other process may be given its port."""
     port = free_port()
     with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
@@ -186,14 +186,14 @@ def write_loading(statement: str) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_a_start_that_fails_says_why(tmp_path: Path, write: Callable[[Path], None], reason: str) -> None:
+def test_a_start_that_fails_says_why(tmp_path: Path, write: Callable[[Path], None], reason: str):
     write(tmp_path / "repository")
     with tiny_server(tmp_path) as server, pytest.raises(ServerStartError, match=reason):
         server.wait_ready()
 
 
 @pytest.mark.slow
-def test_a_stub_of_another_python_does_not_hang(tmp_path: Path) -> None:
+def test_a_stub_of_another_python_does_not_hang(tmp_path: Path):
     write_scoring_model(tmp_path / "repository", "critic")
     home = find_tritonserver(None)
     other = dataclasses.replace(home, stub=home.stub.parents[1] / "3.8" / home.stub.name)
@@ -204,7 +204,7 @@ def test_a_stub_of_another_python_does_not_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path) -> None:
+def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path):
     write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(600)")
     for _ in range(2):
         with tiny_server(tmp_path, start_timeout_s=2) as server:
@@ -215,7 +215,7 @@ def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path) -
     assert b"loading: critic:1" in server.log_path.with_suffix(".previous.log").read_bytes()
 
 
-def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tmp_path: Path) -> None:
+def test_server_readiness_follows_its_models_not_their_errors(tmp_path: Path):
     """Its log may hold bytes that are no text."""
     lines: list[str] = []
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
@@ -232,7 +232,7 @@ def test_a_server_is_ready_when_its_models_are_and_their_errors_are_no_deaths(tm
         assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
 
 
-def test_a_stub_that_cannot_find_its_python(tmp_path: Path) -> None:
+def test_a_stub_that_cannot_find_its_python(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text("Fatal Python error: init_fs_encoding: failed to get the Python codec\n")
     assert "Fatal Python error: init_fs_encoding" in str(stub_failure(log))
@@ -259,7 +259,7 @@ input()
 """
 
 
-def test_regions_stay_as_long_as_any_of_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_stay_as_long_as_any_of_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -292,7 +292,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
+def test_the_next_start_removes_what_a_kill_left(tmp_path: Path):
     write_scoring_model(tmp_path / "repository", "critic")
     command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parents[1] / "support")]
     killed = subprocess.Popen(command)

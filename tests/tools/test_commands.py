@@ -78,7 +78,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return set(lines)
 
 
-def test_help_has_a_line_for_each_command_and_imports_nothing(program: Path) -> None:
+def test_help_has_a_line_for_each_command_and_imports_nothing(program: Path):
     done = run(program, "--help")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "usage: rlhf-triton <command> [--help]")
     for name, (_, what) in COMMANDS.items():
@@ -89,7 +89,7 @@ def test_help_has_a_line_for_each_command_and_imports_nothing(program: Path) -> 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_is_quick_to_import(name: str, program: Path) -> None:
+def test_help_of_a_command_is_quick_to_import(name: str, program: Path):
     done = run(program, name, "--help")
     assert (done.returncode, done.stdout.startswith(f"usage: rlhf-triton {name} ")) == (0, True)
     assert not imported(done) & HEAVY
@@ -101,7 +101,7 @@ def test_help_of_a_command_is_quick_to_import(name: str, program: Path) -> None:
 )
 def test_exit_code_2_of_wrong_arguments(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(sys, "argv", ["rlhf-triton", *arguments])
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:
@@ -128,7 +128,7 @@ def test_a_missing_package_names_the_extra_that_has_it(
     extra: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     def missing() -> None:
         raise ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
 
@@ -141,7 +141,7 @@ def test_a_missing_package_names_the_extra_that_has_it(
     assert capsys.readouterr().err == told
 
 
-def test_overrides_stand_on_both_sides_of_options() -> None:
+def test_overrides_stand_on_both_sides_of_options():
     whole, commands = argparse.ArgumentParser(), argparse.ArgumentParser()
     add_run_arguments(whole)
     add_run_arguments(commands.add_subparsers().add_parser("list"))
@@ -165,7 +165,7 @@ def test_overrides_stand_on_both_sides_of_options() -> None:
 )
 def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
     words: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     with pytest.raises(SystemExit):
@@ -175,7 +175,7 @@ def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
 
 def test_exit_code_2_of_an_error_of_each_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "it reports an error as a finding"
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["rlhf-triton"])
@@ -197,7 +197,7 @@ def test_exit_code_2_of_an_error_of_each_command(
 )
 def test_versions_of_a_configuration_that_serves_none(
     words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}}}\nreward: {{model: m}}")
     assert weights.main([*words.split(), "--config", str(tmp_path / "my.yaml")]) == 2
     assert told in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_versions_of_a_configuration_that_serves_none(
 @pytest.mark.parametrize(
     ("command", "code"), [("run", 130), ("weights list", 130), ("gateway", 130), ("doctor", 130), ("serve", 0)]
 )
-def test_exit_code_of_an_interrupted_command(command: str, code: int, program: Path, tmp_path: Path) -> None:
+def test_exit_code_of_an_interrupted_command(command: str, code: int, program: Path, tmp_path: Path):
     """The signal arrives while the command reads its YAML, a pipe that stays empty."""
     os.mkfifo(tmp_path / "my.yaml")
     arguments = [str(program), *command.split(), "--config", str(tmp_path / "my.yaml")]
@@ -242,7 +242,7 @@ def test_the_newest_policy_is_named_after_an_error(
     capsys: pytest.CaptureFixture[str],
     left: int,
     says: str,
-) -> None:
+):
     """The checkpoint is of step 7; `policy/` is missing, of an earlier stop, or of that step, too."""
     config = make_run(tmp_path / "a run", checkpoints)
     folder = config.config.run.dir
@@ -269,9 +269,7 @@ def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_in_each_phase(tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]):
     run = make_run(tmp_path, checkpoints)
     assert lines_of(run.path, capsys) == [
         f"run       test in {tmp_path}: not running; no step has ended",
@@ -301,7 +299,7 @@ def test_status_of_a_run_that_has_not_begun_goes_on_was_killed_and_has_finished(
 
 def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_host(
     finished: FinishedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     run, store = finished.run, finished.run.store
     last = json.loads((run.config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     current = store.current()
@@ -330,7 +328,7 @@ def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_
 
 def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     run = make_run(tmp_path, checkpoints)
     folders = run.config.run
     folders.journal_dir.mkdir(parents=True)

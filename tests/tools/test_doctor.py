@@ -78,7 +78,7 @@ def findings(*arguments: str) -> dict[str, Finding]:
     return {found.name: found for found in doctor.findings(Path(arguments[0]), arguments[1:])}
 
 
-def test_a_machine_that_works_and_a_run_that_has_not_begun(config: Path) -> None:
+def test_a_machine_that_works_and_a_run_that_has_not_begun(config: Path):
     code, found = run_doctor("--config", str(config))
     assert (code, problems(found)) == (0, []), found
     for name in ("python", "libpython", "numpy", "nvidia-pytriton", "tritonserver", "shared memory", "disk", "clock"):
@@ -87,9 +87,7 @@ def test_a_machine_that_works_and_a_run_that_has_not_begun(config: Path) -> None
     assert "server           not running" in found
 
 
-def test_other_versions_a_broken_package_and_few_open_files_are_named_with_their_remedies(
-    tmp_path: Path, config: Path
-) -> None:
+def test_other_versions_a_broken_package_and_few_open_files_are_named_with_their_remedies(tmp_path: Path, config: Path):
     for name, version in (("numpy", "2.1.0"), ("nvidia_pytriton", "0.5.1")):
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
@@ -110,7 +108,7 @@ def test_other_versions_a_broken_package_and_few_open_files_are_named_with_their
     assert 'empty tensors: run `pip install "numpy<2"`' in server
 
 
-def test_packages_that_are_not_installed_are_named() -> None:
+def test_packages_that_are_not_installed_are_named():
     """`-S`: a Python without the packages of its environment."""
     required = [name for name in importlib.metadata.requires("rlhf-on-triton") or [] if "extra ==" not in name]
     assert {re.split("[<>=]", name)[0] for name in required} <= doctor.PACKAGES.keys()
@@ -123,7 +121,7 @@ def test_packages_that_are_not_installed_are_named() -> None:
     assert "\nok       clock" in found
 
 
-def test_disks_shared_memory_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disks_shared_memory_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with small_disk(tmp_path / "disk", 4) as disk:
         monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
         (memory,) = doctor.shared_memory()
@@ -149,7 +147,7 @@ def refuse_all(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path) -> None:
+def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path):
     """Another program listens, which is not the run's server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -173,7 +171,7 @@ def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path) 
     assert f"monitoring.actor_port: {port} is taken, so there would be no metrics" in taken_alone.text
 
 
-def test_settings_without_effect(config: Path) -> None:
+def test_settings_without_effect(config: Path):
     found = findings(str(config), "actor.kl.horizon=9")["settings"]
     assert (found.level, found.text) == (
         Level.WARNING,
@@ -182,7 +180,7 @@ def test_settings_without_effect(config: Path) -> None:
     assert "settings" not in findings(str(config), "actor.kl.horizon=9", "actor.kl.target=1")
 
 
-def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path):
     settings = [
         f"reward.model={tmp_path / 'none'}",
         f"actor.prompts.path={tmp_path / 'no.jsonl'}",
@@ -201,7 +199,7 @@ def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_pa
     assert unknown["disk"].level is Level.OK
 
 
-def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_named_with_its_log(live: System) -> None:
+def test_the_models_of_a_running_server_answer_and_one_whose_process_died_is_named_with_its_log(live: System):
     found = findings(str(live.run.path))
     assert found["ports"].text == "used by this run's server"
     answered = {name for name, each in found.items() if each.text.startswith("answers in")}
@@ -246,7 +244,7 @@ def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
     return binary
 
 
-def test_path_is_the_last_resort(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tritonserver_on_path_is_used_last(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert wheel.from_wheel
     binary = copy_of(wheel, tmp_path, {PYTHON: PYTHON})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -257,9 +255,7 @@ def test_path_is_the_last_resort(wheel: TritonHome, tmp_path: Path, monkeypatch:
         find_tritonserver(None)
 
 
-def test_backends_are_laid_out_again_and_again(
-    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_are_laid_out_again_and_again(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""
     files = {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
     for package, names in ((tmp_path / "plain", set()), (tmp_path / "ü", {"ü"})):
@@ -276,9 +272,7 @@ def test_backends_are_laid_out_again_and_again(
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_environment_and_options_of_the_server(
-    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_and_options_of_the_server(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     environment = server_environment(wheel)
@@ -295,7 +289,7 @@ def test_environment_and_options_of_the_server(
 
 def test_a_server_or_a_python_that_cannot_be_used_is_one_sentence(
     wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def refused(sentence: str, explicit: Path | None = None) -> None:
         with pytest.raises(ServerStartError, match=sentence):
             find_tritonserver(explicit)

@@ -151,7 +151,7 @@ def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path
 @pytest.mark.slow
 def test_an_adapter_merged_as_the_docs_say_scores_as_in_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """As TRL saves it: the head is among its `modules_to_save`."""
     monkeypatch.chdir(tmp_path)
     base, adapter = tmp_path / "base", Path("out/final")
@@ -230,7 +230,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 )
 def test_a_pickled_checkpoint_is_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None, name: str, change: Any, how: Any
-) -> None:
+):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, name, change, **how)
     save_tokenizer(source, "a", "b")
@@ -254,9 +254,7 @@ def test_a_pickled_checkpoint_is_converted(
     assert str(out) in said[said.index("\nreward:\n") :]
 
 
-def test_shards_have_an_index_and_tied_weights_each_of_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_converted_shards_have_an_index_and_all_tied_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wide = torch.arange(24.0).reshape(4, 6)
     tensors = {
         "embed": wide,
@@ -309,7 +307,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and torch.load warns about an archive of it
 @pytest.mark.parametrize("content", REFUSED)
-def test_anything_but_tensors_in_a_pickle_is_refused(tmp_path: Path, content: str) -> None:
+def test_anything_but_tensors_in_a_pickle_is_refused(tmp_path: Path, content: str):
     save, told = REFUSED[content]
     file = tmp_path / "weights.bin"
     save(file)
@@ -320,9 +318,9 @@ def test_anything_but_tensors_in_a_pickle_is_refused(tmp_path: Path, content: st
     assert [path.name for path in tmp_path.iterdir()] == ["weights.bin"]
 
 
-def test_a_bomb_and_a_kill_end_only_the_process_that_reads(
+def test_memory_bombs_and_kills_end_only_the_unpickling_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, signals_kept: None
-) -> None:
+):
     source, out = tmp_path / "source", tmp_path / "out"
     save_pickled(source, "pytorch_model.bin", lambda own: {"a": T}, _use_new_zipfile_serialization=False)
     file = source / "pytorch_model.bin"
@@ -353,7 +351,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_folders_that_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, "a.pt")
 
@@ -390,7 +388,9 @@ def test_folders_that_cannot_be_converted(tmp_path: Path, capsys: pytest.Capture
     assert "already exists" in capsys.readouterr().err
 
 
-def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None) -> None:
+def test_heads_in_separate_pickles_are_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
+):
     source = tmp_path / "source"
     save_tiny(source, "llama", "body")
     own = load_file(source / "model.safetensors")
@@ -416,9 +416,7 @@ def test_heads_in_pickles_of_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
 
 
-def test_a_policy_is_inspected_and_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
-) -> None:
+def test_a_policy_is_inspected_and_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None):
     source, out = tmp_path / "source", tmp_path / "out"
     save_tiny(source, "gpt2", "language")
     own = load_file(source / "model.safetensors")

@@ -62,7 +62,7 @@ def described(tensors: Iterable[Any]) -> str:
     return " ".join(f"{t.name}:{DataType.Name(t.data_type)[5:]}{list(t.dims)}".replace(" ", "") for t in tensors)
 
 
-def test_models_names_dtypes_and_shapes_are_the_contracts() -> None:
+def test_models_names_dtypes_and_shapes_are_the_contracts():
     configs = parsed(actor={"kl": {"reference": "triton"}})
     assert set(configs) == set(TENSORS) == {config.name for config in configs.values()}
     assert configs["critic_infer"].platform == "ensemble"
@@ -121,14 +121,12 @@ def test_settings_reach_the_files():
         ({"tensor_parallel": 2}, "1/4", "1024"),
     ],
 )
-def test_what_depends_on_the_machine_is_left_to_the_model(
-    critic: dict[str, Any], threads: str, token_budget: str
-) -> None:
+def test_machine_dependent_settings_are_resolved_at_load(critic: dict[str, Any], threads: str, token_budget: str):
     found = parameters(parsed(critic=critic, reward={})["critic"])
     assert (found["threads"], found["token_budget"]) == (threads, token_budget)
 
 
-def test_a_model_over_several_devices_is_one_instance() -> None:
+def test_a_model_over_several_devices_is_one_instance():
     for device, kind in (("cpu", "KIND_CPU"), ("cuda:4", "KIND_MODEL")):
         config = parsed(critic={"tensor_parallel": 4, "device": device})["critic"]
         (group,) = config.instance_group
@@ -173,11 +171,11 @@ PROCESS = {"process": {"granularity": "step", "separator": ". "}}
         {"rewards": REWARDS, "actor": {"algorithm": {"name": "reinforce++"}}},
     ],
 )
-def test_whatever_is_served_keeps_the_rules(sections: dict):
+def test_every_rendered_repository_keeps_the_rules(sections: dict):
     check_rules(parsed(**sections))
 
 
-def test_what_triton_would_not_accept_is_refused(tmp_path: Path) -> None:
+def test_what_triton_would_not_accept_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"critic_train/config.pbtxt is not valid for Triton"):
         render.parse_config("critic_train", 'backand: "python"')
     (tmp_path / "config.json").write_text("{}")
@@ -226,7 +224,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_models_of_a_checkout_beyond_ascii_do_not_import_it_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for root, first in (("plain", "from"), ("ü", "import sys")):
         monkeypatch.setattr(render, "ROOT", tmp_path / root)
         render.render_repository(RunConfig(), tmp_path / "repository")
@@ -246,7 +244,7 @@ def rendered(config: RunConfig) -> Any:
     return render.parse_config(REFERENCE, render.render_configs(config)[REFERENCE])
 
 
-def test_the_reference_is_what_the_actor_samples_with_or_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+def test_reference_config_follows_the_actors_sampling(tmp_path: Path):
     policy, other = (
         make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
         for name, seed in (("policy", 3), ("other", 4))
@@ -264,7 +262,7 @@ def test_the_reference_is_what_the_actor_samples_with_or_a_checkpoint_of_its_own
         rendered(load(tmp_path, actor=settings))
 
 
-def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path) -> None:
+def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path):
     (tmp_path / "my.yaml").write_text("actor: {policy: {model: a}}")
     for overrides, expected in (([], "a"), (["actor.policy.model=b"], "b"), (["reference.model=c"], "c")):
         assert load_config(tmp_path / "my.yaml", overrides).reference.model == Path(expected)
@@ -280,7 +278,7 @@ def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
 
 
-def test_servers_of_other_weights_or_functions_declare_it(tmp_path: Path) -> None:
+def test_declared_fingerprints_tell_servers_apart(tmp_path: Path):
     """A client sends its rows only to servers that declare the same."""
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=3)
     file = tmp_path / "mine.py"
@@ -301,7 +299,7 @@ def test_servers_of_other_weights_or_functions_declare_it(tmp_path: Path) -> Non
     assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [False, False]
 
 
-def test_model_and_functions() -> None:
+def test_model_and_functions():
     rewards = {"length": LENGTH, "model": {"weight": 2}, "label": LABEL}
     configs = parsed(rewards=rewards, critic={})
     functions = {"reward_function_length", "reward_function_label"}
@@ -334,7 +332,7 @@ def test_model_and_functions() -> None:
     assert both["reward_mixture"] == parts["reward_mixture"]
 
 
-def test_yes_and_no_without_quotes_are_refused(tmp_path: Path) -> None:
+def test_yes_and_no_without_quotes_are_refused(tmp_path: Path):
     """YAML reads them as true and false, which must not become the token ids 1 and 0."""
     path = tmp_path / "run.yaml"
     path.write_text("reward: {logit: {tokens: [yes], against: [no]}}")
@@ -344,7 +342,7 @@ def test_yes_and_no_without_quotes_are_refused(tmp_path: Path) -> None:
     assert load_config(path).reward.logit.model_dump() == {"tokens": ["yes", 7], "against": ["no"]}
 
 
-def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
+def test_labels_are_declared_only_with_probabilities(tmp_path: Path):
     """The gateway requests the probabilities of a model with labels."""
     save_tiny(tmp_path, "llama", "critic", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path)
@@ -354,7 +352,7 @@ def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
         assert has_probabilities == (parameters(config)["labels"] != "[]") == ("process" not in more)
 
 
-def test_a_term_sees_no_key_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_term_sees_only_its_own_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MINE", "secret")
     judges = {name: {**LABEL, "options": {"api_key_env": name}} for name in ("one", "two")}
     sections = {
@@ -371,7 +369,7 @@ def test_a_term_sees_no_key_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert hidden == {"l": always | {"one", "two"}, "one": always | {"two"}, "two": always | {"one"}}
 
 
-def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path) -> None:
+def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path):
     """Where the policy is another trainer's, the critic's, or what the reward names."""
     sections: dict[str, Any] = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
     sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
@@ -382,7 +380,7 @@ def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_
         assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / role)
 
 
-def test_parts_are_loaded_before_their_sum() -> None:
+def test_terms_load_before_their_sum():
     parts = {"reward_checkpoint", "reward_mixture", "reward_function_a"}
     others = [{"critic_infer"}, {"critic_train"}, {"critic_save"}]
     assert load_order(MODELS) == [{"reward_model", "critic"}, *others]
@@ -402,9 +400,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("after", LAYOUTS, ids=json.dumps)
 @pytest.mark.parametrize("before", LAYOUTS, ids=json.dumps)
-def test_a_used_repository_becomes_that_of_a_fresh_folder(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
-) -> None:
+def test_rerendering_equals_a_fresh_folder(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]):
     """A model.py left beside an ensemble once made the supervisor restart the server in an endless loop."""
 
     def render_into(folder: Path, sections: dict[str, Any]) -> set[Path]:
@@ -423,7 +419,7 @@ def test_a_used_repository_becomes_that_of_a_fresh_folder(
     assert own.is_file()
 
 
-def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before, after = (
         RunConfig.model_validate({"rewards": rewards}) for rewards in ({"length": LENGTH}, {"label": LABEL})
     )
@@ -463,7 +459,7 @@ def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, rewards: str, message: str) -> None:
+def test_invalid_values_are_named_by_key_and_value(tmp_path: Path, rewards: str, message: str):
     path = tmp_path / "my.yaml"
     path.write_text(f"rewards: {rewards}\n")
     with pytest.raises(ConfigError, match=re.escape(message)):

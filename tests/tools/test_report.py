@@ -93,7 +93,7 @@ class TestData:
         write_lines(tmp_path / "samples.jsonl", SAMPLES)
         return tmp_path
 
-    def test_summary_counted_by_hand(self, run_dir: Path) -> None:
+    def test_summary_counted_by_hand(self, run_dir: Path):
         summary = finish_run(run_dir, **MEASURED).summary
         of_steps = ("process_reward_before", "process_reward_after", "steps_before", "steps_after")
         assert tuple(summary) == tuple(key for key in SUMMARY_KEYS if key not in of_steps)
@@ -116,7 +116,7 @@ class TestData:
         }
         assert {key: summary[key] for key in expected} == expected
 
-    def test_what_was_not_measured_is_not_in_the_summary(self, run_dir: Path) -> None:
+    def test_what_was_not_measured_is_not_in_the_summary(self, run_dir: Path):
         """Nor what an earlier run in this folder measured with its critic."""
         critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
         actor = {key: value for key, value in ACTOR.items() if key not in {*critic, "reward_before", "kl_final"}}
@@ -140,14 +140,14 @@ class TestData:
     )
     def test_files_that_are_missing_or_damaged_are_named(
         self, run_dir: Path, name: str, rows: list[dict[str, Any]] | None, message: str
-    ) -> None:
+    ):
         (run_dir / name).unlink()
         if rows is not None:
             write_lines(run_dir / name, rows)
         with pytest.raises(FileNotFoundError if rows is None else ValueError, match=message):
             finish_run(run_dir, **MEASURED)
 
-    def test_only_the_last_line_may_be_torn_and_line_ends_inside_texts_split_no_line(self, tmp_path: Path) -> None:
+    def test_only_the_last_line_may_be_torn(self, tmp_path: Path):
         path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)
         for content, expected in (
             ('{"a": 1}\n{"a": 2', [{"a": 1}]),
@@ -161,11 +161,11 @@ class TestData:
             with pytest.raises(ValueError, match=message):
                 read_jsonl(path)
 
-    def test_a_step_done_again_counts_once(self, tmp_path: Path) -> None:
+    def test_a_step_done_again_counts_once(self, tmp_path: Path):
         write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
         assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
 
-    def test_texts_are_prompt_and_response_and_conversations_may_begin_differently(self, run_dir: Path) -> None:
+    def test_texts_are_prompt_and_response_and_conversations_may_begin_differently(self, run_dir: Path):
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
         write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
@@ -176,7 +176,7 @@ class TestData:
         talks = pair.conversation_before, pair.conversation_after
         assert [talk and talk.prompt for talk in talks] == ["You begin before.", "You begin after."]
 
-    def test_figures_of_hand(self) -> None:
+    def test_figures_by_hand(self):
         assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
         assert distinct2(["a", ""]) is None
         rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
@@ -185,7 +185,7 @@ class TestData:
         rounded = [(-0.004, ".2f"), (-0.006, ".2f"), (-0.0001, "+.3f"), (-1234.5, ",.0f")]
         assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
 
-    def test_the_interval_of_a_gain_keeps_pairs_and_agrees_with_the_normal_approximation(self) -> None:
+    def test_the_interval_of_a_gain_keeps_pairs_and_agrees_with_the_normal_approximation(self):
         assert paired_ci95([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
         rng = np.random.default_rng(1)
         before = rng.normal(0.0, 5.0, size=400)
@@ -203,7 +203,7 @@ def page_of(run_dir: Path) -> str:
 class TestPage:
     """Of synthetic run folders."""
 
-    def test_the_page_of_a_whole_run_needs_nothing_else_and_names_no_machine(self, tmp_path: Path) -> None:
+    def test_the_page_of_a_whole_run_needs_nothing_else_and_names_no_machine(self, tmp_path: Path):
         full_run = write_run(tmp_path / "demo")
         page = page_of(full_run)
         for text in (
@@ -229,7 +229,7 @@ class TestPage:
         assert 1200 <= width <= 1600, "wide enough for a README"
         assert 800 <= height <= 1200
 
-    def test_of_a_long_run_the_report_reads_every_nth_step(self, tmp_path: Path) -> None:
+    def test_report_thins_long_runs(self, tmp_path: Path):
         """The pictures of a run of months were a page of 77 MB, made in minutes."""
         run = load_run(write_run(tmp_path / "long", num_steps=5000))
         steps = [row["step"] for row in run.steps]
@@ -238,7 +238,7 @@ class TestPage:
         assert len(pictures(run)) == 8
 
     @pytest.mark.usefixtures("no_pictures")
-    def test_the_page_says_what_was_trained_and_with_which_settings(self, tmp_path: Path) -> None:
+    def test_the_page_says_what_was_trained_and_with_which_settings(self, tmp_path: Path):
         run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
         actor = {
             "algorithm": {"name": "reinforce++"},
@@ -263,9 +263,7 @@ class TestPage:
 
     @pytest.mark.usefixtures("no_pictures")
     @pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (40, 16)])
-    def test_a_run_without_validation_shows_texts_of_its_rollouts(
-        self, tmp_path: Path, num_texts: int, shown: int
-    ) -> None:
+    def test_a_run_without_validation_shows_texts_of_its_rollouts(self, tmp_path: Path, num_texts: int, shown: int):
         run_dir = write_run(tmp_path / "short", validated=False, num_steps=2)
         rows = [
             {"step": k, "prompt": "It <b>is</b>", "response": f"{EVIL} {k}.", "reward": None if k == 2 else -0.001}
@@ -281,7 +279,7 @@ class TestPage:
         present = [k for k in (8, 9, 32) if f"great {k}." in section]
         assert present == ([8] if num_texts == 40 else [])
 
-    def test_a_resume_with_other_settings_is_marked_and_a_missing_kl_has_no_picture(self, tmp_path: Path) -> None:
+    def test_a_resume_with_other_settings_is_marked_and_a_missing_kl_has_no_picture(self, tmp_path: Path):
         folder = write_run(tmp_path / "new", critic=False, validated=False, num_steps=3)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]]
         write_lines(folder / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
@@ -316,7 +314,7 @@ class TestSections:
         write_lines(run_dir / "rollouts.jsonl", texts)
         return page_of(run_dir)
 
-    def test_the_example_of_the_docs(self, tmp_path: Path) -> None:
+    def test_the_example_of_the_docs(self, tmp_path: Path):
         docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
         found = re.search(r"```python\n(from rlhf_triton.tools.report.data.*?)```", docs.read_text(), re.DOTALL)
         assert found is not None
@@ -325,7 +323,7 @@ class TestSections:
         assert "<table><tr><th class=n>step</th><th class=n>words</th><th>response</th></tr>" in page
         assert "<td class=n>1</td><td class=n>2</td><td>a &lt;b&gt;</td>" in page
 
-    def test_everything_that_a_section_may_have(self, tmp_path: Path) -> None:
+    def test_everything_that_a_section_may_have(self, tmp_path: Path):
         code = (
             'return [ReportSection(title="Texts", text="a < b", results=["It <rose>."], cards=[("mine", "1", "note")], '
             'figures={"mine": (0.12345, "A figure.")}, pictures={"My picture.": lambda axes, run: axes.plot([1, 2])})]'
@@ -349,7 +347,7 @@ class TestSections:
             ('return [ReportSection(title="x", pictures={"y": lambda axes, run: 1 / 0})]', "ZeroDivisionError"),
         ],
     )
-    def test_a_failure_is_named_and_the_page_is_there(self, tmp_path: Path, code: str, error: str) -> None:
+    def test_failing_sections_are_named_and_the_page_is_written(self, tmp_path: Path, code: str, error: str):
         page = self.page_of(tmp_path, self.START + code)
         assert "my_report.py:sections failed: " in page
         assert error in page
@@ -369,7 +367,7 @@ class TestCommand:
         assert main([str(run_dir), "--out", str(out)]) == 0
         return IMAGES.sub("", out.read_text(encoding="utf-8"))
 
-    def test_conversations_are_shown_turn_by_turn(self, tmp_path: Path) -> None:
+    def test_conversations_are_shown_turn_by_turn(self, tmp_path: Path):
         call = '<tool_call>{"name": "look", "arguments": {"where": "<up>"}}</tool_call>'
         played = (
             {"role": "assistant", "content": f"I look. {call}"},
@@ -412,9 +410,7 @@ class TestCommand:
         """A whole run with a reward function: no critic, no validation, no reference."""
         return RecordedRun(folder).start().steps(1, 2, 3, 4).finished(4)
 
-    def test_a_run_has_nothing_of_what_it_does_without(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_report_omits_sections_of_unused_features(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         page = self.page_of(self.grpo(tmp_path / "run"))
         assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
         assert "After 4 steps of GRPO" in page
@@ -423,7 +419,7 @@ class TestCommand:
         words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
         assert not re.search(words, page)
 
-    def test_a_run_before_and_after_its_first_step(self, tmp_path: Path) -> None:
+    def test_a_run_before_and_after_its_first_step(self, tmp_path: Path):
         run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
         with only_run(run_dir):
             page = self.page_of(run_dir)
@@ -435,7 +431,7 @@ class TestCommand:
         assert "After 1 step of GRPO" in page
         assert "<figure>" not in page, "no curve of one step"
 
-    def test_a_run_in_progress_and_after_a_crash_within_a_line(self, tmp_path: Path) -> None:
+    def test_a_run_in_progress_and_after_a_crash_within_a_line(self, tmp_path: Path):
         run_dir = tmp_path / "run"
         run = RecordedRun(run_dir, validation_prompts="held.jsonl", validation_every=2).start()
         run.validated("before", 0, 0.0).steps(1, 2).validated("between", 2, 0.7)
@@ -451,7 +447,7 @@ class TestCommand:
         assert "Texts before and after" not in page, "there are none from after"
         assert [row["reward"] for row in load_run(run_dir).validations] == [0.0, pytest.approx(0.7)]
 
-    def test_a_resumed_run_does_not_show_the_summary_of_its_first_part(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_does_not_show_the_summary_of_its_first_part(self, tmp_path: Path):
         run_dir = self.grpo(tmp_path / "run")
         (run_dir / "summary.json").write_text(json.dumps({"steps": 4, "seconds_total": 77.0}))
         assert load_run(run_dir).summary["seconds_total"] == 77.0
@@ -471,7 +467,7 @@ class TestCommand:
     )
     def test_errors_are_one_sentence(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-    ) -> None:
+    ):
         RecordedRun(tmp_path / "run").start().steps(1)
         for name in ("empty", "damaged", "unset"):
             (tmp_path / name).mkdir()

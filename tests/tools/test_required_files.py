@@ -93,7 +93,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
 @every_combination
 def test_what_is_rendered_loaded_measured_and_demanded(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     config = load_config(path, ["server.training_key_env=RLHF_TEST_ABSENT"] if algorithm != "ppo" else [])
     check_files(config, server=True, actor=True)
@@ -117,7 +117,7 @@ def test_what_is_rendered_loaded_measured_and_demanded(
 @every_combination
 def test_what_is_missing_is_named_before_anything_starts(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """All of it at once, a line each, and nothing that the run does without."""
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     unused = ["reward"] if reward == "functions" else []  # which would be refused by itself
@@ -135,7 +135,7 @@ def test_what_is_missing_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path):
     def missing(config: dict[str, Any], **of: bool) -> str:
         with pytest.raises(ConfigError) as caught:
             check_files(
@@ -172,7 +172,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
     )
 
 
-def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, checkpoints: Checkpoints):
     for role in ("policy", "reward"):
         shutil.copytree(getattr(checkpoints, role), tmp_path / role, ignore=shutil.ignore_patterns("*token*"))
     (tmp_path / "prompts.jsonl").touch()
@@ -208,7 +208,7 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
 )
 def test_a_folder_that_cannot_be_served_is_one_sentence(
     change: dict[str, Any] | str, told: str, tmp_path: Path, checkpoints: Checkpoints
-) -> None:
+):
     """Of transformers' own text nothing but the reason."""
     folder = tmp_path / "reward"
     shutil.copytree(checkpoints.reward, folder)
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_served_is_one_sentence(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints):
     (tmp_path / "prompts.jsonl").touch()
     models = {"policy": {"model": checkpoints.reward}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
     sections = {
@@ -258,7 +258,7 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
         ("if True:\n    lenght = len", None),
     ],
 )
-def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: str, told: str | None) -> None:
+def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: str, told: str | None):
     (tmp_path / "mine.py").write_text(code)
     config = RunConfig.model_validate({"rewards": {"length": {"function": f"{tmp_path / 'mine.py'}:lenght"}}})
     if told is None:
@@ -284,7 +284,7 @@ def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
     checkpoints: Checkpoints,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """torch and Triton say it in sentences of their own, or with a traceback."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
@@ -296,7 +296,7 @@ def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
         assert error.endswith(", or set it to cpu")
 
 
-def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints) -> None:
+def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
     async def describe(model: str) -> ServedModel:
         if model == "critic":
             raise RequestFailed("critic at localhost:8000 refused: Request for unknown model: 'critic' is not found")
@@ -324,7 +324,7 @@ def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints) -
 )
 def test_without_an_actor_the_models_that_the_yaml_names_are_served(
     sections: set[str], served: set[str], tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     every: dict[str, Any] = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
     every |= {name: {"model": str(getattr(checkpoints, name))} for name in ("reward", "critic")}
     (tmp_path / "checkpoints").mkdir()
@@ -438,7 +438,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
 )
 def test_a_run_is_refused_with_one_line_for_each_problem(
     settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING"):
         monkeypatch.setenv(name, "1")
     file = tmp_path / "mine.py"
@@ -475,7 +475,7 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
 )
 def test_prompts_that_cannot_be_used_are_named(
     text: str, words: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     prompts = tmp_path / "empty.jsonl"
     prompts.write_text(text)
     config: dict[str, Any] = {
@@ -508,7 +508,7 @@ class Shop:
 '''
 
 
-def test_conversations_need_chat_templates(tmp_path: Path) -> None:
+def test_conversations_need_chat_templates(tmp_path: Path):
     """The policy's, and the reward model's, which renders them itself whatever its vocabulary."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
@@ -590,7 +590,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
 
 
 @pytest.mark.parametrize(("names", "settings", "expected"), LABELS.values(), ids=LABELS.keys())
-def test_no_label_is_chosen_for_the_user(names: list[str], settings: list[str], expected: Any, tmp_path: Path) -> None:
+def test_no_label_is_chosen_for_the_user(names: list[str], settings: list[str], expected: Any, tmp_path: Path):
     model = tmp_path / "reward"
     save_tiny(model, "llama", "reward", num_labels=len(names))
     make_tokenizer().save_pretrained(model)
@@ -616,7 +616,7 @@ def parameters_of(text: str) -> dict[str, str]:
     return {name: value.string_value for name, value in config.parameters.items()}
 
 
-def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path, checkpoints: Checkpoints):
     save_tiny(tmp_path / "two", "llama", "reward", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path / "two")
     run = make_run(tmp_path / "run", checkpoints)
@@ -626,7 +626,7 @@ def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path,
         check_files(config, server=True, actor=True)
 
 
-def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, checkpoints: Checkpoints):
     """It would not be served."""
     run = make_run(
         tmp_path / "run", checkpoints, reward={"store": True}, actor={"name": "grpo", "responses_per_prompt": 2}
@@ -666,7 +666,7 @@ TRUNCATED = (CHATS, "actor.prompts.too_long=truncate")  # for the policy; the re
 )
 def test_rows_must_fit_every_model_that_receives_them(
     settings: list[str], refused: str, tmp_path: Path, checkpoints: Checkpoints
-) -> None:
+):
     """Or the reward model and critic would refuse, and the run would mask, the longest responses."""
     run = make_run(tmp_path, checkpoints, actor={"prompts_max_tokens": 100})
     chats = tmp_path / "chats.jsonl"
@@ -687,7 +687,7 @@ def test_rows_must_fit_every_model_that_receives_them(
 @pytest.mark.parametrize(("command", "code"), [("serve", 0), ("run", 130)])
 def test_a_signal_in_the_last_moment_of_a_start_stops_the_server(
     command: str, code: int, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The server runs by then, and the caller does not have it yet."""
     path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
 
@@ -717,7 +717,7 @@ def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.timeout(900)
 def test_grpo_with_a_function_needs_neither_critic_nor_reward_model_and_is_resumed(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
-) -> None:
+):
     path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
     output = run_to_the_end(path, capsys)
     folder = tmp_path / "run"

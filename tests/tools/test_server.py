@@ -43,7 +43,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server 0 ü")])
-def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str) -> None:
+def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str):
     """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers.
 
     The Python backend would not find its files in such a folder, which has a space and an umlaut. A second server in
@@ -117,7 +117,7 @@ def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str]
             process.kill()
 
 
-def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path) -> None:
+def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path):
     with busy(run_dir) as (process, in_flight):
         process.send_signal(signal.SIGTERM)
         while status(run_dir, "blocking/ready") == 200:
@@ -144,7 +144,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.slow
-def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path) -> None:
+def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path):
     """Triton never answers what a model's process had taken over, and never stops reporting the model as unloading."""
     write_scoring_model(run_dir / "model_repository", "blocking")
     (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
@@ -167,7 +167,7 @@ def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path) 
 
 
 @pytest.mark.slow
-def test_serve_waits_for_requests_in_flight_until_the_second_signal(run_dir: Path) -> None:
+def test_serve_waits_for_requests_in_flight_until_the_second_signal(run_dir: Path):
     with busy(run_dir) as (process, in_flight):
         process.send_signal(signal.SIGTERM)
         while status(run_dir, "blocking/ready") == 200:
@@ -180,7 +180,7 @@ def test_serve_waits_for_requests_in_flight_until_the_second_signal(run_dir: Pat
 
 
 @pytest.mark.slow
-def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:
+def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path):
     wait = "print('loading', flush=True); time.sleep(60)"
     write_scoring_model(run_dir / "model_repository", "critic", on_load=wait)
     process = serve(run_dir)
@@ -193,7 +193,7 @@ def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:
     assert (server_processes(process.pid), regions(process.pid)) == ([], [])
 
 
-def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
+def test_a_killed_serve_takes_its_server_along(run_dir: Path):
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)
     wait_for(run_dir / "server.json", process)
@@ -204,7 +204,7 @@ def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path) -> None:
+def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path):
     repository = run_dir / "model_repository"
     write_repository(repository)
     shutil.rmtree(repository / "reward_model")
@@ -263,7 +263,7 @@ def test_the_follower_goes_on_after_a_cut(tmp_path: Path):
     assert seen == ["  | first line, which is the longest of all", "  | second"]
 
 
-def test_a_childs_warnings_are_read_once_also_in_json_and_its_obituary_has_the_end_of_its_log(tmp_path: Path):
+def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path: Path):
     script = (
         "import json, os, signal; print(json.dumps({'level': 'ERROR', 'message': 'no room'})); "
         "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"

@@ -119,7 +119,7 @@ def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(ro
     assert line["pretrain/explained_variance"] > 0.5
 
 
-def test_settings_of_ppo_have_no_part_in_it(root: Path, tmp_path: Path):
+def test_pretraining_ignores_ppo_settings(root: Path, tmp_path: Path):
     """Neither the value clip nor the epochs; LoRA and frozen weights do."""
     given = [root / "a"]
     plain = config_of(tmp_path / "plain", root / "critic", given)
@@ -214,7 +214,7 @@ def calm(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (CheckpointFolder, "steps", "before", 1),
     ],
 )
-def test_a_crash_costs_time_and_no_bit(
+def test_pretraining_after_a_crash_is_bit_identical(
     root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +248,7 @@ def counted(calls: list[str]) -> Callable[..., CriticModel]:
     return count
 
 
-def test_another_list_is_refused_once_version_0_is_there(root: Path, tmp_path: Path):
+def test_changed_pretrain_list_is_refused_after_version_0(root: Path, tmp_path: Path):
     for first, then in (([root / "a"], []), ([], [root / "a"]), ([root / "a"], [root / "b"])):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         initialise_stores(config_of(folder, root / "critic", first))
@@ -416,7 +416,7 @@ def test_a_reply_to_messages_ends_as_the_chat_template_ends_it(tmp_path: Path, p
     assert tokenizer.decode(payload.tokens).endswith(f"a good film{end}")
 
 
-def test_the_first_rows_are_learned_last(root: Path, tmp_path: Path):
+def test_pretraining_runs_from_the_last_rows_to_the_first(root: Path, tmp_path: Path):
     """A policy's first responses are like those of a run that begins anew; later ones have other returns."""
     rows = [{"prompt": [5, row % 9 + 6], "response": [7], "return": int(row >= 200)} for row in range(400)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)], lr=0.05)
@@ -447,7 +447,7 @@ def test_a_bad_line_of_a_file_is_named(root: Path, tmp_path: Path, message: str)
     assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
 
 
-def test_a_file_without_use_is_named(root: Path, tmp_path: Path):
+def test_an_unusable_pretraining_file_is_named(root: Path, tmp_path: Path):
     for name, lines, message in (
         ("missing", None, r"missing cannot be read: .* No such file"),
         ("empty", [], "empty has no rows to train on"),
@@ -457,7 +457,7 @@ def test_a_file_without_use_is_named(root: Path, tmp_path: Path):
         assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
 
 
-def test_returns_beyond_all_bounds_end_it_with_a_sentence(root: Path, tmp_path: Path):
+def test_diverging_returns_end_pretraining_with_an_error(root: Path, tmp_path: Path):
     lines = [{**LINE, "prompt": [5, 6 + number], "return": 1e30} for number in range(9)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
     assert_refused(config, r"the critic's gradients are not finite: .*; lower trainer\.optimizer\.lr")

@@ -295,7 +295,7 @@ class Publication:
         assert self.store.current() == 0
 
 
-def test_it_waits_until_every_instance_that_serves_has_staged_the_version(llama: WeightsStore):
+def test_publish_waits_for_every_serving_instance_to_stage(llama: WeightsStore):
     publication = Publication(llama)
     publication.wait()  # no instance is there
     publication.say("critic_0")
@@ -311,7 +311,7 @@ def test_it_waits_until_every_instance_that_serves_has_staged_the_version(llama:
         publication.wait()
 
 
-def test_it_does_not_wait_for_instances_that_a_reload_replaces(llama: WeightsStore):
+def test_publish_does_not_wait_for_instances_under_reload(llama: WeightsStore):
     publication = Publication(llama, "triton")
     publication.say("critic_0")
     publication.wait()

@@ -77,9 +77,7 @@ def test_a_save_waits_for_its_step_and_covers_it(rig: Rig):
     assert [entry.name for entry in rig.journal.entries()] == ["00000003.train"]  # what is covered is gone
 
 
-def test_a_rewind_that_agrees_serves_what_every_second_step_has_not_published_yet(
-    make: Callable[..., Rig], straight: Rig
-):
+def test_rewind_publishes_a_step_that_publish_every_2_held_back(make: Callable[..., Rig], straight: Rig):
     """The resumed actor takes the version in the answer for the weights of that step."""
     rig = make(publish={"every": 2})
     rig.serve()
@@ -218,9 +216,7 @@ def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, m
     assert all(seen)
 
 
-def test_the_heartbeat_says_that_no_server_takes_a_version_up(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-):
+def test_heartbeat_reports_that_no_server_loads_a_version(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     """Such as one whose load hangs: the wait goes on, and the callers know for what."""
     monkeypatch.setattr(rlhf_triton.trainer.publish, "SERVE_TIMEOUT_S", 0.1)
     rig = make().start()
@@ -275,7 +271,7 @@ def test_an_update_that_breaks_the_critic_is_one_failed_step(make: Callable[...,
     assert rig.weights(3).isfinite().all()
 
 
-def test_a_refused_version_and_a_bad_gradient_are_errors_of_their_steps_alone(make: Callable[..., Rig], straight: Rig):
+def test_rejected_versions_and_bad_gradients_fail_only_their_step(make: Callable[..., Rig], straight: Rig):
     rig, port = make(), free_port()
     rig.config = rig.config.model_copy(update={"monitoring": MonitoringSection(trainer_port=port)})
     instance = rig.serve()
@@ -364,7 +360,7 @@ def test_what_does_not_fit_is_trained_in_smaller_micro_batches(rig: Rig, straigh
 
 
 @pytest.mark.parametrize("fits_later", [False, True])
-def test_what_did_not_fit_is_left_out_now_and_in_a_replay(
+def test_batches_skipped_for_memory_are_skipped_in_a_replay(
     rig: Rig, straight: Rig, card: dict[str, Any], fits_later: bool
 ):
     """One of two optimizer steps of step 3, and all of step 2."""

@@ -303,7 +303,7 @@ def save(rig: Rig, step: int, keep_steps: list[int] | None = None) -> Result:
     return rig.answer(rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
 
 
-def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_are_pruned_to_the_actors_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 1)
     rig = make()
     rig.serve()
@@ -324,7 +324,7 @@ def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[...,
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
 
 
-def test_too_long_a_way_back_is_not_kept(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+def test_entries_beyond_the_rewind_limit_are_pruned(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_ENTRIES", 2)
     rig = make(checkpoint_every=1)
     rig.serve()
@@ -369,7 +369,7 @@ def file_of(rig: Rig, step: int) -> Path:
     return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
 
 
-def test_a_damaged_entry_is_its_callers_error_alone(
+def test_a_damaged_entry_fails_only_its_caller(
     make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     for module in ("critic_state", "critic_checkpoints"):
@@ -400,7 +400,7 @@ def test_a_damaged_entry_is_its_callers_error_alone(
     assert [path.name for path in aside.iterdir()] == ["2"]  # of the rewind: as many as set
 
 
-def test_damage_to_what_was_answered_stops_the_sidecar(rig: Rig, straight: Rig):
+def test_damaged_answered_entries_stop_the_sidecar(rig: Rig, straight: Rig):
     rig.train(1, 2, 3)
     rig.kill()
     intact = file_of(rig, 2).read_bytes()
@@ -428,7 +428,7 @@ def test_a_rewind_past_damage_is_refused_and_training_goes_on(rig: Rig, straight
     assert rig.rewind(1).error is None
 
 
-def test_a_damaged_save_is_its_callers_error_alone(make: Callable[..., Rig]):
+def test_a_damaged_save_fails_only_its_caller(make: Callable[..., Rig]):
     rig = make()
     rig.serve()
     entry = rig.journal.accept_save(run_id="run", step=0, keep_steps=[0])
@@ -504,7 +504,7 @@ def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repai
     assert rig.start().train(3)[0].weights_version == 3
 
 
-def test_other_settings_are_named_and_used(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture):
+def test_changed_settings_are_named_and_applied(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture):
     rig = make()
     rig.serve()
     rig.start().train(1)
@@ -633,7 +633,7 @@ def test_a_probe_names_the_refusal_and_leaves_nothing(disk: SmallDisk):
     assert [path.name for path in disk.folder.iterdir()] == ["ballast"]
 
 
-def test_patience_retries_what_waiting_can_cure_and_shows_it(caplog: pytest.LogCaptureFixture):
+def test_curable_errors_are_retried_and_reported(caplog: pytest.LogCaptureFixture):
     shown: list[tuple[str, str | None]] = []
     timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")

@@ -242,7 +242,9 @@ def test_an_attention_implementation_is_chosen(tmp_path: Path):
         ("mixtral", ADAPTER, r"publish\.format: adapter does not support adapters on the experts"),
     ],
 )
-def test_what_a_family_lacks_is_refused(tmp_path: Path, family: str, changes: dict[str, Any], message: str):
+def test_unsupported_settings_of_a_model_family_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+):
     with pytest.raises(CheckpointError, match=message):
         build(make_store(tmp_path, family), **changes)
 

@@ -155,7 +155,7 @@ async def test_another_server_answers_for_one_that_is_behind():
         assert seen.retries == seen.failovers == len(behind.asked) > 0
 
 
-async def test_an_error_that_quotes_the_code_is_no_refusal_of_a_version():
+async def test_quoted_error_code_is_not_a_version_refusal():
     """The texts of a request occur in messages."""
     async with FakeTriton(first("behind")) as server, client_of(server, retries=1) as client:
         await client.score(ROWS, ("values",))
@@ -209,7 +209,7 @@ async def test_a_request_whose_process_was_killed_is_sent_again():
 # ---- a server that goes away ----
 
 
-async def test_a_server_that_speaks_no_http_is_not_asked_again():
+async def test_non_http_servers_are_not_retried():
     asked = []
 
     async def grpc(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -227,7 +227,7 @@ async def test_a_server_that_speaks_no_http_is_not_asked_again():
     assert len(asked) == 2
 
 
-async def test_the_first_contact_is_impatient_and_takes_any_server_that_answers():
+async def test_first_contact_does_not_wait_and_accepts_any_server():
     async with FakeTriton() as lost, FakeTriton() as other:
         await lost.stop()
         async with client_of(lost, retries=6) as client:
@@ -245,7 +245,7 @@ async def test_the_first_contact_is_impatient_and_takes_any_server_that_answers(
 @pytest.mark.parametrize(
     ("setting", "ours"), [("tokenizer_fingerprint", "ours"), ("standardization", "ours"), ("any_other", None)]
 )
-async def test_a_server_whose_scores_mean_something_else_does_not_come_back(
+async def test_a_server_with_other_rewards_is_not_readmitted(
     setting: str, ours: str | None, caplog: pytest.LogCaptureFixture
 ):
     declared = {} if ours is None else {setting: ours}
@@ -299,7 +299,7 @@ except (KeyboardInterrupt, ValueError) as error:
 
 
 @pytest.mark.parametrize(("how", "is_away"), [("KeyboardInterrupt", False), ("ValueError", True)])
-async def test_nothing_is_left_however_it_ends(how: str, is_away: bool):
+async def test_closing_the_client_leaves_no_tasks_or_connections(how: str, is_away: bool):
     """In a process of its own, with asyncio's debug mode and every warning shown."""
     async with FakeTriton(lambda *_: "hang") as server:
         if is_away:

@@ -255,7 +255,7 @@ async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models
 # ---- outages ----
 
 
-async def test_an_outage_is_logged_counted_and_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+async def test_an_outage_is_logged_counted_and_ended(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlhf_triton.client.pool.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
