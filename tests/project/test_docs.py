@@ -209,3 +209,12 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and MyST make them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_list_of_keys_is_frozen():
+    """A new key needs one to go: keys.txt changes by whole lines, and never grows."""
+    keys = {*keys_of(RunConfig, ""), *keys_of(RewardTerm, "rewards.<name>.")}
+    sections = {key.rpartition(".")[0] for key in keys} | {"report"}
+    frozen = (ROOT / "tests" / "project" / "keys.txt").read_text().split()
+    assert sorted(keys - sections - {"rewards"}) == frozen
+    assert len(frozen) <= 204
