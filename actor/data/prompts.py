@@ -130,21 +130,18 @@ class PromptStream:
             for path, file in self._files.items()
         }
 
-    def restored(self, prompts: int, saved: Mapping[str, Any] | None) -> Positions:
+    def restored(self, prompts: int, saved: Mapping[str, Any]) -> Positions:
         """Return the positions of a checkpoint after `prompts` prompts; warn about files that have changed since.
 
-        A single file may have another path now. `saved` is None in checkpoints of earlier versions, which had one file
-        and no positions: it is taken to be the first.
+        A single file may have another path now.
         """
-        if saved is None:
-            saved = {next(iter(self._files)): {"rows": prompts, "credit": 0.0, "fingerprint": None}}
-        elif len(saved) == len(self._files) == 1:
+        if len(saved) == len(self._files) == 1:
             saved = dict(zip(self._files, saved.values(), strict=True))
         for path, file in self._files.items():
             known = saved.get(path)
             if known is None:
                 logger.warning("%s is not in the checkpoint; its prompts are taken from the beginning", path)
-            elif known["fingerprint"] not in (None, file.fingerprint):
+            elif known["fingerprint"] != file.fingerprint:
                 logger.warning(
                     "%s has changed since the checkpoint: after %d rows taken, the run continues in the order of the "
                     "new file, so some of its prompts may be used twice in an epoch, and others not",
@@ -225,7 +222,7 @@ class StepInputs:
                 adds,
             )
         self.known.clear()
-        self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
+        self.known[step] = self.stream.restored(state["prompts_taken"], state["prompt_files"])
 
     def seed_of(self, step: int, *repeat: int) -> int:
         """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""

@@ -464,9 +464,6 @@ def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path
     third = resumed(second, 3, inputs_of(path, per_step=1))
     assert drawn(first, 1, 2) + drawn(second, 3) + drawn(third, 4) == drawn(inputs_of(path, per_step=41), 1)
     assert [inputs.after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [8, 40, 41]
-    old = inputs_of(path)
-    old.restore(5, {"prompts_taken": 20})  # a checkpoint without positions
-    assert drawn(old, 6) == drawn(inputs_of(path), 6)
 
 
 def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
