@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from tiny_checkpoints import save_tiny
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
 from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes
-from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
@@ -74,8 +72,8 @@ def test_out_of_memory_does_not_change_a_policy_update(
         update(policy, 0)  # creates the optimizer's state
     expected, most = needed(lambda: update(large, 1))
     stats = with_room_for(share * most, lambda: update(small, 1))
-    assert small.memory.count >= 1
-    assert small.memory in small.halvings
+    assert small.trained.memory.count >= 1
+    assert small.trained.memory in small.halvings
     assert "(actor.policy.token_budget)" in caplog.text
     assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(weights_of(small.model), weights_of(large.model), rtol=0, atol=1e-4)
@@ -103,30 +101,6 @@ def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, refe
 # ---- where it is shown: metrics, lines of the files, `rlhf-triton status` ----
 
 GIB = 1 << 30
-PAGE = f"""# HELP rlhf_card_bytes Memory
-rlhf_card_bytes{{instance="reward_0_1",model="reward",version="1"}} {3 * GIB}
-rlhf_card_peak_bytes{{instance="reward_0_1",model="reward",version="1"}} {5.5 * GIB:.6e}
-rlhf_card_reserved_bytes{{instance="reward_0_1",model="reward",version="1"}} {6 * GIB}
-rlhf_card_size_bytes{{instance="reward_0_1",model="reward",version="1"}} {80 * GIB}
-nv_gpu_utilization{{gpu_uuid="GPU-1"}} 0.35
-nv_gpu_utilization{{gpu_uuid="GPU-2"}} 0
-"""
-
-
-@pytest.fixture
-def metrics_url() -> Iterator[str]:
-    """A Triton server whose metrics are `PAGE`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(PAGE.encode() if self.path == "/metrics" else b'{"name":"triton"}')
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def test_a_card_has_its_allocated_bytes_their_peak_and_its_size():
@@ -167,7 +141,7 @@ def test_a_served_model_shows_the_memory_of_its_own_card(tmp_path: Path, monkeyp
     assert {name.split("/")[0] for name in shown} >= {f"rlhf_{name}" for name in card_bytes(torch.device("cuda:3"))}
 
 
-def test_status_shows_the_memory_of_every_process(tmp_path: Path, metrics_url: str):
+def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
     run = RecordedRun(tmp_path, device=DEVICE).start().steps(1)
     written = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert written.items() >= card_bytes(torch.device(DEVICE)).items()
@@ -178,20 +152,14 @@ def test_status_shows_the_memory_of_every_process(tmp_path: Path, metrics_url: s
     memory = {name: size * GIB for name, size in sizes.items()}
     progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory=memory), None)
     critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a card's memory
-    failed: Any = SimpleNamespace(memory=Halving("x", remedy="y"), critic=critic)
-    failed.memory.count = 3
+    failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=Halving("x", remedy="y")), critic=critic)
+    failed.trained.memory.count = 3
     publisher: Any = SimpleNamespace(rejected=0)
     progress.log_failure(2, 1, "no memory", publisher, failed)
-    exported = {each.name: each.samples[0].value for each in progress._exported.exporter.collect() if each.samples}
+    exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}
     assert exported["rlhf_trainer_card_peak_bytes"] == 40 * GIB
     assert exported["rlhf_trainer_out_of_memory"] == 3
     journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
-    write_json(run.config.server_dir / "server.json", {"http": metrics_url, "metrics": metrics_url})
-    lines = list(status.status(run.config))
-    assert "          reward_0_1; 3.0 GiB on its GPU of 80.0 GiB, at most 5.5" in lines
-    assert "          GPUs busy: 35%, 0%" in lines
-    (actor,) = [line for line in lines if line.startswith("actor")]
+    (actor,) = [line for line in status.status(run.config) if line.startswith("actor")]
     assert actor.endswith("; 0.0 GiB on its GPU of 80.0 GiB, at most 0.0")
     assert "; 1.0 GiB on its GPU of 80.0 GiB, at most 40.0;" in status._sidecar(run.config)
-    write_json(run.config.server_dir / "server.json", {"http": "127.0.0.1:1", "metrics": metrics_url})
-    assert not any("GPUs busy" in line for line in status.status(run.config))  # the port is another program's now

@@ -160,13 +160,13 @@ def test_a_rank_loads_one_model_after_the_other(monkeypatch: pytest.MonkeyPatch)
 def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block():
     """Its vote on the outer block meets theirs on the inner one; a second vote would wait for one that never comes."""
     group = RankGroup.__new__(RankGroup)
-    group._vote = Mock(side_effect=[{1: "no file"}, {}])  # type: ignore[method-assign]
+    group._gather_reasons = Mock(side_effect=[{1: "no file"}, {}])  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="rank 1: no file"), group.together(), group.together():
         pass
-    assert group._vote.call_count == 1
+    assert group._gather_reasons.call_count == 1
     with group.together():
         pass
-    assert group._vote.call_count == 2
+    assert group._gather_reasons.call_count == 2
 
 
 @pytest.mark.parametrize(
