@@ -9,7 +9,6 @@ RlhfError                    the user can fix it; the message names what is wron
   BadMessages                a conversation that is none
   FunctionError              a user's function, class, loss or advantage, or an option of one
   BadScore                   what a reward function or an environment returned
-  RewardsFailed              too many rewards of a rollout are unavailable
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that cannot be used for conversations
     HistoryChanged           ... as it changes earlier messages

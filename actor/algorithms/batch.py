@@ -220,10 +220,6 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
     }
 
 
-class RewardsFailed(RlhfError):
-    """Too many rewards of a step are unavailable."""
-
-
 def failures(conversations: Sequence[Conversation]) -> str:
     """Describe the missing rewards: number, prompts and causes; "" if none is missing."""
     causes = [(conversation[0].prompt, failure_of(conversation)) for conversation in conversations]
@@ -237,10 +233,10 @@ def failures(conversations: Sequence[Conversation]) -> str:
 
 
 def check_failures(conversations: Sequence[Conversation], max_failed_fraction: float) -> None:
-    """Raise RewardsFailed if more than `max_failed_fraction` of the conversations, or all, have no score."""
+    """Raise RlhfError if more than `max_failed_fraction` of the conversations, or all, have no score."""
     failed = sum(bool(failure_of(conversation)) for conversation in conversations)
     if failed > max_failed_fraction * len(conversations) or failed == len(conversations):
-        raise RewardsFailed(
+        raise RlhfError(
             f"{failures(conversations)}; at most actor.rewards.max_failed_fraction ({max_failed_fraction:g}) may be"
         )
 

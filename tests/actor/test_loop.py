@@ -31,7 +31,6 @@ from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
 from rlhf_triton.actor.algorithms import sample_metrics
-from rlhf_triton.actor.algorithms.batch import RewardsFailed
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, SampledRow
@@ -688,7 +687,7 @@ def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
 
 OFF_POLICY = {"one_step_off_policy": True}
 ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
-    "rewards": (lambda run: None, RewardsFailed, "4 of 4 rewards are unavailable"),
+    "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
     "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
     "disk": (failing_call("rollouts", "take", 3, OSError(5, "disk")), OSError, "disk"),
