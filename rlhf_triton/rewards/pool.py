@@ -136,11 +136,16 @@ class WorkerPool:
                     worker.load -= 1
             except Exception as error:  # of a sample that JSON cannot express, or of a worker that does not start
                 answer = {"error": str(error) or type(error).__name__}
-        if "error" not in answer and len(answer.get("results", ())) != len(group):
-            worker.kill()
-            answer = {"error": f"the worker process sent no result for each of {len(group)} samples"}
         if "error" in answer:
-            return [ScoreOutcome(error=answer["error"])] * len(group)
-        if answer["counts"]:
-            self._counted(answer["counts"])
-        return [ScoreOutcome(**result) for result in answer["results"]]
+            return [ScoreOutcome(error=str(answer["error"]))] * len(group)
+        try:
+            counts = answer["counts"]
+            outcomes = [ScoreOutcome(**result) for _, result in zip(group, answer["results"], strict=True)]
+        except (LookupError, TypeError, ValueError):  # user code can write to the socket
+            worker.kill()
+            return [ScoreOutcome(error=f"the worker process sent no result for each of {len(group)} samples")] * len(
+                group
+            )
+        if counts:
+            self._counted(counts)
+        return outcomes

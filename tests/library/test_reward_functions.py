@@ -189,7 +189,7 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
 
 def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool):
     pool = make_pool()
-    for bad in doing("two results", "garbled frame", "foreign frame"):
+    for bad in doing("two results", "foreign result", "no results", "garbled frame", "foreign frame"):
         before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
         assert failed.error
         assert (before.error, after.error) == ("", "")

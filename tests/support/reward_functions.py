@@ -144,9 +144,9 @@ def _write_to_the_pool(data: bytes) -> float:
     return float(os.write(int(sys.argv[2]), data))
 
 
-def _two_results(_: Sample) -> float:
-    """Reply as the worker does, but with one result too many; the number is that of the third message."""
-    reply = b'{"number": 3, "results": [{"score": 1.0}, {"score": 2.0}], "counts": {}}'
+def _reply(results: str) -> float:
+    """Reply as the worker does, but with other results; the number is that of the third message."""
+    reply = f'{{"number": 3, "results": {results}, "counts": {{}}}}'.encode()
     return _write_to_the_pool(len(reply).to_bytes(4, "big") + reply)
 
 
@@ -154,7 +154,9 @@ _ACTIONS: dict[str, Any] = {
     "fork": _fork,
     "garbled frame": lambda _: _write_to_the_pool(b"\0\0\0\1x"),
     "foreign frame": lambda _: _write_to_the_pool(b"\0\0\0\2{}"),
-    "two results": _two_results,
+    "two results": lambda _: _reply('[{"score": 1.0}, {"score": 2.0}]'),
+    "foreign result": lambda _: _reply('[{"value": 1.0}]'),
+    "no results": lambda _: _reply("null"),
     "raise": _raise,
     "exit": lambda _: sys.exit("enough"),
     "die": lambda _: os._exit(3),
