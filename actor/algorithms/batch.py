@@ -79,9 +79,9 @@ def make_batch(
         ended=ended,
         counted=learned,
         gamma=settings.gamma,
-        lam=settings.lam,
+        lam=0.95 if settings.lam is None else settings.lam,
         lam_values=settings.defaults.lam_values,
-        lam_length=settings.defaults.lam_length,
+        lam_length=settings.defaults.lam_length if settings.lam is None else None,
     )
     inputs = shaper.run(inputs)
     if truncated == "bootstrap":

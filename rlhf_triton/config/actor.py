@@ -183,8 +183,8 @@ class AlgorithmSection(Section):
     """Dynamic sampling: how often per step prompts whose responses all have the same score are replaced; 0: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
-    lam: Fraction = 0.95
-    """GAE's lambda."""
+    lam: Fraction | None = None
+    """GAE's lambda; default: 0.95, or for `vapo` and `sao` one that grows with the response."""
     critic_warmup_steps: CountOrZero = 0
     """First steps of the run that train only the critic."""
     mask_unfinished: bool = True

@@ -97,7 +97,6 @@ def _of_algorithm(actor: ActorSection) -> Iterator[Rule]:
     bootstraps = algorithm.uses_critic  # with an environment, truncated trajectories are discounted
     keys = _in("actor.algorithm", "lam")
     yield is_ours and not algorithm.defaults.needs_critic, f"{name}'s advantages have no lambda", keys
-    yield is_ours and algorithm.defaults.lam_values is not None, f"{name} has lambdas of its own", keys
     is_undiscounted = is_ours and advantage not in DISCOUNTING and not bootstraps
     yield is_undiscounted, f"{name}'s advantages are not discounted", ("actor.algorithm.gamma",)
     keys = _in("actor.algorithm", "clip_ratio", "clip_ratio_high")

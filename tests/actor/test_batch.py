@@ -134,6 +134,16 @@ def test_banned_tokens_outside_the_mask_never_leak(kind: str):
         assert all(map(math.isfinite, metrics.values()))
 
 
+def test_a_lambda_that_is_given_takes_the_place_of_one_by_length():
+    rows = scored_samples()
+    by_length, ppo, given = (
+        make_batch(rows, name=name, kl_coef=0.0, **settings).advantages
+        for name, settings in (("sao", {}), ("ppo", {"lam": 0.5}), ("sao", {"lam": 0.5}))
+    )
+    assert torch.equal(given, ppo)
+    assert not torch.allclose(by_length, ppo)
+
+
 def test_a_failed_row_is_masked_and_the_others_are_as_if_it_had_not_been():
     scored = scored_samples(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
