@@ -182,7 +182,7 @@ def test_a_killed_actor_without_a_critic_changes_no_bit_and_goes_on_on_two_ranks
 
     actor = start("whole", "actor.ranks=2", f"actor.steps={STEPS + 1}")
     finish(actor)
-    assert "is from 1 ranks, and the run continues on 2" in actor.log_path.read_text()
+    assert "resuming with another setting: actor.ranks: 1 -> 2" in actor.log_path.read_text()
     actor = start("whole", "actor.policy.lora_rank=4", f"actor.steps={STEPS + 2}")
     assert actor.process.wait(300) == 2
     log = actor.log_path.read_text()

@@ -104,7 +104,7 @@ def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System
         "no sidecar follows the journal: start `python -m rlhf_triton.trainer`; "
         f"step {step} of run 'test' is in the journal and will be processed: repeat the request to get its result",
     )
-    code, log = run_actor(live.run, "actor", "actor.client.retries=1")
+    code, log = run_actor(live.run, "actor")
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert (code, "Traceback" in log, log.rstrip().endswith(sentence)) == (2, False, True)
     assert "no sidecar follows the journal: start `python -m rlhf_triton.trainer`" in sentence
