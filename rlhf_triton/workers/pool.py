@@ -64,8 +64,8 @@ class Worker:
         clock = clock or time.monotonic
         number = next(self._numbers)
         future = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame({**message, "number": number}))
         end = clock() + limit_s
+        self._writer.write(frame({**message, "number": number}))
         while not future.done() and (left := end - clock()) > 0:
             await asyncio.wait([future], timeout=min(max(left, WAIT_S[0]), WAIT_S[1]))
         if future.done():
