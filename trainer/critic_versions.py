@@ -28,7 +28,9 @@ class CriticVersions:
         store: WeightsStore,
         progress: SidecarProgress,
     ) -> None:
-        self._every, self._critic, self.publisher = config.trainer.publish.every, critic, publisher
+        self._every = config.trainer.publish.every
+        self._critic = critic
+        self.publisher = publisher
         self._reloads = config.critic.device == "cpu"  # a reload holds a third copy of the weights
         self._store, self._progress = store, progress
         self._reload: threading.Thread | None = None

@@ -57,7 +57,9 @@ def until_done(
         StoppedWaiting: a stop was requested during the retries; the message names the error.
         OSError: `action` failed with an error that is not in `CURABLE`.
     """
-    pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
+    pause_s = FIRST_PAUSE_S
+    remind_at = 0.0
+    refused = False
     while True:
         try:
             result = action()

@@ -38,7 +38,9 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
         ConfigError: the training set cannot be used; the message names the file.
         RlhfError: an update failed.
     """
-    start, epochs, settings = time.monotonic(), EPOCHS, config.trainer
+    start = time.monotonic()
+    epochs = EPOCHS
+    settings = config.trainer
     training, held_out = split(read_rows(config, critic.limits), config.run.seed)
     size = settings.global_batch_size * max(1, len(training) // (settings.global_batch_size * LOGGED))
     with staged_folder(config.run.weights_dir) as folder:

@@ -72,10 +72,14 @@ class Publisher:
             show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
         """
         settings, model = config.trainer, model or live_model(config, "critic")
-        self._store, self._run_id, self._epoch = store, run_id, epoch
+        self._store = store
+        self._run_id = run_id
+        self._epoch = epoch
         servers = settings.servers or [config.server.grpc_url]
         self._servers = ModelServers(servers, control_key(store.root), model=model.served_as)
-        self._model, self._reload, self._keep = model.served_as, model.reload, settings.publish.keep
+        self._model = model.served_as
+        self._reload = model.reload
+        self._keep = settings.publish.keep
         self._show_trouble = show_trouble
         self._look_at = self._heal_at = 0.0
         self._died_at: float | None = None

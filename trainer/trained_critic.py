@@ -67,7 +67,9 @@ class TrainedCritic(CriticModel):
             precision: of several ranks, which round frozen matrices layer by layer, so that none has a copy of all.
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
-        self._plain, self.ranks, self.stored_as = plain, ranks, stored_as
+        self._plain = plain
+        self.ranks = ranks
+        self.stored_as = stored_as
         if isinstance(ranks, Ranks):
             self._shard(ranks, precision)
         self.adapters = describe_adapters(self.model, base=BASE_VERSION) if as_adapters else None

@@ -43,7 +43,9 @@ def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:
     """
     rows: list[TrainingRow] = []
     for source in config.critic.pretrain:
-        before, model, special = len(rows), config.critic.model, config.actor.prompts.add_special_tokens
+        before = len(rows)
+        model = config.critic.model
+        special = config.actor.prompts.add_special_tokens
         payloads = steps_of_run(source, model) if source.is_dir() else rows_of_file(source, model, special=special)
         for where, payload in payloads:
             arrays = {n: a[:, None] if n == SEQUENCE_LENGTHS else a[None] for n, a in payload.arrays().items()}

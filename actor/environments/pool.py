@@ -114,7 +114,9 @@ class Instance:
     """What `reset` has returned; None if the prompt stands as it is."""
 
     def __init__(self, environments: Environments, worker: Worker, number: int) -> None:
-        self._worker, self._number, self._environments = worker, number, environments
+        self._worker = worker
+        self._number = number
+        self._environments = environments
         worker.load += 1
 
     async def ask(

@@ -194,7 +194,9 @@ class Decoder:
             token_budget: maximum tokens of one forward pass over prompts, padding included; a longer one runs alone.
             watch: called with prompt indices and their next-token logits `[rows, V]` (banned tokens: -inf).
         """
-        self._model, self._rules, self._slots = model, rules, slots
+        self._model = model
+        self._rules = rules
+        self._slots = slots
         self._sampling = TokenSampler(rules, model.device, watch)
         self._token_budget = token_budget
         self._layers = cache_layers(model)

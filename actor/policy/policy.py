@@ -86,7 +86,9 @@ class Policy:
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
             keeps_sampler=actor.one_step_off_policy,
         )
-        self.model, self.sampler, self.reference = self._models.model, self._models.sampler, self._models.reference
+        self.model = self._models.model
+        self.sampler = self._models.sampler
+        self.reference = self._models.reference
         self.causal = self._models.causal
         # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
         beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device

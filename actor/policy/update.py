@@ -26,7 +26,9 @@ class PolicyUpdate:
     """Trains a policy with one `Method`."""
 
     def __init__(self, actor: ActorSection, policy: Policy, method: Method) -> None:
-        self._policy, self._trained, self._ranks = policy, policy.trained, policy.ranks
+        self._policy = policy
+        self._trained = policy.trained
+        self._ranks = policy.ranks
         self._method, self._settings = method, actor.update
         self._is_one_update = actor.is_one_update
         # Rollouts of an older policy: with a correction, its log-probs are compared with those before the update.

@@ -15,7 +15,9 @@ class Gathering(Generic[T, R]):
     """Gathers rows for a request, which is sent as soon as it is full, or a moment after its first row."""
 
     def __init__(self, send: Callable[[list[T]], Awaitable[R]], *, gather_s: float, max_rows: int) -> None:
-        self._send, self._gather_s, self._max_rows = send, gather_s, max_rows
+        self._send = send
+        self._gather_s = gather_s
+        self._max_rows = max_rows
         self._rows: list[T] = []  # of the request that is open
         self._is_full = asyncio.Event()
         self._request: asyncio.Task[R]

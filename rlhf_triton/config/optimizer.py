@@ -64,7 +64,9 @@ def check_schedule(key: str, optimizer: OptimizerSection, *, total_steps: int = 
     Args:
         total_steps: length of the schedule if `max_steps` is None.
     """
-    lr, min_lr, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
+    lr = optimizer.lr
+    min_lr = optimizer.min_lr
+    warmup = optimizer.warmup_steps
     longest = optimizer.max_steps or total_steps
     if min_lr is not None and min_lr > lr:
         raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")

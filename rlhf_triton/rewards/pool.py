@@ -63,7 +63,9 @@ class WorkerPool:
             FunctionError: the function cannot be imported or refuses its options; no process is left running.
         """
         self._limit_s, self._counted = call.timeout_s, counted
-        self._num_workers, self._most_waiting, self._num_waiting = num_workers, most_waiting, 0
+        self._num_workers = num_workers
+        self._most_waiting = most_waiting
+        self._num_waiting = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-function", daemon=True)
         self._thread.start()

@@ -40,7 +40,9 @@ class Worker:
     ) -> None:
         self.load = 0  # what its callers have given it: calls, or instances
         self.is_ready = False  # once it has imported the user's code
-        self._process, self._reader, self._writer = process, reader, writer
+        self._process = process
+        self._reader = reader
+        self._writer = writer
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._end = ""
@@ -129,7 +131,10 @@ class Workers:
             hidden_variables: environment variables that they do not inherit, besides the secrets of every run.
             own_variable: one of these that they do inherit.
         """
-        self._module, self._spec, self._settings, self._number = module, spec, settings, number
+        self._module = module
+        self._spec = spec
+        self._settings = settings
+        self._number = number
         hidden = {*hidden_variables, *SECRETS} - {own_variable}
         self._environment = {name: value for name, value in os.environ.items() if name not in hidden}
         self._workers: list[Worker] = []  # those that are ending, too

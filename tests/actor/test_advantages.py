@@ -222,7 +222,9 @@ COMPARED = {
 def test_a_response_is_compared_with_the_counted_ones_of_its_prompt(name: str):
     """The fourth is the only one of its prompt that counts; the last one of either prompt does not."""
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0]), torch.tensor([0, 0, 0, 1, 1, 0])
-    zeros, mask, yes = torch.zeros(6, 2), torch.ones(6, 2), torch.ones(6).bool()
+    zeros = torch.zeros(6, 2)
+    mask = torch.ones(6, 2)
+    yes = torch.ones(6).bool()
     inputs = AdvantageInputs(rewards, zeros, zeros, mask, groups, yes, yes, rewards < 100)
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
     assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0, 0], abs=1e-5)

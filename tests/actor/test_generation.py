@@ -117,7 +117,10 @@ def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: 
 
 def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
     """Rows that go on for long: the columns are used up again and again."""
-    sizes, shifts, shift, write_on = set(), [], SlotCache.shift, Decoder._decode_step
+    sizes = set()
+    shifts = []
+    shift = SlotCache.shift
+    write_on = Decoder._decode_step
 
     def watched(self: Decoder) -> None:
         sizes.add(tuple(tensor.data_ptr() for layer in self._cache.layers for tensor in layer.tensors()))

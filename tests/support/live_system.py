@@ -43,7 +43,7 @@ TEXTS = (
     "Return the number of items in the list.",
     "The parser reads a line and returns its words.",
     "A lovely evening by the sea makes everyone happy.",
-    "Errors are terrible when nobody explains them.",
+    "Errors are terrible when no message explains them.",
     "Open the file, read it, and close it again.",
     "Good friends laugh together on a warm day.",
     "This method raises an exception if the key is missing.",

@@ -6,6 +6,7 @@ vLLM's scores, and those of Text Embeddings Inference (TEI), are probabilities o
 reward that is not one checkpoint alone, its sigmoid; the rewards themselves if the request says so.
 """
 
+import abc
 import math
 import time
 import uuid
@@ -71,20 +72,20 @@ def activated(scores: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights[-len(scores) :]]
 
 
-class ScoredBody(Body):
+class ScoredBody(Body, abc.ABC):
     """A body whose rows are scored."""
 
+    @abc.abstractmethod
     def rows(self, served: ServedModel) -> list[Row]:
         """Return the rows. Raises HttpError if the served reward cannot score them."""
-        raise NotImplementedError
 
     def outputs(self, served: ServedModel) -> set[str]:
         """Return further tensors that the reply needs."""
         return set()
 
+    @abc.abstractmethod
     def reply(self, found: Results) -> Any:
         """Return the body of the reply. Raises HttpError if the protocol cannot express it."""
-        raise NotImplementedError
 
 
 # ---- the gateway's own: texts, chats and token ids in one request ----

@@ -69,7 +69,9 @@ class Supervisor(Generic[S]):
             ServerStartError: the first start failed; failed restarts are retried with exponential back-off.
         """
         self._start = start
-        self._log, self._name, self._make_watch = log, name, watch
+        self._log = log
+        self._name = name
+        self._make_watch = watch
         self._watch: ServerWatch | None = None
         self._short_lives = 0
         self._start_at: float | None = None  # None while the server runs
