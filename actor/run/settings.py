@@ -31,7 +31,7 @@ GUARDED = (
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = set(ModelSection.model_fields) - {"model", "dtype", "max_length"}
 MECHANICS |= {
-    *("timeout_s", "workers", "store", "reload", "max_failed_fraction"),
+    *("timeout_s", "workers", "store", "max_failed_fraction"),
 }
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server

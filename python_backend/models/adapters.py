@@ -29,7 +29,6 @@ class Lora:
     rank: int
     alpha: int
     targets: str | Sequence[str]  # "all-linear", or names of layers
-    dropout: float = 0.0
 
 
 def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None = None) -> Any:
@@ -57,7 +56,6 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
         target_modules=named or "all-linear",
         exclude_modules=others or None,
         task_type=task,
@@ -91,13 +89,6 @@ def named_layers(model: Any, lora: Lora, output: nn.Module) -> list[str]:
             )
         found += paths
     return found
-
-
-def adapter_dropouts(model: Any) -> list[nn.Module]:
-    """Return the adapters' dropout layers; none if `lora_dropout` is 0."""
-    return [
-        module for path, module in model.named_modules() if ".lora_dropout." in path and isinstance(module, nn.Dropout)
-    ]
 
 
 def plain_tensors(model: Any) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Gradient checkpointing: layers keep only their inputs and recompute their activations in the backward pass.
 
 transformers checkpoints a layer only in training mode, and such a layer cannot use a cache, so generation needs eval
-mode. Layers are therefore put into training mode only within `recomputing`; the computation itself, including dropout,
-stays in eval mode (see `_compute_again`).
+mode. Layers are therefore put into training mode only within `recomputing`; the computation itself stays
+in eval mode (see `_compute_again`).
 """
 
 import contextlib

@@ -437,7 +437,7 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
 def test_both_engines_sample_alike_without_the_global_generator(checkpoint: Path, settings: dict[str, Any]):
-    """Under `one_step_off_policy` the dropout of an update seeds it, and draws from it, in another thread."""
+    """A user's loss may seed it, and draw from it, in another thread."""
     found = []
     for uses_slots in (True, False):
         policy = make_policy(checkpoint, generation_batch_size=2, **settings)

@@ -254,7 +254,7 @@ def test_rows_and_minibatches_without_weight_are_left_out(checkpoint: Path, monk
 @pytest.mark.parametrize("name", NAMES)
 def test_one_update_needs_no_log_probs_of_sampling(checkpoint: Path, name: str):
     """The ratio is 1 where the minibatch is the rollout: the same update as with the policy's own log-probs. A KL that
-    is measured brings others, from dropout and other micro-batches, which do not change it either."""
+    is measured brings others, from other micro-batches, which do not change it either."""
     results = []
     for change in ("none", "unknown", "measured"):
         policy = make_policy(checkpoint, kl_coef=0.0, rollout_size=6, **next(settings_of(name)))
