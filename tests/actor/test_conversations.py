@@ -405,9 +405,14 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Callable[..., 
 @pytest.fixture(scope="module")
 def model() -> Any:
     """Random weights whose replies end by themselves now and then."""
+    return random_policy(6.0)
+
+
+def random_policy(bias: float) -> Any:
+    """Random weights, with a bias for the end of a reply."""
     made = random_llama("policy", seed=1, vocab_size=160, max_position_embeddings=512, initializer_range=0.3).eval()
-    bias = 6.0 * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
-    made.lm_head.register_forward_hook(lambda _, __, logits: logits + bias)
+    added = bias * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
+    made.lm_head.register_forward_hook(lambda _, __, logits: logits + added)
     return made
 
 
@@ -531,10 +536,9 @@ def test_a_failing_environment_costs_its_own_rows(agents: Callable[..., Agent], 
 
 
 @pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
-def test_a_conversation_whose_environment_is_lost_begins_again(
-    agents: Callable[..., Agent], model: Any, losses: int, failed: int
-):
-    rows = generated(model, agents("Fragile", options={"losses": losses}), prompts_of(6))
+def test_a_conversation_whose_environment_is_lost_begins_again(agents: Callable[..., Agent], losses: int, failed: int):
+    """Each reply ends at once, so that each conversation takes a step."""
+    rows = generated(random_policy(1000.0), agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
     assert sum(row.restarts for row in rows) == (2 * 6 if failed else losses)
     metrics = text_metrics(unscored(rows))
