@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.path_alias import plain_alias
+from rlhf_triton.python_backend.serving.pulse import Pulse
 from rlhf_triton.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, ContractError, VersionRange
 from rlhf_triton.wire.texts import printable
 
@@ -87,9 +88,16 @@ def http_status(error: Exception) -> int:
 class Call:
     """One request and its response sender."""
 
-    def __init__(self, request: Any, count_failure: Callable[[int], None] = lambda status: None) -> None:
+    def __init__(
+        self,
+        request: Any,
+        count_failure: Callable[[int], None] = lambda status: None,
+        before_send: Callable[[], None] = lambda: None,
+    ) -> None:
         """`count_failure`: called with the HTTP status of an error response."""
-        self._request, self._count_failure = request, count_failure
+        self._request = request
+        self._count_failure = count_failure
+        self._before_send = before_send
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
         self.answered = False
@@ -154,6 +162,7 @@ class Call:
         # held (see `answer`).
         with self._lock:  # one thread may send the answer while another sends an error
             if not self.answered:
+                self._before_send()
                 self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 # Not before: if `send` raises, an error may be sent instead. (Triton refuses that, too, if `send` ran
                 # out of shared memory: its sender counts the attempt.)
@@ -184,6 +193,7 @@ class TritonModel:
 
     serve: Callable[[Mapping[str, str]], ModelServer]
     served: ModelServer
+    pulse: Pulse
     count_failure: Callable[[int], None] = staticmethod(lambda status: None)
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -193,10 +203,13 @@ class TritonModel:
         refused = NamedCounters(name, "rlhf_requests_refused_total", "Requests answered with an error", "status")
         self.count_failure = lambda status: refused.add({str(status): 1})
         self.served = type(self).serve(args)
+        self.pulse = Pulse(name)
+        self.pulse.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Triton's entry point for requests."""
-        self.served.execute([Call(request, self.count_failure) for request in requests])
+        with self.pulse.handing_over():
+            self.served.execute([Call(request, self.count_failure, self.pulse.check) for request in requests])
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""

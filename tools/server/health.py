@@ -6,8 +6,8 @@ On a GPU only the counter says so: a process that waits for a GPU that hangs use
 life, since a model whose device is broken answers every request with an error at once.
 
 A process that is not scheduled for a few seconds (a busy or paused machine) is kept, unless a request waited for it
-meanwhile. After a second, server 2.51 fails that request and frees its memory without telling the process: when the
-process runs again, the server aborts, or the model never answers again.
+meanwhile. After a second, server 2.51 fails that request and frees its memory without telling the process. When the
+process runs again, it ends itself (python_backend/serving/pulse.py), or the server aborts.
 """
 
 import contextlib

@@ -1,0 +1,145 @@
+"""A model's process that did not run for a second ends before an answer of it reaches another caller."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_system import wait_for
+from tiny_models import stub_of, tiny_server
+from tritonclient.http import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
+
+from rlhf_triton.python_backend.serving import pulse
+from rlhf_triton.python_backend.serving.pulse import HANDED_OVER_S, SLOWEST_WAKE_S, TICK_S, WAKE_S, Pulse
+from rlhf_triton.tools.server.tritonserver import TritonServer
+
+ECHO = """
+import time
+from pathlib import Path
+from rlhf_triton.python_backend.serving.triton import answer_each, triton_model
+
+class Echo:
+    def execute(self, calls):
+        answer_each(calls, self.answer)
+
+    def answer(self, call):
+        seconds = call.array("seconds")
+        Path(BEGUN).touch()
+        time.sleep(float(seconds[0]))
+        call.answer({"seconds": seconds})
+
+    def finalize(self):
+        pass
+
+TritonPythonModel = triton_model(lambda args: Echo())
+"""
+CONFIG = """
+name: "echo"
+backend: "python"
+input { name: "seconds" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "seconds" data_type: TYPE_FP32 dims: [ 1 ] }
+instance_group { count: 1 kind: KIND_CPU }
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TritonServer]:
+    folder = tmp_path / "repository" / "echo"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "1" / "model.py").write_text(f"BEGUN = {str(tmp_path / 'begun')!r}\n{ECHO}")
+    with tiny_server(tmp_path) as running:
+        running.wait_ready()
+        yield running
+
+
+def echoed(server: TritonServer, seconds: float) -> float:
+    """The answer of a model that computes for so long."""
+    tensor = InferInput("seconds", [1], "FP32")
+    tensor.set_data_from_numpy(np.array([seconds], np.float32))
+    with InferenceServerClient(server.section.http_url) as client:
+        return float(client.infer("echo", [tensor]).as_numpy("seconds")[0])
+
+
+def test_a_process_that_triton_gives_up_within_a_request_ends_when_it_runs_again(server: TritonServer, tmp_path: Path):
+    process = stub_of(server, "echo")
+    begun = tmp_path / "begun"
+    assert echoed(server, 2.0) == 2.0  # a long request is no stop; by its end, the process is watched
+    begun.unlink()
+    threading.Thread(target=lambda: (wait_for(begun.exists), process.suspend())).start()
+    with pytest.raises(InferenceServerException, match="is not healthy"):
+        echoed(server, 20.0)
+    process.resume()
+    wait_for(lambda: "its answers would reach other callers" in server.log_path.read_text())
+    with pytest.raises(InferenceServerException, match="is not healthy"):  # a dead process, not an answer to another
+        echoed(server, 0.0)
+    assert server.poll() is None
+
+
+class Watched(Pulse):
+    """A pulse in a process whose clock and whose wake-ups a test sets; `ended` instead of ending it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__("model")
+        self.now = self._woke = self._looked = 1000.0
+        self.wakes = self._wakes = 7
+        self.stops = 0
+        self._sleeper = 1
+        self._watches = True
+        self.ended = False
+        monkeypatch.setattr(pulse, "_num_switches", lambda thread: self.stops if thread else self.wakes)
+        monkeypatch.setattr(pulse.time, "time", lambda: self.now)
+
+    def run(self, seconds: float, every: float = TICK_S, wake_s: float = WAKE_S) -> None:
+        """Let time pass, with a look every so many seconds and a wake-up of Triton's thread every `wake_s`."""
+        begin, before = self.now, self.wakes
+        while self.now < begin + seconds:
+            self.now += every
+            self.wakes = before + int((self.now - begin) / wake_s)
+            self.check()
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("every", [TICK_S, 0.7, 10.0])
+def test_a_process_whose_other_threads_hold_the_interpreter_has_not_stopped(
+    monkeypatch: pytest.MonkeyPatch, every: float
+):
+    watched = Watched(monkeypatch)
+    with watched.handing_over():
+        watched.run(30.0, every, SLOWEST_WAKE_S)
+    assert not watched.ended
+
+
+@pytest.mark.parametrize("switches", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["starved", "stopped"])
+def test_a_second_without_wake_ups_ends_the_process_only_within_a_request(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool, switches: int
+):
+    """The clock is the wall clock, as Triton's: a machine that was paused, and a clock that was set, count, too."""
+    for within in (True, False):
+        watched = Watched(monkeypatch)
+        watched.run(3.0)
+        watched._is_handing_over = within
+        watched.now += 1.0
+        watched.wakes += switches if is_stopped else min(switches, 1)
+        watched.stops += is_stopped
+        watched.check()
+        assert watched.ended == within
+
+
+@pytest.mark.parametrize(("later", "ended"), [(0.0, True), (HANDED_OVER_S + 2 * WAKE_S, False)])
+def test_a_request_that_waited_for_the_end_of_the_stop_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, later: float, ended: bool
+):
+    watched = Watched(monkeypatch)
+    watched.run(3.0)
+    watched.now += 2.0
+    watched.check()
+    watched.run(later)
+    with watched.handing_over():
+        pass
+    assert watched.ended == ended
