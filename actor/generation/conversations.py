@@ -19,10 +19,10 @@ import numpy as np
 
 from rlhf_triton.actor.data.chat import Chat, HistoryChanged, Message, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.slots import Finished, PolicyTurn
+from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -182,7 +182,7 @@ class Agent:
         settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
         for number in range(1, settings.max_turns + 1):
             turn = await rows.sampled(talk.row.tokens)
-            talk.row.sample(turn.tokens, turn.logprobs, number=number)
+            talk.row.sample(turn, number=number)
             text = reply_text(self._tokenizer, turn.tokens)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation, sample_of
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
 from rlhf_triton.errors import NotFinite
@@ -25,15 +26,6 @@ from rlhf_triton.python_backend.models.card import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4
-
-
-@dataclass(frozen=True)
-class PolicyTurn:
-    """Tokens sampled after a prefix: the response to a prompt, or one turn of a conversation."""
-
-    tokens: list[int]
-    ended: bool  # by an end-of-sequence token or a stop string, not by a limit
-    logprobs: list[float] | None = None  # nats, per token, at the sampling temperature, before top-k and top-p
 
 
 Draws = Callable[[int], Iterator[float]]
@@ -73,7 +65,7 @@ class Prompts:
 
     def take(self, index: int, turn: PolicyTurn) -> None:
         """Report the response."""
-        self._finished(index, (sample_of(self._prompts[index], turn.tokens, turn.logprobs, ended=turn.ended),))
+        self._finished(index, (sample_of(self._prompts[index], turn),))
 
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return all prompts, once."""

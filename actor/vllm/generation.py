@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, Partner, PolicyTurn
+from rlhf_triton.actor.generation.slots import Finished, Partner
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.pool import ServerPool
@@ -154,21 +156,17 @@ class VllmGeneration(Generation):
         """Return the response to one prompt from any server, with retries and failover.
 
         The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
+        Raises RlhfError if a response has a banned token.
         """
         sticky = None if self.agent is None else session
         attempts = Attempts(MODEL, self._client, self._budget, session=sticky)
-        return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
-
-    def _response(self, choice: Mapping[str, Any]) -> PolicyTurn:
-        """Return vLLM's response. Raises RlhfError if it contains a banned token."""
-        tokens = list(choice["token_ids"])
-        if banned := sorted(set(tokens) & set(self._banned_ids)):
+        turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+        if banned := sorted({*turn.tokens} & {*self._banned_ids}):
             raise RlhfError(
                 f"vLLM generated the tokens {banned}, although each request lowers their logits by {-BAN_BIAS:g}: "
                 "check that the server applies `logit_bias`"
             )
-        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings
         is_plain = (s.top_k, s.top_p, s.min_new_tokens) == (0, 1.0, 0)
-        return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)
+        return turn if is_plain else dataclasses.replace(turn, logprobs=None)

@@ -24,12 +24,12 @@ from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics, sequenc
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.recorded import PolicyTurn, SampledTurn
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, failure_of, sample_of
 from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Rules
+from rlhf_triton.actor.generation.slots import Decoder, Rules
 from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import with_environment
@@ -740,7 +740,7 @@ def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Callable[..., A
     (found,) = Chat(THOUGHTS).calls([], tokens)
     assert (found.name, found.arguments) == ("look", {"at": "it"})
     prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
-    sample = sample_of(prompt, tokens, None, ended=True)
+    sample = sample_of(prompt, PolicyTurn(tokens, ended=True))
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS, rows_per_request=1)
     scorer.reward = ServedModel(components=("a",))

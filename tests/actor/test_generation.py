@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded, rows_of
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Prompts, Rules, draw
+from rlhf_triton.actor.generation.slots import Decoder, Prompts, Rules, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 from tests.support.samples import logprobs_of, tokens_of

@@ -28,7 +28,7 @@ from rlhf_triton.actor.data import sample as samples
 from rlhf_triton.actor.data.chat import Chat
 from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, Group, Score, conversations_of, failure_of, sample_of
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.run.collection import ROUNDS, GroupScoring
@@ -263,7 +263,7 @@ def written(tokenizer: Any, *texts: str) -> list[samples.SampledRow]:
     """Responses to the prompt "Open it."."""
     prompt = Prompt("", "Open it.", np.asarray(tokenizer("Open it.")["input_ids"]))
     replies = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    return [sample_of(prompt, reply, None, ended=True) for reply in replies]
+    return [sample_of(prompt, PolicyTurn(reply, ended=True)) for reply in replies]
 
 
 def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
@@ -557,7 +557,7 @@ def sampled(reply: str) -> list[int]:
 
 
 def answered(prompt: Prompt, reply: str) -> samples.SampledRow:
-    return sample_of(prompt, sampled(reply), None, ended=REPLIES[reply][2])
+    return sample_of(prompt, PolicyTurn(sampled(reply), REPLIES[reply][2]))
 
 
 def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
@@ -577,10 +577,10 @@ def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
     """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
-    row.sample(sampled("finished"), None)
+    row.sample(PolicyTurn(sampled("finished"), ended=True))
     result = {"role": "tool", "name": "look", "content": "A file."}
     row.observe(chat.after_reply([result], POLICY.eos_token_id))
-    row.sample(sampled(reply), None)
+    row.sample(PolicyTurn(sampled(reply), REPLIES[reply][2]))
     row.messages = [assistant(REPLIES["finished"][0]), result, assistant(REPLIES[reply][0])]
     return samples.conversation_of([(prompt, row)])[0]
 
