@@ -84,11 +84,6 @@ class Group:
 
     conversations: tuple[Conversation, ...]
 
-    @property
-    def ends(self) -> list[SampledRow]:
-        """The last row of each conversation."""
-        return [conversation[-1] for conversation in self.conversations]
-
 
 def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
     """Return the conversations of all groups, in order."""

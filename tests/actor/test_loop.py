@@ -38,7 +38,7 @@ from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.collection import collect
+from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
 from rlhf_triton.actor.run.stopping import Stop, Stopped
@@ -114,10 +114,11 @@ def policy(checkpoint: Path) -> Policy:
 class InstantScorer:
     """Rewards a row with the sum of its tokens, each of its values with the token; answers when it may."""
 
-    has_critic, rows_per_request, reward = True, 1, ServedModel()
+    has_critic, reward = True, ServedModel()
 
-    def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, answer: Callable[[], Any] = lambda: None, rows_per_request: int = 1) -> None:
         self.asked = 0
+        self.rows_per_request = rows_per_request
         self._answer = answer
 
     async def score(self, rows: list[Conversation], group_size: int = 1, **_: object) -> list[Conversation]:
@@ -139,9 +140,6 @@ async def collected(
     row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
 ) -> list[SampledRow]:
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
-    if ready is None:
-        ready = asyncio.get_running_loop().create_future()
-        ready.set_result(None)
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         if "finished" in kwargs:
@@ -153,10 +151,11 @@ async def collected(
     async def in_thread(*args: Any, **kwargs: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(executor, functools.partial(call, *args, **kwargs))
 
-    given: Any = {"ready": ready, "in_thread": in_thread, "timers": Timers(), "scorer": server}
+    scorer: Any = server
+    collector = Collector(actor_section(), policy, scorer, reference or OwnReference(policy), in_thread)
     with ThreadPoolExecutor(1) as executor:
-        found = await collect(policy, reference=reference or OwnReference(policy), prompts=PROMPTS, seed=2, **given)
-    return [group.ends[0] for group in found]
+        found = await collector.collect(PROMPTS, seed=2, timers=Timers(), ready=ready)
+    return [group.conversations[0][-1] for group in found]
 
 
 class Reference:
@@ -177,15 +176,16 @@ async def test_rows_are_scored_while_others_are_generated_and_scores_belong_to_t
 ):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
     order, asked, server = [], threading.Event(), Reference()
-    reference = ServedReference(server, policy, Path(), rows_per_request=rows_per_request)  # type: ignore[arg-type]
+    reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
 
     def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
         order.append(index)
         finished(index, row)
-        assert asked.wait(PATIENCE_S), "no row was sent before the last was written"
-        assert len(order) < rows_per_request or server.asked.wait(PATIENCE_S), "the reference waits for all rows"
+        for event in (asked, server.asked):
+            assert event.wait(PATIENCE_S), "no row was sent before the last was written"
 
-    rows = await collected(policy, InstantScorer(asked.set), reference=reference, row_ends=hold)
+    scorer = InstantScorer(asked.set, rows_per_request)
+    rows = await collected(policy, scorer, reference=reference, row_ends=hold)
     assert order != sorted(order), "the rows ended in the order of their prompts, which shows nothing"
     assert [row.prompt.prompt_id for row in rows] == ["0", "1", "2", "3"]
     assert len({len(row.tokens) for row in rows}) > 1
