@@ -67,7 +67,8 @@ class CapturedAgents(Agent):
             told = "must be in actor.generation.stop_strings: a run decides what ends a reply"
             raise HttpError(400, f"stop: {more} {told}", "stop")
         try:
-            return await self._rows[session].alone(tokens)
+            self._rows[session].renew()  # each call is a row
+            return await self._rows[session].sampled(tokens)
         except asyncio.CancelledError as error:
             raise HttpError(409, f"session {session} is over: the rollout was interrupted") from error
 

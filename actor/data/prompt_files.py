@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -46,21 +46,7 @@ class PromptRow:
     columns: dict[str, Any]
 
 
-class RowFile(Protocol):
-    """The rows of one prompt file, read one at a time; empty lines of JSONL are not rows."""
-
-    path: Path
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def row(self, index: int) -> PromptRow:
-        """Read row `index`, from 0. Raises PromptError if it is malformed or JSON cannot represent a column."""
-        ...
-
-
-def open_rows(path: Path) -> RowFile:
+def open_rows(path: Path) -> "JsonLines | TableRows":
     """Open `path`: a dataset folder, a `.parquet` or `.arrow` file, or JSONL with any other suffix.
 
     Raises:
@@ -70,7 +56,7 @@ def open_rows(path: Path) -> RowFile:
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path` in order. Raises PromptError as `open_rows` and `RowFile.row`."""
+    """Yield the rows of `path` in order. Raises PromptError as `open_rows` and its `row`."""
     rows = open_rows(path)
     return (rows.row(index) for index in range(len(rows)))
 
@@ -150,7 +136,10 @@ def begun(row: PromptRow) -> PromptRow:
 
 
 class JsonLines:
-    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used."""
+    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used.
+
+    Empty lines are not rows.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,6 +159,7 @@ class JsonLines:
         return len(self._lines)
 
     def row(self, index: int) -> PromptRow:
+        """Read row `index`, from 0. Raises PromptError if it is malformed, or nested too deep."""
         line = int(self._lines[index])
         where = f"{self.path}:{line + 1}"
         columns = {**dict.fromkeys(self._names), **self._columns(line, where)}
@@ -269,6 +259,7 @@ class TableRows:
         return int(self._starts[-1])
 
     def row(self, index: int) -> PromptRow:
+        """Read row `index`, from 0. Raises PromptError if it is unreadable or JSON cannot represent a column."""
         where = f"{self.path}, row {index + 1}"
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         try:

@@ -366,7 +366,10 @@ class TalkRows:
         return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError."""
+        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError.
+
+        Rows of which each has one turn may be sampled at the same time.
+        """
         self._check_tokens(tokens)
         if not self._asked:
             self._since = time.monotonic()
@@ -381,8 +384,3 @@ class TalkRows:
     def renew(self) -> None:
         """Start another row."""
         self._row += ROW_STEP
-
-    async def alone(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
-        self.renew()
-        return await self.sampled(tokens)

@@ -31,7 +31,7 @@ from rlhf_triton.actor.policy.checkpoint import (
 )
 from rlhf_triton.actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
 from rlhf_triton.actor.run.settings import flat_settings
-from rlhf_triton.actor.run.staleness import VersionSteps, staleness_metrics
+from rlhf_triton.actor.run.staleness import VersionSteps
 from rlhf_triton.actor.run.validation import Validation, explained, samples, training_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -311,8 +311,8 @@ class Recorder:
         if not self._has_critic:
             return {}
         versions = [each[-1].score.version for each in conversations if not failure_of(each)]
-        rows = self.version_steps.histogram(versions, sent=step - 1)
-        return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
+        staleness = self.version_steps.metrics(versions, sent=step - 1)
+        return {**staleness, "client/failed_critic_updates": float(self.failed_critic_updates)}
 
     def owes_validation(self, step: int) -> bool:
         """Return whether `actor.validation.every` demands a validation at `step` that is not logged yet."""

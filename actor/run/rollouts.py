@@ -146,9 +146,8 @@ class Rollouts:
         metrics = dict[str, float]()
         dropped = list[Group]()
         try:
-            prompts = await self._prompts(partial(self.inputs.prompts_of, step))
             with timers.phase("rollout_time"):
-                groups = await self._collect(prompts, step, ready, timers)
+                groups = await self._collect(partial(self.inputs.prompts_of, step), step, ready, timers)
                 if algorithm.max_resampled:
                     groups, dropped, metrics = await self._resampled(groups, step, ready, timers)
                 if algorithm.responses_per_prompt > 1:
@@ -158,17 +157,14 @@ class Rollouts:
             await cancelled([ready])
         return Collected(groups, dropped, timers, updated, metrics)
 
-    async def _prompts(self, read: Callable[[], list[Prompt]]) -> list[Prompt]:
-        """Return the prompts that `read` returns, once per response."""
+    async def _collect(
+        self, read: Callable[[], list[Prompt]], step: int, ready: Ready, timers: Timers, *repeat: int
+    ) -> list[Group]:
+        """Return the groups of the prompts that `read` returns."""
         prompts = await self._collector.in_thread(read)
         check_columns(self._collector.scorer.reward, prompts)
-        return self.inputs.repeated(prompts)
-
-    async def _collect(
-        self, prompts: list[Prompt], step: int, ready: Ready, timers: Timers, *repeat: int
-    ) -> list[Group]:
         return await self._collector.collect(
-            prompts,
+            self.inputs.repeated(prompts),
             seed=self.inputs.seed_of(step, *repeat),
             timers=timers,
             ready=ready,
@@ -191,8 +187,7 @@ class Rollouts:
             if repeat:
                 dropped += useless
                 read = partial(self.inputs.more_prompts_of, step, len(useless))
-                prompts = await self._prompts(read)
-                groups = await self._collect(prompts, step, ready, timers, repeat)
+                groups = await self._collect(read, step, ready, timers, repeat)
             useless = []
             for group in groups:
                 (useful if has_spread(group, algorithm, self._truncated) else useless).append(group)

@@ -300,7 +300,14 @@ class Scorer:
                 values = np.array(answer[VALUES][i, : len(row.tokens)], np.float32)
             if REWARD_COMPONENTS in answer:
                 components = dict(zip(self.reward.components, answer[REWARD_COMPONENTS][i].tolist(), strict=True))
-            score = Score(total, total, None, None, values, version, components, reward_version)
+            score = Score(
+                reward=total,
+                outcome=total,
+                values=values,
+                version=version,
+                components=components,
+                reward_version=reward_version,
+            )
             if STEP_REWARDS in answer:
                 score = self._with_steps(row, score, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])
             given = [array for array in (np.array(total), values, score.steps) if array is not None]

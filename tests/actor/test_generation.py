@@ -98,14 +98,6 @@ def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots():
     assert ours.uses_slots
 
 
-def test_a_response_does_not_depend_on_the_rows_beside_it():
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
-    alone = texts(generation(model, generation_batch_size=3), prompts, seed=7)
-    for size in (1, 2, 5, 11, 40):
-        assert texts(generation(model, generation_batch_size=size), prompts, seed=7) == alone
-        assert texts(generation(model, generation_batch_size=size), prompts, seed=8) != alone
-
-
 def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> Prompts:
     """Asks for a response to each of these prompts, which goes into `found`."""
 
