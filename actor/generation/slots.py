@@ -253,7 +253,7 @@ class Decoder:
             DecodedRow(index, [*prompt], len(prompt), draws and draws(index), end - len(prompt))
             for index, prompt in (new[i] for i in order)
         ]
-        ids = _last_tokens(rows[: len(distinct)], width)
+        ids = np.array([[0] * (width - len(row.tokens)) + row.tokens for row in rows[: len(distinct)]])
         cache.look_at(first, first + len(distinct), end - width, end - width)
         inputs = self._inputs(rows, ids, [sources[i] for i in order])
         logits = self._logits(cache, inputs.ids, inputs.starts[: len(distinct)], end - width, end)
@@ -320,15 +320,6 @@ class Decoder:
         for row in self._rows:
             row.start += to - begin
         self._end += to - begin
-
-
-def _last_tokens(rows: Sequence[DecodedRow], width: int) -> np.ndarray:
-    """Return the last `width` tokens of each row, padded on the left, int64 `[rows, width]`."""
-    ids = np.zeros((len(rows), width), np.int64)
-    for each, row in zip(ids, rows, strict=True):
-        tokens = row.tokens[-width:]
-        each[width - len(tokens) :] = tokens
-    return ids
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:

@@ -83,9 +83,7 @@ class Recorder:
         self._masked_samples = 0
         self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
-        self._learned_conversations: list[
-            bool
-        ] = []  # whether there is a gradient, but for the KL's, in the first steps with an update
+        self._have_gradient: list[bool] = []  # but for the KL's, of the first steps with an update
         self._is_first, self._knows_no_signal = True, False
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
@@ -268,9 +266,9 @@ class Recorder:
                 )
                 self._knows_no_signal = True
         wanted = min(FIRST_STEPS, self._settings.steps)
-        if GRADIENT in line and len(self._learned_conversations) < wanted:
-            self._learned_conversations.append(has_gradient)
-            if len(self._learned_conversations) == wanted and not any(self._learned_conversations):
+        if GRADIENT in line and len(self._have_gradient) < wanted:
+            self._have_gradient.append(has_gradient)
+            if len(self._have_gradient) == wanted and not any(self._have_gradient):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
     def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
