@@ -128,10 +128,6 @@ class Agent:
             except HistoryChanged as error:
                 warn_once(ANOTHER_ROW % error)
 
-    def begin(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> "Talks":
-        """Begin the conversations of some rows; `finished` receives each one when it is over."""
-        return Talks(self, prompts, finished, seed=seed)
-
     def close(self) -> None:
         """End all environments, once."""
         if self._thread.is_alive():
@@ -275,6 +271,7 @@ class Talks:
     """Partner of the decoder: the conversations of one rollout."""
 
     def __init__(self, agent: Agent, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> None:
+        """Begin the conversations of some rows; `finished` receives each one when it is over."""
         self.size, self.longest = len(prompts), agent.longest
         self._loop, self._finished = agent.loop, finished
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()

@@ -74,7 +74,7 @@ class Recorder:
         }
         self._has_critic = has_critic
         self._client = client
-        self._validations: dict[str, Validation] = {}
+        self._validation_before: Validation | None = None  # not kept across a resume
         self._validated: set[int] = set()  # steps with a line in validations.jsonl
         self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
         self.weights_version = 0  # newest critic version that the server has reported
@@ -324,8 +324,9 @@ class Recorder:
         self._masked_samples += int(described["masked_samples"])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         line = finite(line | process_metrics(result.conversations))
+        if when == "before":
+            self._validation_before = result
         if when != "between":
-            self._validations[when] = result
             await asyncio.to_thread(self._write_samples, when, result)
             await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
         version = described.get("reward_version")
@@ -472,8 +473,7 @@ class Recorder:
             "critic_updates": steps,
             "failed_critic_updates": self.failed_critic_updates,
         }
-        before = self._validations.get("before")
-        if before is not None:  # not kept across a resume
+        if (before := self._validation_before) is not None:
             values = iter(await scorer.valued(rows_of(before.conversations)))
             valued = [tuple(next(values) for _ in conversation) for conversation in before.conversations]
             figures["ev_last"] = await asyncio.to_thread(explained, before.conversations, valued)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,11 +60,8 @@ class VllmGeneration(Generation):
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
         if self._policy.ranks.rank == 0 and self._published != self._policy.trained.optimizer_step:
-            self._versions.publish(self._write)
+            self._versions.publish(self._policy.sampler.save_pretrained)  # of LoRA, only the adapters
             self._published = self._policy.trained.optimizer_step
-
-    def _write(self, folder: Path) -> None:
-        self._policy.sampler.save_pretrained(folder)  # of LoRA, only the adapters
 
     def close(self) -> None:
         """End the environments; make a `run` in another thread raise CancelledError."""
@@ -105,9 +101,12 @@ class VllmGeneration(Generation):
             left = min(self._settings.max_new_tokens, partner.longest - len(tokens))
             sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
             turns[row] += 1
+            # The turns of a conversation go to the same server, which has the tokens before them in its cache.
+            session = None if self.agent is None else row % ROW_STEP
             async with limit:
-                turn = await self._respond(pool, [*tokens], sampling, session=row % ROW_STEP)
-            partner.take(row, turn)
+                attempts = Attempts(MODEL, self._client, self._budget, session=session)
+                turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+            partner.take(row, self._verified(turn))
 
         responses: set[asyncio.Task[None]] = set()
         self._running = asyncio.get_running_loop(), task
@@ -150,17 +149,8 @@ class VllmGeneration(Generation):
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling
 
-    async def _respond(
-        self, pool: ServerPool[VllmConnection], tokens: list[int], sampling: Mapping[str, Any], *, session: int
-    ) -> PolicyTurn:
-        """Return the response to one prompt from any server, with retries and failover.
-
-        The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
-        Raises RlhfError if a response has a banned token.
-        """
-        sticky = None if self.agent is None else session
-        attempts = Attempts(MODEL, self._client, self._budget, session=sticky)
-        turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+    def _verified(self, turn: PolicyTurn) -> PolicyTurn:
+        """Return vLLM's turn, without log-probs that are not ours. Raises RlhfError if it has a banned token."""
         if banned := sorted({*turn.tokens} & {*self._banned_ids}):
             raise RlhfError(
                 f"vLLM generated the tokens {banned}, although each request lowers their logits by {-BAN_BIAS:g}: "

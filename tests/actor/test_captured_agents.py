@@ -10,7 +10,7 @@ import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score
-from rlhf_triton.actor.generation.conversations import ROW_STEP
+from rlhf_triton.actor.generation.conversations import ROW_STEP, Talks
 from rlhf_triton.actor.generation.engine import uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, Rules
 from rlhf_triton.actor.run.validation import read_texts
@@ -129,7 +129,7 @@ def test_interrupted_agents_end_at_once(agents: Agents, model: Any, monkeypatch:
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
-    talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
     assert talks.next(wait=True)
     talks.close()
     (found,) = ends(model, agent, 1)

@@ -387,7 +387,7 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Agents, first:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
     done: dict[int, Conversation] = {}
-    talks = agent.begin({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
+    talks = Talks(agent, {0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
     while not done:
         for row, _ in talks.next(wait=True):
             reply = [*ids("<|extra|>"), EOS]
@@ -537,7 +537,7 @@ def test_a_conversation_whose_environment_is_lost_begins_again(agents: Agents, l
 
 def test_closing_ends_a_generation_that_waits(agents: Agents, model: Any):
     agent = agents("Countdown")
-    talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
     assert talks.next(wait=True)[0][0] == 0
     threading.Timer(0.1, talks.close).start()
     with pytest.raises(asyncio.CancelledError):

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from live_system import TEXTS, Checkpoints, make_run, validations_of
 from safetensors.torch import load_file
 from tiny_tokenizers import save_chat_policy
 
+import rlhf_triton.actor.loop
+from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -34,11 +37,13 @@ from rlhf_triton.actor.data.sample import Conversation, SampledRow
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update
 from rlhf_triton.actor.run.stopping import Stop, Stopped
 from rlhf_triton.actor.scoring.reference import OwnReference, ServedReference
+from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
@@ -962,3 +967,33 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoin
     with pytest.raises(asyncio.CancelledError):
         run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     assert len(forwards) == counted
+
+
+LONG: list[tuple[Any, str]] = [
+    (os, "fsync"),
+    (sample_metrics, "distinct_bigrams"),
+    (rlhf_triton.actor.loop, "critic_payload"),
+    (PPORun, "make_batch"),
+    (Policy, "generate"),
+    (Policy, "logprobs"),
+    (PolicyUpdate, "run"),
+    (Scorer, "_texts"),
+]
+
+
+def test_what_takes_long_runs_in_threads(tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    """On the event loop it would delay responses past their deadlines."""
+    threads = dict[str, set[int]]()
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return function(*args, **kwargs)
+
+        return note
+
+    for owner, name in LONG:
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    go(make_ppo(tmp_path, checkpoints, steps=1, rollout_size=4, max_new_tokens=3))
+    assert threads.keys() == {name for _, name in LONG}
+    assert threading.get_ident() not in set().union(*threads.values())

@@ -285,6 +285,10 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
     client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
     assert are_scored(score(client, tokenizer, rows)) == [False, True]
+    answer |= {"rewards": [[6.0], [3.0]], "step_rewards": [[NAN, 0], [0.125, 0]]}
+    charted = score(Client(answer, **{**names, "reward_weights": "[0.0, 3.0]"}), tokenizer, rows)
+    assert are_scored(charted) == [True, True], "steps of weight 0 only chart, whatever they are"
+    assert not any(row.score.steps.any() for row in charted)
 
 
 def test_a_step_that_ends_in_the_environments_text_counts_for_the_turn_before_it(tokenizer: Any):
