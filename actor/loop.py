@@ -15,9 +15,10 @@ from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import cancelled, in_a_thread_of
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
-from rlhf_triton.actor.data.prompts import PromptStream, StepInputs
+from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.sample import Group, conversations_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.policies import make_policy
@@ -50,10 +51,15 @@ class PPORun:
         self.scorer = Scorer.of(config, client, self.policy.tokenizer)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.of(config, self.policy.tokenizer, self.policy.vocab_size)
-        stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
-        self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
+        self.inputs = StepInputs(
+            actor.prompts.sources,
+            reader,
+            seed=seed,
+            prompts_per_step=actor.prompts_per_step,
+            responses_per_prompt=actor.algorithm.responses_per_prompt,
+        )
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device
@@ -62,16 +68,10 @@ class PPORun:
         self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
         self.critic = RemoteCritic(client, self.recorder, run_id=config.run.identity)
         self.last = LastStep(self.policy, self.shaper, self.recorder)
+        self.collector = Collector(actor, self.policy, self.scorer, self.reference, self.in_thread)
+        every = config.trainer.publish.every
         self.rollouts = Rollouts(
-            actor,
-            self.inputs,
-            self.policy,
-            self.scorer,
-            self.reference,
-            self.critic,
-            publish_every=config.trainer.publish.every,
-            truncated=self.truncated,
-            in_thread=self.in_thread,
+            actor, self.inputs, self.collector, self.critic, publish_every=every, truncated=self.truncated
         )
 
     @property
@@ -105,7 +105,7 @@ class PPORun:
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        prompts = [*self.inputs.stream.first_prompts(), *self.held_out]
+        prompts = [*self.inputs.first_prompts(), *self.held_out]
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
         self.last.is_now(await self.stop.or_done(self.recorder.resume()))
@@ -172,16 +172,8 @@ class PPORun:
         if self.held_out:
             start = time.monotonic()
             await self.stop.or_done(self.rollouts.settle())  # a rollout in progress uses the sampler
-            validation = validate(
-                self.policy,
-                self.scorer,
-                self.reference,
-                self.held_out,
-                greedy=self.settings.validation.greedy,
-                with_kl=self.settings.kl.uses_reference,
-                seed=self.seed,
-                in_thread=self.in_thread,
-            )
+            greedy = self.settings.validation.greedy
+            validation = validate(self.collector, self.held_out, greedy=greedy, seed=self.seed)
             result = await self.stop.or_done(validation)
             await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 

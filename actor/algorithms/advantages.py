@@ -183,7 +183,6 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
         counted: bool `[B]`; a row that is not counted has advantage 0 and is excluded from every baseline.
 
     Returns: `[B]` in the dtype of `rewards`.
-    Raises: ValueError if shapes differ.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al. 2024
         (arXiv 2402.14740), section 2.2. NeMo-Aligner's baseline differs: it is biased if a response is unfinished.
     """
@@ -201,7 +200,7 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
     The group's mean includes response i itself. Scores that are equal up to float32 rounding give advantages of 0, so
     the prompt contributes no gradient.
 
-    Args, Returns, Raises: as `leave_one_out`.
+    Args, Returns: as `leave_one_out`.
     Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; n - 1 as in TRL and verl, epsilon as in verl.
     """
     scores, index, count, total = _group_sums(rewards, groups, counted)
@@ -216,7 +215,7 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
 def subtract_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     """Subtract from each score the mean of its group, itself included.
 
-    Scores that are equal up to float32 rounding give advantages of 0. Args, Returns, Raises: as `leave_one_out`.
+    Scores that are equal up to float32 rounding give advantages of 0. Args, Returns: as `leave_one_out`.
     Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2 (Dr. GRPO).
     """
     scores, index, count, total = _group_sums(rewards, groups, counted)
@@ -232,7 +231,7 @@ def divide_by_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     likelihood of a correct response, expanded to the order that the group allows. A mean of 0 gives 0.
 
     Args, Returns: as `leave_one_out`.
-    Raises: ValueError if shapes differ; RlhfError if a score is negative.
+    Raises: RlhfError if a score is negative.
     Source: MaxRL (arXiv 2602.02710).
     """
     scores, index, count, total = _group_sums(rewards, groups, counted)
@@ -265,8 +264,6 @@ def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, coun
     Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.3; n - 1 and epsilon as in `group_standardise`.
     """
     require_same_shape(step_rewards=step_rewards, ends=ends)
-    if groups.shape != step_rewards.shape[:1]:
-        raise ValueError(f"groups must be [B] = [{step_rewards.shape[0]}], got {tuple(groups.shape)}")
     is_step = ends & counted[:, None]
     of_step = groups[:, None].expand_as(ends)[is_step]
     steps = group_standardise(step_rewards[is_step], of_step, torch.ones_like(of_step, dtype=torch.bool))
@@ -277,9 +274,6 @@ def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, coun
 
 def _group_sums(rewards: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the rewards (0 if not counted), each row's group index, and the count and sum per group, in float64."""
-    if not rewards.shape == groups.shape == counted.shape or rewards.ndim != 1:
-        shapes = [tuple(tensor.shape) for tensor in (rewards, groups, counted)]
-        raise ValueError(f"rewards, groups and counted must all be [B], got {shapes}")
     names, index = groups.unique(return_inverse=True)
     rewards = rewards.double().masked_fill(~counted, 0.0)
     zeros = rewards.new_zeros(len(names))

@@ -69,7 +69,7 @@ class ClipRange:
 class LossInputs:
     """A micro-batch: some responses of a minibatch. Log-probs are 0 where the weight is 0.
 
-    Raises: ValueError if shapes differ, or total is negative, or 0 with weights that are not.
+    Raises: ValueError if shapes differ.
     """
 
     logprobs: Tensor  # float32 [B, S-1], under the policy in training; it alone has a gradient
@@ -86,8 +86,6 @@ class LossInputs:
     def __post_init__(self) -> None:
         named = {name: getattr(self, name) for name in ("logprobs", "old_logprobs", "advantages", "weights")}
         require_same_shape(**named)
-        if not self.total >= 0 or (self.total == 0 and bool(self.weights.any())):
-            raise ValueError(f"total must be the total weight of the minibatch, got {self.total}")
         # Filled before any arithmetic: -inf - -inf, or -inf * 0, would put NaN into the model's gradients.
         outside = self.weights == 0
         for name in ("logprobs", "old_logprobs", "ref_logprobs"):

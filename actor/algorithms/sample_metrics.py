@@ -19,12 +19,8 @@ def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float)
     conversations = conversations_of(groups)
     rows = rows_of(conversations)
     metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
-    learned = batch.mask.any(-1).tolist()
-    counted, first = list[Conversation](), 0
-    for conversation in conversations:
-        if any(learned[first : first + len(conversation)]):
-            counted.append(conversation)
-        first += len(conversation)
+    assert batch.conversations is not None
+    counted = [conversations[i] for i in batch.conversations[batch.mask.any(-1)].unique().tolist()]
     distance = sequence_kl(counted)
     if batch.kl is not None and distance is not None:
         metrics |= {

@@ -13,9 +13,9 @@ from starlette.applications import Starlette
 
 from rlhf_triton.actor.capture.app import capture_routes
 from rlhf_triton.actor.capture.http import HttpError, refused
-from rlhf_triton.actor.capture.sessions import CapturedRow, Sampled, Sampling, Sessions
+from rlhf_triton.actor.capture.sessions import CapturedRow, Sampling, Sessions
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import EnvironmentFailed
 from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, Agent, TalkRows
@@ -59,7 +59,7 @@ class CapturedAgents(Agent):
             self._server.should_exit = True
             await asyncio.wrap_future(self._serving)
 
-    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
         """Return the policy's reply, as the run samples. Raises HttpError at its end, or for other stop strings."""
         if session not in self._rows:
             raise HttpError(404, f"session {session} is over: its agent has ended")
@@ -67,11 +67,10 @@ class CapturedAgents(Agent):
             told = "must be in actor.generation.stop_strings: a run decides what ends a reply"
             raise HttpError(400, f"stop: {more} {told}", "stop")
         try:
-            turn = await self._rows[session].alone(tokens)
+            self._rows[session].renew()  # each call is a row
+            return await self._rows[session].sampled(tokens)
         except asyncio.CancelledError as error:
             raise HttpError(409, f"session {session} is over: the rollout was interrupted") from error
-        count = len(turn.tokens)
-        return Sampled(turn.tokens, turn.logprobs or [math.nan] * count, turn.ended, [None] * count)
 
     async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Conversation:
         """Run one agent to its end; return all of its conversations with the policy."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import re
 import uuid
 from pathlib import Path
@@ -41,7 +42,7 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         max_tokens: of a reply whose request sets no limit.
     """
 
-    async def answer(request: Request, dialect: Dialect) -> Response:
+    async def answer(dialect: Dialect, request: Request) -> Response:
         name = _name(request)
         asked = await asyncio.to_thread(dialect.read, await read_json(request), max_tokens)
         with sessions.calling(name) as session:
@@ -57,14 +58,6 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
             return Response("".join(dialect.events(body, asked)), media_type="text/event-stream")
         return JSONResponse(body)
 
-    async def chat_completions(request: Request) -> Response:
-        """Answer as OpenAI's chat completions."""
-        return await answer(request, OPENAI_CHAT)
-
-    async def messages(request: Request) -> Response:
-        """Answer as Anthropic's messages."""
-        return await answer(request, ANTHROPIC_MESSAGES)
-
     async def models(request: Request) -> Response:
         """Name the policy."""
         return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "policy"}]})
@@ -76,8 +69,9 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         last.reward += body.reward
         return JSONResponse({"reward": last.reward})
 
+    messages = functools.partial(answer, ANTHROPIC_MESSAGES)
     return [
-        Route(f"{SESSION}/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route(f"{SESSION}/v1/chat/completions", functools.partial(answer, OPENAI_CHAT), methods=["POST"]),
         Route(f"{SESSION}/v1/messages", messages, methods=["POST"]),
         # Anthropic's client appends `/v1/messages` to its base URL.
         Route(f"{SESSION}/v1/v1/messages", messages, methods=["POST"]),

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from rlhf_triton.actor.capture.http import Body, HttpError
-from rlhf_triton.actor.capture.sessions import Sampled, Sampling
+from rlhf_triton.actor.capture.sessions import Sampling
 from rlhf_triton.actor.data.chat import HERMES, Message, tool_calls
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.checkpoints.tokenization import reply_text
 
 Json = dict[str, Any]
@@ -39,7 +40,7 @@ class PolicyReply:
     calls: list[Json]  # as in a message: id, type, and function with name and arguments, an object
     stopped_by: str | None  # the stop string
     prompt_tokens: int
-    sampled: Sampled
+    sampled: PolicyTurn
 
     @property
     def message(self) -> Message:
@@ -60,7 +61,7 @@ class Dialect:
     """Server-sent events with the content of such a body."""
 
 
-def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: Sampled, tokenizer: Any) -> PolicyReply:
+def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: PolicyTurn, tokenizer: Any) -> PolicyReply:
     """Return the reply: its text up to the stop string, without the tool calls in it that are well-formed."""
     text, calls = reply_text(tokenizer, sampled.tokens), list[Json]()
     stops = [(text.index(stop), stop) for stop in asked.sampling.stop if stop in text]

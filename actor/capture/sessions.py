@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
-from rlhf_triton.actor.data.recorded import RecordedRow, Version
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.wire.chats import TOOLS, warn_once
 
 logger = logging.getLogger(__name__)
@@ -32,21 +32,11 @@ class Sampling:
     stop: tuple[str, ...] = ()  # the first of them to occur ends the reply
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What the policy sampled: n tokens, at least one."""
-
-    tokens: list[int]  # n, with the end-of-sequence token or the stop string that ended them
-    logprobs: list[float]  # n
-    ended: bool  # False: a limit on the number of tokens cut it off
-    versions: list[Version]  # n, of the weights that sampled each token
-
-
 class Sampler(Protocol):
     """Samples from the policy."""
 
-    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
-        """Sample a continuation of `tokens`; cancelling the call stops generation.
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
+        """Sample a continuation of `tokens`, at least one; cancelling the call stops generation.
 
         `session`: calls with the same one share a prefix of their tokens.
 
@@ -63,7 +53,7 @@ class PolicyCall:
     before: list[int]  # token ids of these messages, up to the reply; without a parent, the whole prompt
     digest: str  # of the tools and all messages before the reply
     options: dict[str, Any]  # arguments of the chat template
-    sampled: Sampled = field(default_factory=lambda: Sampled([], [], ended=False, versions=[]))
+    sampled: PolicyTurn = field(default_factory=lambda: PolicyTurn([], ended=False))
     reply: Message = field(default_factory=dict)
     reward: float = 0.0
     number: int = 0  # its place in time among the calls of its session
@@ -99,8 +89,7 @@ class CapturedRow(RecordedRow):
                 row.observe(call.sampled.tokens)
             else:
                 row.calls.append(call)
-                sampled = call.sampled
-                row.sample(sampled.tokens, sampled.logprobs, sampled.versions, reward=call.reward, number=call.number)
+                row.sample(call.sampled, reward=call.reward, number=call.number)
         return row
 
     def exported(self, session: Session, group: str) -> dict[str, Any]:
@@ -162,7 +151,7 @@ class Session:
             )
         return PolicyCall(parent, messages[known:], before, digests[-1], chat.options), left
 
-    def record(self, call: PolicyCall, sampled: Sampled, reply: Message) -> None:
+    def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
         """Add a call with its reply. Raises HttpError if the session has ended meanwhile."""
         if self.is_over:
             raise _session_ended(self.name)

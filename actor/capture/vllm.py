@@ -5,8 +5,8 @@ import zlib
 from collections.abc import Sequence
 
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.actor.capture.sessions import Sampled, Sampling
-from rlhf_triton.actor.data.recorded import Version
+from rlhf_triton.actor.capture.sessions import Sampling
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.vllm.connection import VllmClient, token_rules
 from rlhf_triton.client.errors import Kind, Trouble
 from rlhf_triton.client.pool import ServerNames
@@ -24,7 +24,7 @@ class VllmSampler:
         self._servers: dict[str, VllmClient] = {}
         self._checked: set[str] = set()
 
-    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
         """Return the reply of the session's first server that answers. Raises HttpError, RlhfError."""
         wanted = {
             "max_tokens": sampling.max_tokens,
@@ -49,17 +49,9 @@ class VllmSampler:
         """Close all connections."""
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
-    async def _reply(self, url: str, tokens: list[int], wanted: dict[str, object]) -> Sampled:
+    async def _reply(self, url: str, tokens: list[int], wanted: dict[str, object]) -> PolicyTurn:
         if url not in self._servers:
             self._servers[url] = VllmClient(url, limit=0, deadline_s=self._deadline_s, checked=self._checked)
         server = self._servers[url]
         await server.check()
-        choice = await server.generate(tokens, wanted)
-        sampled = list(choice["token_ids"])
-        if not sampled:
-            raise Trouble(Kind.LOST, "answered with no token")
-        versions: list[Version] = [None] * len(sampled)
-        for span in choice.get("weight_versions") or ():
-            versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
-        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-        return Sampled(sampled, logprobs, choice["finish_reason"] == "stop", versions)
+        return await server.generate(tokens, wanted)

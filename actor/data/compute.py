@@ -41,14 +41,13 @@ async def each(function: Callable[[Any], Awaitable[R]], items: Sequence[Any]) ->
 
     Thousands that start together would block the event loop, which looks for responses and signals only in between.
     """
-    left, found = iter(enumerate(items)), dict[int, R]()
+    starting = asyncio.Semaphore(AT_ONCE)
 
-    async def some() -> None:
-        for number, item in left:
-            found[number] = await function(item)
+    async def one(item: Any) -> R:
+        async with starting:
+            return await function(item)
 
-    await asyncio.gather(*(some() for _ in range(min(AT_ONCE, len(items)))))
-    return [found[number] for number in range(len(items))]
+    return await asyncio.gather(*map(one, items))
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -8,11 +8,12 @@ import hashlib
 import json
 import os
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,6 @@ EMPTY: tuple[Any, ...] = (None, "", [])
 ONE_A_LINE = "; a JSONL file has one object a line, as df.to_json(path, orient='records', lines=True) writes it"
 NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
-CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSONL
 MAX_NESTING = 99  # of a column: the server takes metadata that is nested 100 deep
 EXACT = 2**53  # below it, an integer is a float without rounding
 CACHED_BYTES = 2**30  # decoded row groups of a Parquet file
@@ -46,21 +46,7 @@ class PromptRow:
     columns: dict[str, Any]
 
 
-class RowFile(Protocol):
-    """The rows of one prompt file, read one at a time; empty lines of JSONL are not rows."""
-
-    path: Path
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def row(self, index: int) -> PromptRow:
-        """Read row `index`, from 0. Raises PromptError if it is malformed or JSON cannot represent a column."""
-        ...
-
-
-def open_rows(path: Path) -> RowFile:
+def open_rows(path: Path) -> "JsonLines | TableRows":
     """Open `path`: a dataset folder, a `.parquet` or `.arrow` file, or JSONL with any other suffix.
 
     Raises:
@@ -70,7 +56,7 @@ def open_rows(path: Path) -> RowFile:
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path` in order. Raises PromptError as `open_rows` and `RowFile.row`."""
+    """Yield the rows of `path` in order. Raises PromptError as `open_rows` and its `row`."""
     rows = open_rows(path)
     return (rows.row(index) for index in range(len(rows)))
 
@@ -150,35 +136,43 @@ def begun(row: PromptRow) -> PromptRow:
 
 
 class JsonLines:
-    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used."""
+    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used.
+
+    Empty lines are not rows.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._bounds = array("q")  # of each row: its line, and where that begins and ends
+        self._names: dict[str, None] = {}
+        self._floats = set[str]()
         try:
             self._file = path.open("rb")
             weakref.finalize(self, self._file.close)
-            self._bounds, lines_to_check = _line_bounds(self._file)
-            blank = [line for line in lines_to_check if not self._line(line).strip()]
+            end = 0
+            # Only a newline ends a line: JSON does not escape U+2028 and others at which `str.splitlines` would split.
+            for number, line in enumerate(self._file):
+                begin, end = end, end + len(line)
+                if line.strip():
+                    self._bounds.extend((number, begin, end))
+                    self._note_columns(number, line)
         except OSError as error:
             raise PromptError(f"cannot read the prompts {path}: {_cause(error, path)}") from error
-        self._lines = np.delete(np.arange(len(self._bounds) - 1), blank)
-        self._names: dict[str, None] = {}
-        self._floats = set[str]()
-        self._scan()
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._bounds) // 3
 
     def row(self, index: int) -> PromptRow:
-        line = int(self._lines[index])
-        where = f"{self.path}:{line + 1}"
-        columns = {**dict.fromkeys(self._names), **self._columns(line, where)}
+        """Read row `index`, from 0. Raises PromptError if it is malformed, or nested too deep."""
+        number, begin, end = self._bounds[3 * index : 3 * index + 3]
+        where = f"{self.path}:{number + 1}"
+        columns = {**dict.fromkeys(self._names), **self._columns(number, begin, end, where)}
         read = {name: plain(where, name, value, self._floats.__contains__) for name, value in columns.items()}
-        return PromptRow(line + 1, where, read)
+        return PromptRow(number + 1, where, read)
 
-    def _columns(self, line: int, where: str) -> dict[str, Any]:
+    def _columns(self, number: int, begin: int, end: int, where: str) -> dict[str, Any]:
         try:
-            text = self._text(line)
+            text = os.pread(self._file.fileno(), end - begin, begin).decode(_encoding(number))
             columns = json.loads(text, object_pairs_hook=partial(_unique, where))
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(f"cannot read the prompts {where}: {_cause(error, self.path)}") from error
@@ -192,28 +186,24 @@ class JsonLines:
             raise PromptError(f"{where}: {what}{ONE_A_LINE}")
         return columns
 
-    def _scan(self) -> None:
-        """Record the columns, and which columns or nested keys hold floats."""
-        for line in self._lines.tolist():
-            floats = list[str]()
+    def _note_columns(self, number: int, line: bytes) -> None:
+        """Record the columns of a row, and which columns or nested keys hold floats."""
+        floats = list[str]()
 
-            def parsed(number: str, floats: list[str] = floats) -> float:
-                floats.append(number)
-                return float(number)
+        def parsed(text: str) -> float:
+            floats.append(text)
+            return float(text)
 
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # raised again when the row is used
-                columns = json.loads(self._text(line), parse_float=parsed, parse_constant=parsed)
-                if isinstance(columns, dict):
-                    self._names |= dict.fromkeys(columns)
-                    for name, value in columns.items() if floats else ():
-                        self._floats.update(_floats(name, value))
+        with contextlib.suppress(ValueError, RecursionError):  # raised again when the row is used
+            columns = json.loads(line.decode(_encoding(number)), parse_float=parsed, parse_constant=parsed)
+            if isinstance(columns, dict):
+                self._names |= dict.fromkeys(columns)
+                for name, value in columns.items() if floats else ():
+                    self._floats.update(_floats(name, value))
 
-    def _text(self, line: int) -> str:
-        return self._line(line).decode("utf-8" if line else "utf-8-sig")
 
-    def _line(self, line: int) -> bytes:
-        begin, end = self._bounds[line : line + 2].tolist()
-        return os.pread(self._file.fileno(), end - begin, begin)
+def _encoding(line: int) -> str:
+    return "utf-8" if line else "utf-8-sig"
 
 
 def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,25 +226,6 @@ def _floats(name: str, value: Any) -> Iterator[str]:
         yield from _floats(name, inner)
 
 
-def _line_bounds(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
-    """Return the offsets at which lines begin, with the file's size at the end, and the lines that may be blank.
-
-    Only a newline ends a line: JSON does not escape U+2028 and others at which `str.splitlines` would also split.
-    """
-    starts, may_be_blank, size, begins = [], [], 0, True
-    while chunk := file.read(CHUNK_BYTES):
-        content = np.frombuffer(chunk, np.uint8)
-        found = np.flatnonzero(content == ord("\n")) + 1
-        found = np.insert(found, 0, 0) if begins else found
-        begins = chunk.endswith(b"\n")
-        found = found[:-1] if begins else found
-        starts.append(found + size)
-        may_be_blank.append(content[found] <= ord(" "))
-        size += len(chunk)
-    none: list[Any] = [np.zeros(0, np.int64)]
-    return np.concatenate([*starts, *none, [size]]), np.flatnonzero(np.concatenate([*may_be_blank, *none]))
-
-
 class TableRows:
     """The rows of Parquet and Arrow files. Arrow is memory-mapped; of Parquet, decoded row groups are cached."""
 
@@ -269,6 +240,7 @@ class TableRows:
         return int(self._starts[-1])
 
     def row(self, index: int) -> PromptRow:
+        """Read row `index`, from 0. Raises PromptError if it is unreadable or JSON cannot represent a column."""
         where = f"{self.path}, row {index + 1}"
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,52 @@ class ShuffledFile:
         return self._reader.fitted(prompt)
 
 
-class PromptStream:
-    """Draws the prompts of each step from the files that are active in it, in proportion to their weights."""
+KEPT_STEPS = 3  # the last complete step, the current one and the one whose rollout is prefetched
 
-    def __init__(self, sources: Sequence[PromptFileSection], reader: PromptReader, *, seed: int) -> None:
+
+class StepInputs:
+    """Chooses the prompts and the seed of each step; a resumed run gets the same ones.
+
+    Prompts come from the files that are active in the step, in proportion to their weights.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[PromptFileSection],
+        reader: PromptReader,
+        *,
+        seed: int,
+        prompts_per_step: int,
+        responses_per_prompt: int,
+    ) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
-        self._sources, self.reader = sources, reader
+        self._sources, self._reader, self._seed = sources, reader, seed
+        self._prompts_per_step = prompts_per_step
+        self._responses_per_prompt = responses_per_prompt
+        self.known = {0: Positions()}  # step -> positions after it
         paths = dict.fromkeys(source.path for source in sources)
         # The first file has the order of a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
         self._files = {str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)}
 
-    def take(self, step: int, count: int, start: Positions) -> tuple[list[Prompt], Positions]:
-        """Return `count` prompts for `step`, beginning at the positions `start`, and the positions after them.
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """Read the prompts of `step`; see `repeated`.
+
+        Raises:
+            PromptError: a row is malformed or its prompt is refused; the message names file and row.
+        """
+        return self._take_prompts(step, self._prompts_per_step, self.after(step - 1))
+
+    def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
+        """Read `count` prompts for `step` beyond those taken; raises as `prompts_of`."""
+        return self._take_prompts(step, count, self.known[step])
+
+    def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return each prompt `responses_per_prompt` times, once per response."""
+        return [prompt for prompt in prompts for _ in range(self._responses_per_prompt)]
+
+    def _take_prompts(self, step: int, count: int, start: Positions) -> list[Prompt]:
+        """Return `count` prompts for `step`, beginning at the positions `start`.
 
         Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
         by a whole prompt while the same files are active.
@@ -102,7 +135,11 @@ class PromptStream:
             credits[path] -= 1
             prompt, rows[path] = self._files[path].next(rows.get(path, 0))
             prompts.append(prompt)
-        return prompts, replace(start, prompts=start.prompts + count, rows=rows, credits=credits)
+        self.known[step] = Positions(start.prompts + count, rows, credits)
+        first = min(self.known)  # of the start
+        for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
+            del self.known[old]
+        return prompts
 
     def _shares(self, step: int) -> dict[str, float]:
         """Return the share of each file that is active in `step`; they add up to 1."""
@@ -112,29 +149,49 @@ class PromptStream:
 
     def first_prompts(self) -> list[Prompt]:
         """Return the prompt of each file's first row, except skipped ones, for checks before the run starts."""
-        prompts = (self.reader.fitted(self.reader.prompt(file.rows.row(0))) for file in self._files.values())
+        prompts = (self._reader.fitted(self._reader.prompt(file.rows.row(0))) for file in self._files.values())
         return [prompt for prompt in prompts if prompt is not None]
 
-    def epoch(self, positions: Positions) -> int:
-        """Return how many epochs of the file that has been repeated most often are complete."""
-        return max(positions.rows.get(path, 0) // len(file.rows) for path, file in self._files.items())
+    def after(self, step: int) -> Positions:
+        """Return the positions after `step`, by reading the prompts of the steps up to it where necessary."""
+        if step not in self.known:
+            self.prompts_of(step)
+        return self.known[step]
 
-    def state(self, positions: Positions) -> dict[str, dict[str, Any]]:
-        """Return the positions for a checkpoint: path -> position, credit and fingerprint of the file."""
-        return {
+    def epoch(self, step: int) -> int:
+        """Return the number of complete epochs, of the file that has been repeated most often, after `step`."""
+        rows = self.after(step).rows
+        return max(rows.get(path, 0) // len(file.rows) for path, file in self._files.items())
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of `step` saves: for each file, position, credit and fingerprint."""
+        after = self.after(step)
+        files = {
             path: {
-                "rows": positions.rows.get(path, 0),
-                "credit": positions.credits.get(path, 0.0),
+                "rows": after.rows.get(path, 0),
+                "credit": after.credits.get(path, 0.0),
                 "fingerprint": file.fingerprint,
             }
             for path, file in self._files.items()
         }
+        adds = self._reader.add_special_tokens
+        return {"prompts_taken": after.prompts, "prompt_files": files, "add_special_tokens": adds}
 
-    def restored(self, prompts: int, saved: Mapping[str, Any]) -> Positions:
-        """Return the positions of a checkpoint after `prompts` prompts; warn about files that have changed since.
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continue after `step`, from what `state` returned for it.
 
-        A single file may have another path now.
+        Warns about files that have changed since, and if text prompts have other tokens now. A single file may have
+        another path now.
         """
+        added, adds = state.get("add_special_tokens", False), self._reader.add_special_tokens
+        if added != adds:
+            logger.warning(
+                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
+                "tokens",
+                added,
+                adds,
+            )
+        saved = state["prompt_files"]
         if len(saved) == len(self._files) == 1:
             saved = dict(zip(self._files, saved.values(), strict=True))
         for path, file in self._files.items():
@@ -150,85 +207,11 @@ class PromptStream:
                 )
         found = {path: saved[path] for path in self._files if path in saved}
         rows, credits = ({path: known[key] for path, known in found.items()} for key in ("rows", "credit"))
-        return Positions(prompts, rows, credits)
-
-
-# The prompts and the seed of each step; a resumed run gets the same ones.
-
-
-KEPT_STEPS = 3  # the last complete step, the current one and the one whose rollout is prefetched
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """Chooses the prompts and the seed of each step, and knows the positions in the prompts after it."""
-
-    stream: PromptStream
-    seed: int  # of the run
-    prompts_per_step: int
-    responses_per_prompt: int
-    known: dict[int, Positions] = field(default_factory=lambda: {0: Positions()})  # step -> positions after it
-
-    def prompts_of(self, step: int) -> list[Prompt]:
-        """Read the prompts of `step`; see `repeated`.
-
-        Raises:
-            PromptError: a row is malformed or its prompt is refused; the message names file and row.
-        """
-        return self._take_prompts(step, self.prompts_per_step, self.after(step - 1))
-
-    def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
-        """Read `count` prompts for `step` beyond those taken; raises as `prompts_of`."""
-        return self._take_prompts(step, count, self.known[step])
-
-    def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return each prompt `responses_per_prompt` times, once per response."""
-        return [prompt for prompt in prompts for _ in range(self.responses_per_prompt)]
-
-    def _take_prompts(self, step: int, count: int, start: Positions) -> list[Prompt]:
-        taken, self.known[step] = self.stream.take(step, count, start)
-        first = min(self.known)  # of the start
-        for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
-            del self.known[old]
-        return taken
-
-    def after(self, step: int) -> Positions:
-        """Return the positions after `step`, by reading the prompts of the steps up to it where necessary."""
-        if step not in self.known:
-            self.prompts_of(step)
-        return self.known[step]
-
-    def epoch(self, step: int) -> int:
-        """Return the number of complete epochs, of the file that has been repeated most often, after `step`."""
-        return self.stream.epoch(self.after(step))
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of `step` saves."""
-        after = self.after(step)
-        return {
-            "prompts_taken": after.prompts,
-            "prompt_files": self.stream.state(after),
-            "add_special_tokens": self.stream.reader.add_special_tokens,
-        }
-
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue after `step`, from what `state` returned for it; warn if text prompts have other tokens now."""
-        added, adds = state.get("add_special_tokens", False), self.stream.reader.add_special_tokens
-        if added != adds:
-            logger.warning(
-                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
-                "tokens",
-                added,
-                adds,
-            )
-        self.known.clear()
-        self.known[step] = self.stream.restored(state["prompts_taken"], state["prompt_files"])
+        self.known = {step: Positions(state["prompts_taken"], rows, credits)}
 
     def seed_of(self, step: int, *repeat: int) -> int:
-        """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step."""
-        return step_seed(self.seed, step, *repeat)
+        """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step.
 
-
-def step_seed(run_seed: int, step: int, *repeat: int) -> int:
-    """Return a 32-bit hash of run seed and step: torch's CPU generator uses only the lowest 32 bits of a seed."""
-    return int(np.random.SeedSequence([run_seed, step, *repeat]).generate_state(1)[0])
+        A 32-bit hash: torch's CPU generator uses only the lowest 32 bits of a seed.
+        """
+        return int(np.random.SeedSequence([self._seed, step, *repeat]).generate_state(1)[0])

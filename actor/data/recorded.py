@@ -11,6 +11,16 @@ Version = int | str | None  # of the policy's weights
 
 
 @dataclass(frozen=True)
+class PolicyTurn:
+    """Tokens sampled after a prefix: the response to a prompt, one turn of a conversation, or the reply to a call."""
+
+    tokens: list[int]  # n, with the end-of-sequence token or the stop string that ended them
+    ended: bool  # by an end-of-sequence token or a stop string, not by a limit
+    logprobs: list[float] | None = None  # n, nats, at the sampling temperature, before top-k and top-p
+    versions: list[Version] | None = None  # n, of the weights that sampled each token
+
+
+@dataclass(frozen=True)
 class SampledTurn:
     """What the policy sampled between two observations of an environment."""
 
@@ -39,22 +49,14 @@ class RecordedRow:
         self.logprobs += [0.0] * len(tokens)
         self.versions += [None] * len(tokens)
 
-    def sample(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float] | None,
-        versions: Sequence[Version] | None = None,
-        *,
-        reward: float = 0.0,
-        number: int = 0,
-    ) -> None:
+    def sample(self, turn: PolicyTurn, *, reward: float = 0.0, number: int = 0) -> None:
         """Append what the policy has sampled in a turn, by default the first one; see `SampledTurn`."""
-        start, count = len(self.tokens), len(tokens)
-        self.tokens += tokens
+        start, count = len(self.tokens), len(turn.tokens)
+        self.tokens += turn.tokens
         self.observed += [False] * count
-        self.logprobs += [math.nan] * count if logprobs is None else logprobs
-        self.versions += [None] * count if versions is None else versions
-        self.turns.append(SampledTurn(start, start + count, reward, tuple(tokens), number))
+        self.logprobs += [math.nan] * count if turn.logprobs is None else turn.logprobs
+        self.versions += [None] * count if turn.versions is None else turn.versions
+        self.turns.append(SampledTurn(start, start + count, reward, tuple(turn.tokens), number))
 
     def reward(self, amount: float | None) -> None:
         """Add to the reward of the last turn."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import RecordedRow, SampledTurn
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow, SampledTurn
 from rlhf_triton.checkpoints.tokenization import without_end
 
 
@@ -84,11 +84,6 @@ class Group:
 
     conversations: tuple[Conversation, ...]
 
-    @property
-    def ends(self) -> list[SampledRow]:
-        """The last row of each conversation."""
-        return [conversation[-1] for conversation in self.conversations]
-
 
 def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
     """Return the conversations of all groups, in order."""
@@ -105,12 +100,12 @@ def failure_of(conversation: Conversation) -> str:
     return next((row.score.failure for row in conversation if row.score.failure), "")
 
 
-def sample_of(prompt: Prompt, tokens: Sequence[int], logprobs: Sequence[float] | None, *, ended: bool) -> SampledRow:
-    """Return the sample of a prompt and the tokens of its response."""
+def sample_of(prompt: Prompt, response: PolicyTurn) -> SampledRow:
+    """Return the sample of a prompt and its response."""
     size = len(prompt.tokens)
-    row = np.concatenate([prompt.tokens, np.asarray(tokens, np.int64)])
-    known = None if logprobs is None else np.array([0.0] * size + [*logprobs], np.float32)
-    return SampledRow(prompt, row, np.arange(len(row)) >= size, ended, known)
+    row = np.concatenate([prompt.tokens, np.asarray(response.tokens, np.int64)])
+    known = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
+    return SampledRow(prompt, row, np.arange(len(row)) >= size, response.ended, known)
 
 
 def conversation_of(

@@ -19,10 +19,10 @@ import numpy as np
 
 from rlhf_triton.actor.data.chat import Chat, HistoryChanged, Message, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import RecordedRow
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.slots import Finished, PolicyTurn
+from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -128,10 +128,6 @@ class Agent:
             except HistoryChanged as error:
                 warn_once(ANOTHER_ROW % error)
 
-    def begin(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> "Talks":
-        """Begin the conversations of some rows; `finished` receives each one when it is over."""
-        return Talks(self, prompts, finished, seed=seed)
-
     def close(self) -> None:
         """End all environments, once."""
         if self._thread.is_alive():
@@ -182,7 +178,7 @@ class Agent:
         settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
         for number in range(1, settings.max_turns + 1):
             turn = await rows.sampled(talk.row.tokens)
-            talk.row.sample(turn.tokens, turn.logprobs, number=number)
+            talk.row.sample(turn, number=number)
             text = reply_text(self._tokenizer, turn.tokens)
             talk.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
@@ -275,6 +271,7 @@ class Talks:
     """Partner of the decoder: the conversations of one rollout."""
 
     def __init__(self, agent: Agent, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> None:
+        """Begin the conversations of some rows; `finished` receives each one when it is over."""
         self.size, self.longest = len(prompts), agent.longest
         self._loop, self._finished = agent.loop, finished
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -366,7 +363,10 @@ class TalkRows:
         return (self._since if self._asked else time.monotonic()) - self._waited
 
     async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError."""
+        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError.
+
+        Rows of which each has one turn may be sampled at the same time.
+        """
         self._check_tokens(tokens)
         if not self._asked:
             self._since = time.monotonic()
@@ -381,8 +381,3 @@ class TalkRows:
     def renew(self) -> None:
         """Start another row."""
         self._row += ROW_STEP
-
-    async def alone(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return a turn behind `tokens` in a row of its own; there may be several at the same time."""
-        self.renew()
-        return await self.sampled(tokens)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
-from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.conversations import Agent, Talks
 from rlhf_triton.actor.generation.slots import (
     DecodedRow,
     Decoder,
@@ -133,7 +133,7 @@ class Generation:
     def _partner_of(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[Partner]:
         """Yield the partner that supplies rows to the decoder: plain prompts, or conversations with environments."""
         if self.agent is not None:
-            partner: Partner = self.agent.begin(prompts, finished, seed=seed)
+            partner: Partner = Talks(self.agent, prompts, finished, seed=seed)
         else:
             partner = Prompts(prompts, finished, max_new_tokens=self._settings.max_new_tokens)
         self._partner = partner

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation, sample_of
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
 from rlhf_triton.errors import NotFinite
@@ -25,15 +26,6 @@ from rlhf_triton.python_backend.models.card import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4
-
-
-@dataclass(frozen=True)
-class PolicyTurn:
-    """Tokens sampled after a prefix: the response to a prompt, or one turn of a conversation."""
-
-    tokens: list[int]
-    ended: bool  # by an end-of-sequence token or a stop string, not by a limit
-    logprobs: list[float] | None = None  # nats, per token, at the sampling temperature, before top-k and top-p
 
 
 Draws = Callable[[int], Iterator[float]]
@@ -73,7 +65,7 @@ class Prompts:
 
     def take(self, index: int, turn: PolicyTurn) -> None:
         """Report the response."""
-        self._finished(index, (sample_of(self._prompts[index], turn.tokens, turn.logprobs, ended=turn.ended),))
+        self._finished(index, (sample_of(self._prompts[index], turn),))
 
     def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return all prompts, once."""
@@ -261,7 +253,7 @@ class Decoder:
             DecodedRow(index, [*prompt], len(prompt), draws and draws(index), end - len(prompt))
             for index, prompt in (new[i] for i in order)
         ]
-        ids = _last_tokens(rows[: len(distinct)], width)
+        ids = np.array([[0] * (width - len(row.tokens)) + row.tokens for row in rows[: len(distinct)]])
         cache.look_at(first, first + len(distinct), end - width, end - width)
         inputs = self._inputs(rows, ids, [sources[i] for i in order])
         logits = self._logits(cache, inputs.ids, inputs.starts[: len(distinct)], end - width, end)
@@ -328,15 +320,6 @@ class Decoder:
         for row in self._rows:
             row.start += to - begin
         self._end += to - begin
-
-
-def _last_tokens(rows: Sequence[DecodedRow], width: int) -> np.ndarray:
-    """Return the last `width` tokens of each row, padded on the left, int64 `[rows, width]`."""
-    ids = np.zeros((len(rows), width), np.int64)
-    for each, row in zip(ids, rows, strict=True):
-        tokens = row.tokens[-width:]
-        each[width - len(tokens) :] = tokens
-    return ids
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.batching import Gathering
-from rlhf_triton.config import AlgorithmSection
+from rlhf_triton.config import ActorSection, AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
 # Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
@@ -33,75 +33,86 @@ GATHER_S = 0.01
 ROUNDS = 3  # of scoring a group again; each follows a swap that lands meanwhile, so more than one is rare
 
 
-async def collect(
-    policy: Policy,
-    scorer: Scorer,
-    reference: Reference,
-    prompts: Sequence[Prompt],
-    *,
-    seed: int,
-    ready: asyncio.Future[VersionRange | None],
-    in_thread: InThread,
-    timers: Timers,
-    greedy: bool = False,
-    with_kl: bool = True,
-    with_logprobs: bool = True,
-    group_size: int = 1,
-    old_logprobs: str = "recomputed",
-) -> list[Group]:
-    """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored groups.
+class Collector:
+    """Generates responses to prompts, and scores each one as soon as it ends."""
 
-    A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while requests
-    are in flight. A row without reference log-probs counts as not scored.
+    def __init__(
+        self, settings: ActorSection, policy: Policy, scorer: Scorer, reference: Reference, in_thread: InThread
+    ) -> None:
+        self.policy = policy
+        self.scorer = scorer
+        self.in_thread = in_thread
+        self._reference = reference if settings.kl.uses_reference else None
+        self._old_logprobs = settings.algorithm.old_logprobs
 
-    Args:
-        ready: a future that completes when the critic's weights are new enough for scoring; its result is what the
-            scoring requests demand of the critic. None: any version.
-        with_kl: compute reference log-probs.
-        with_logprobs: compute the policy's log-probs even without `with_kl`.
-        old_logprobs: `sampler`: those of generation take the place of the policy's in probability ratios.
-        group_size: number of consecutive prompts that are the same one, which form an advantage group; groupwise reward
-            functions receive its responses together.
+    async def collect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        timers: Timers,
+        ready: asyncio.Future[VersionRange | None] | None = None,
+        group_size: int = 1,
+        greedy: bool = False,
+        with_logprobs: bool = False,
+    ) -> list[Group]:
+        """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored groups.
 
-    Raises:
-        NotFinite from generation, or the error of `ready`.
-    """
-    loop, is_over = asyncio.get_running_loop(), False
-    ended: list[asyncio.Future[Conversation]] = [loop.create_future() for _ in prompts]
-    scoring = GroupScoring(scorer, reference if with_kl else None, ready, group_size=group_size)
-    groups = [
-        asyncio.create_task(scoring.scored(ended[first : first + group_size]))
-        for first in range(0, len(prompts), group_size)
-    ]
+        A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while
+        requests are in flight. A row without reference log-probs counts as not scored.
 
-    def finished(index: int, conversation: Conversation) -> None:
-        if is_over:
-            raise asyncio.CancelledError  # so that generation stops
-        loop.call_soon_threadsafe(_resolve, ended[index], conversation)
+        Args:
+            ready: a future that completes when the critic's weights are new enough for scoring; its result is what the
+                scoring requests demand of the critic. None, there and here: any version.
+            group_size: number of consecutive prompts that are the same one, which form an advantage group; groupwise
+                reward functions receive its responses together.
+            with_logprobs: compute the policy's log-probs even without a KL, unless those of generation take their place
+                in probability ratios.
 
-    try:
-        with timers.phase("generate"):
-            rows = rows_of(await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished))
-        has_old = old_logprobs == "sampler" and all(row.logprobs is not None for row in rows)
-        if with_kl or (with_logprobs and not has_old):
-            with timers.phase("logprobs"):
-                logprobs = await in_thread(policy.sampled_logprobs, rows)
-            rows = [replace(row, policy_logprobs=own) for row, own in zip(rows, logprobs, strict=True)]
-        if with_kl and isinstance(reference, OwnReference):
-            with timers.phase("init_logprobs"):
-                rows = await in_thread(reference.known, rows)
-        if scorer.has_critic:
-            with timers.phase("critic_wait"):
-                await ready
-        with timers.phase("score_wait"):
-            found = await asyncio.gather(*groups)
-        for name, span in scoring.spans.items():
-            timers.note(name, *span)
-    finally:
-        is_over = True
-        await cancelled([*groups, *scoring.requests])
-    known = iter(rows)
-    return [Group(tuple(tuple(map(_with_logprobs, each, known)) for each in group)) for group in found]
+        Raises:
+            NotFinite from generation, or the error of `ready`.
+        """
+        loop, is_over = asyncio.get_running_loop(), False
+        if ready is None:
+            ready = loop.create_future()
+            ready.set_result(None)
+        ended: list[asyncio.Future[Conversation]] = [loop.create_future() for _ in prompts]
+        served = self._reference if isinstance(self._reference, ServedReference) else None
+        scoring = GroupScoring(self.scorer, served, ready, group_size=group_size)
+        groups = [
+            asyncio.create_task(scoring.scored(ended[first : first + group_size]))
+            for first in range(0, len(prompts), group_size)
+        ]
+
+        def finished(index: int, conversation: Conversation) -> None:
+            if is_over:
+                raise asyncio.CancelledError  # so that generation stops
+            loop.call_soon_threadsafe(_resolve, ended[index], conversation)
+
+        try:
+            with timers.phase("generate"):
+                generated = self.in_thread(self.policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
+                rows = rows_of(await generated)
+            has_old = self._old_logprobs == "sampler" and all(row.logprobs is not None for row in rows)
+            if self._reference is not None or (with_logprobs and not has_old):
+                with timers.phase("logprobs"):
+                    logprobs = await self.in_thread(self.policy.sampled_logprobs, rows)
+                rows = [replace(row, policy_logprobs=own) for row, own in zip(rows, logprobs, strict=True)]
+            if isinstance(self._reference, OwnReference):
+                with timers.phase("init_logprobs"):
+                    rows = await self.in_thread(self._reference.known, rows)
+            if self.scorer.has_critic:
+                with timers.phase("critic_wait"):
+                    await ready
+            with timers.phase("score_wait"):
+                found = await asyncio.gather(*groups)
+            for name, span in scoring.spans.items():
+                timers.note(name, *span)
+        finally:
+            is_over = True
+            await cancelled([*groups, *scoring.requests])
+        known = iter(rows)
+        return [Group(tuple(tuple(map(_with_logprobs, each, known)) for each in group)) for group in found]
 
 
 def _with_logprobs(scored: SampledRow, row: SampledRow) -> SampledRow:
@@ -120,23 +131,18 @@ class GroupScoring:
     def __init__(
         self,
         scorer: Scorer,
-        reference: Reference | None,
+        reference: ServedReference | None,
         ready: asyncio.Future[VersionRange | None],
         *,
         group_size: int,
     ) -> None:
-        """`reference`: a served one also receives requests; `ready`: as in `collect`."""
+        """`ready`: as in `Collector.collect`."""
         self._scorer = scorer
         self._reference = reference
         self._ready = ready
         self._unit = group_size if scorer.reward.groupwise else 1
         self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or have waited
-        self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
-        self._logprobs: Gathering[SampledRow, list[np.ndarray | str]] | None = None
-        if isinstance(reference, ServedReference):
-            self._logprobs = Gathering(
-                self._served_reference_logprobs, gather_s=GATHER_S, max_rows=reference.rows_per_request
-            )
+        self._batches = Gathering(self._answered, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
         """`time.monotonic` of the first request and the last response, of `scoring` and a served `init_logprobs`."""
@@ -150,45 +156,40 @@ class GroupScoring:
     async def _unit_scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
         """Return conversations that share a request, as soon as the last of them has ended."""
         conversations = await asyncio.gather(*ended)
-        scores = self._add_to_batch(self._scores, conversations)
-        if self._logprobs is None:
-            return await scores
-        logprobs = self._add_to_batch(self._logprobs, rows_of(conversations))
-        scored, known = await asyncio.gather(scores, logprobs)
-        more = iter(known)
-        return [tuple(_with_reference(row, next(more)) for row in conversation) for conversation in scored]
-
-    def _add_to_batch(self, gathering: Gathering[Any, list[Any]], items: Sequence[Any]) -> Awaitable[list[Any]]:
-        request, first = gathering.add(items)
+        request, first = self._batches.add(conversations)
         self.requests.add(request)
+        return (await asyncio.shield(request))[first : first + len(conversations)]
 
-        async def answers() -> list[Any]:
-            return (await asyncio.shield(request))[first : first + len(items)]
-
-        return answers()
-
-    async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
+    async def _answered(self, conversations: list[Conversation]) -> list[Conversation]:
+        """Return conversations with the answers of the scorer and of a served reference, which waits for no critic."""
+        rows, size = rows_of(conversations), self._scorer.rows_per_request
+        logprobs = []
+        if self._reference is not None:
+            parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+            logprobs = [asyncio.create_task(self._reference_logprobs(self._reference, part)) for part in parts]
+            self.requests.update(logprobs)
         versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
-        await self._yield_to_loop()
-        with self._record_span("scoring"):
-            return await self._scorer.score(conversations, self._unit, versions=versions)
+        async with self._request("scoring"):
+            scored = await self._scorer.score(conversations, self._unit, versions=versions)
+        if self._reference is None:
+            return scored
+        known = itertools.chain(*await asyncio.gather(*logprobs))
+        return [tuple(_with_reference(row, next(known)) for row in conversation) for conversation in scored]
 
-    async def _served_reference_logprobs(self, rows: list[SampledRow]) -> list[np.ndarray | str]:
-        assert isinstance(self._reference, ServedReference)
-        await self._yield_to_loop()
-        with self._record_span("init_logprobs"):
-            return await self._reference.ask(rows)
+    async def _reference_logprobs(
+        self, reference: ServedReference, rows: Sequence[SampledRow]
+    ) -> list[np.ndarray | str]:
+        async with self._request("init_logprobs"):
+            return await reference.ask(rows)
 
-    @contextlib.contextmanager
-    def _record_span(self, name: str) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _request(self, name: str) -> AsyncIterator[None]:
+        """Record the span of a request; before it, let the event loop handle responses and signals."""
+        async with self._starting:
+            await asyncio.sleep(0)
         start = time.monotonic()
         yield
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
-
-    async def _yield_to_loop(self) -> None:
-        """Yield to the event loop, so that responses and signals are handled while many requests are started."""
-        async with self._starting:
-            await asyncio.sleep(0)
 
     async def _of_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
         """Return the conversations with rewards of one version of a live reward model; score the others again.

@@ -5,7 +5,7 @@ import logging
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.recorder import Recorder
-from rlhf_triton.actor.run.stopping import Stopped, where_it_stopped
+from rlhf_triton.actor.run.stopping import RESUMES, Stopped
 from rlhf_triton.errors import REPORTED, NotFinite, RlhfError, reason_of
 from rlhf_triton.learning.sharding import all_finite
 from rlhf_triton.python_backend.models.card import is_device_error
@@ -66,7 +66,12 @@ class LastStep:
     def describe(self, error: Exception, lost: str) -> None:
         """Add to the message of `error`, or log, after which step the run stopped and where its next start begins."""
         has_any = self._recorder.has_checkpoint()
-        where = where_it_stopped(self.step, lost, has_own=self._recorder.has_checkpoint(self.step), has_any=has_any)
+        where = "before it had resumed" if has_any else "before the first step ended"
+        if self.step and self._recorder.has_checkpoint(self.step):
+            where = f"after step {self.step}, whose checkpoint is written"
+        elif self.step:
+            where = f"after step {self.step}, which has no checkpoint: {lost}"
+        where += f"; {RESUMES if has_any else 'the next start begins at step 1'}"
         if isinstance(error, Stopped):
             error.args = (f"stopped {where}",)
         elif isinstance(error, RlhfError) and self.step:

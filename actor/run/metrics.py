@@ -58,7 +58,6 @@ class Trackers:
         """Start each with the settings, as {`section.key`: value}. Raises RlhfError if one cannot be imported."""
         self._open: dict[str, GeneralTracker] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(MOST_PENDING)
         self._has_dropped = False
         self._run_dir = run_dir
         if names:
@@ -69,7 +68,7 @@ class Trackers:
             except ImportError as error:
                 raise RlhfError(f"actor.trackers: {name} cannot be imported: {error}; repair or remove it") from error
             start = functools.partial(self._start, name, run_id, settings)
-            self._calls.put(functools.partial(self._guard_tracker, name, start))
+            self._calls.put(functools.partial(self._guard, name, start))
         # A daemon: a tracker that hangs must not keep a run that has failed from ending.
         self._thread = threading.Thread(target=self._run_calls, name="trackers", daemon=True)
         self._thread.start()
@@ -120,7 +119,7 @@ class Trackers:
         tracker.finish()
 
     def _each(self, do: Callable[[GeneralTracker], None]) -> None:
-        if self._room.acquire(blocking=False):
+        if self._calls.qsize() < MOST_PENDING:
             self._calls.put(functools.partial(self._call, do))
         elif not self._has_dropped:
             self._has_dropped = True
@@ -128,10 +127,9 @@ class Trackers:
 
     def _call(self, do: Callable[[GeneralTracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            self._guard_tracker(name, functools.partial(do, tracker))
-        self._room.release()
+            self._guard(name, functools.partial(do, tracker))
 
-    def _guard_tracker(self, name: str, do: Callable[[], None]) -> None:
+    def _guard(self, name: str, do: Callable[[], None]) -> None:
         try:
             do()
         except Exception as error:  # an unreachable dashboard must not end a long run

@@ -31,7 +31,7 @@ from rlhf_triton.actor.policy.checkpoint import (
 )
 from rlhf_triton.actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
 from rlhf_triton.actor.run.settings import flat_settings
-from rlhf_triton.actor.run.staleness import VersionSteps, staleness_metrics
+from rlhf_triton.actor.run.staleness import VersionSteps
 from rlhf_triton.actor.run.validation import Validation, explained, samples, training_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -74,7 +74,7 @@ class Recorder:
         }
         self._has_critic = has_critic
         self._client = client
-        self._validations: dict[str, Validation] = {}
+        self._validation_before: Validation | None = None  # not kept across a resume
         self._validated: set[int] = set()  # steps with a line in validations.jsonl
         self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
         self.weights_version = 0  # newest critic version that the server has reported
@@ -83,9 +83,7 @@ class Recorder:
         self._masked_samples = 0
         self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
-        self._learned_conversations: list[
-            bool
-        ] = []  # whether there is a gradient, but for the KL's, in the first steps with an update
+        self._have_gradient: list[bool] = []  # but for the KL's, of the first steps with an update
         self._is_first, self._knows_no_signal = True, False
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
@@ -268,9 +266,9 @@ class Recorder:
                 )
                 self._knows_no_signal = True
         wanted = min(FIRST_STEPS, self._settings.steps)
-        if GRADIENT in line and len(self._learned_conversations) < wanted:
-            self._learned_conversations.append(has_gradient)
-            if len(self._learned_conversations) == wanted and not any(self._learned_conversations):
+        if GRADIENT in line and len(self._have_gradient) < wanted:
+            self._have_gradient.append(has_gradient)
+            if len(self._have_gradient) == wanted and not any(self._have_gradient):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
     def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
@@ -311,8 +309,8 @@ class Recorder:
         if not self._has_critic:
             return {}
         versions = [each[-1].score.version for each in conversations if not failure_of(each)]
-        rows = self.version_steps.histogram(versions, sent=step - 1)
-        return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
+        staleness = self.version_steps.metrics(versions, sent=step - 1)
+        return {**staleness, "client/failed_critic_updates": float(self.failed_critic_updates)}
 
     def owes_validation(self, step: int) -> bool:
         """Return whether `actor.validation.every` demands a validation at `step` that is not logged yet."""
@@ -326,8 +324,9 @@ class Recorder:
         self._masked_samples += int(described["masked_samples"])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         line = finite(line | process_metrics(result.conversations))
+        if when == "before":
+            self._validation_before = result
         if when != "between":
-            self._validations[when] = result
             await asyncio.to_thread(self._write_samples, when, result)
             await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
         version = described.get("reward_version")
@@ -474,8 +473,7 @@ class Recorder:
             "critic_updates": steps,
             "failed_critic_updates": self.failed_critic_updates,
         }
-        before = self._validations.get("before")
-        if before is not None:  # not kept across a resume
+        if (before := self._validation_before) is not None:
             values = iter(await scorer.valued(rows_of(before.conversations)))
             valued = [tuple(next(values) for _ in conversation) for conversation in before.conversations]
             figures["ev_last"] = await asyncio.to_thread(explained, before.conversations, valued)

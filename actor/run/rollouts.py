@@ -8,17 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from rlhf_triton.actor.data.compute import InThread, cancelled
+from rlhf_triton.actor.data.compute import cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.sample import Group
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.collection import collect, has_spread, sampled_tokens
+from rlhf_triton.actor.run.collection import Collector, has_spread, sampled_tokens
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.staleness import needed_update
-from rlhf_triton.actor.scoring.reference import Reference
-from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import ServerFailed
 from rlhf_triton.config import ActorSection
@@ -112,24 +109,20 @@ class Rollouts:
         self,
         settings: ActorSection,
         inputs: StepInputs,
-        policy: Policy,
-        scorer: Scorer,
-        reference: Reference,
+        collector: Collector,
         critic: RemoteCritic,
         *,
         publish_every: int,
         truncated: str,
-        in_thread: InThread,
     ) -> None:
         """`truncated`: `environment.truncated`; ignored without environments."""
         self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
-        self._policy, self._scorer, self._reference, self._critic = policy, scorer, reference, critic
-        self._in_thread, self._truncated = in_thread, truncated
+        self._collector, self._critic, self._truncated = collector, critic, truncated
         self._begun: asyncio.Task[Collected] | None = None
 
     async def begin(self, step: int, *, updated: int) -> asyncio.Task[Collected]:
         """Start the rollout of `step` with the current policy, which contains the updates up to step `updated`."""
-        await self._in_thread(self._policy.renew_sampler)
+        await self._collector.in_thread(self._collector.policy.renew_sampler)
         self._begun = asyncio.create_task(self.collect(step, updated=updated))
         return self._begun
 
@@ -153,9 +146,8 @@ class Rollouts:
         metrics = dict[str, float]()
         dropped = list[Group]()
         try:
-            prompts = await self._prompts(partial(self.inputs.prompts_of, step))
             with timers.phase("rollout_time"):
-                groups = await self._collect(prompts, step, ready, timers)
+                groups = await self._collect(partial(self.inputs.prompts_of, step), step, ready, timers)
                 if algorithm.max_resampled:
                     groups, dropped, metrics = await self._resampled(groups, step, ready, timers)
                 if algorithm.responses_per_prompt > 1:
@@ -165,29 +157,19 @@ class Rollouts:
             await cancelled([ready])
         return Collected(groups, dropped, timers, updated, metrics)
 
-    async def _prompts(self, read: Callable[[], list[Prompt]]) -> list[Prompt]:
-        """Return the prompts that `read` returns, once per response."""
-        prompts = await self._in_thread(read)
-        check_columns(self._scorer.reward, prompts)
-        return self.inputs.repeated(prompts)
-
     async def _collect(
-        self, prompts: list[Prompt], step: int, ready: Ready, timers: Timers, *repeat: int
+        self, read: Callable[[], list[Prompt]], step: int, ready: Ready, timers: Timers, *repeat: int
     ) -> list[Group]:
-        settings = self._settings
-        return await collect(
-            self._policy,
-            self._scorer,
-            self._reference,
-            prompts,
+        """Return the groups of the prompts that `read` returns."""
+        prompts = await self._collector.in_thread(read)
+        check_columns(self._collector.scorer.reward, prompts)
+        return await self._collector.collect(
+            self.inputs.repeated(prompts),
             seed=self.inputs.seed_of(step, *repeat),
-            ready=ready,
-            in_thread=self._in_thread,
             timers=timers,
-            with_kl=settings.kl.uses_reference,
-            with_logprobs=not settings.is_one_update,
-            group_size=settings.algorithm.responses_per_prompt,
-            old_logprobs=settings.algorithm.old_logprobs,
+            ready=ready,
+            group_size=self._settings.algorithm.responses_per_prompt,
+            with_logprobs=not self._settings.is_one_update,
         )
 
     async def _resampled(
@@ -205,8 +187,7 @@ class Rollouts:
             if repeat:
                 dropped += useless
                 read = partial(self.inputs.more_prompts_of, step, len(useless))
-                prompts = await self._prompts(read)
-                groups = await self._collect(prompts, step, ready, timers, repeat)
+                groups = await self._collect(read, step, ready, timers, repeat)
             useless = []
             for group in groups:
                 (useful if has_spread(group, algorithm, self._truncated) else useless).append(group)

@@ -6,7 +6,7 @@ newest response of critic_train that named the version or an older one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from rlhf_triton.actor.run.metrics import Metric
 
@@ -67,26 +67,17 @@ class VersionSteps:
             found = 0 if known is None else self._steps[known]
         return found
 
-    def histogram(self, versions: Iterable[int], *, sent: int) -> dict[int, int]:
-        """Return the number of rows per staleness.
+    def metrics(self, versions: Sequence[int], *, sent: int) -> dict[str, Metric]:
+        """Return the staleness metrics: maximum (`train_rollouts/staleness`), mean, and rows per value.
 
         Args:
             versions: the weights version that scored each row.
             sent: updates sent before the rows were scored.
         """
-        rows = Counter(versions)
-        stale: Counter[int] = Counter()
-        for version, count in rows.items():
-            stale[max(0, sent - self.step_of(version))] += count
-        return dict(sorted(stale.items()))
-
-
-def staleness_metrics(histogram: dict[int, int]) -> dict[str, Metric]:
-    """Return the staleness metrics: maximum (`train_rollouts/staleness`), mean, and rows per value."""
-    rows = sum(histogram.values())
-    mean = sum(value * count for value, count in histogram.items()) / rows
-    return {
-        "train_rollouts/staleness": float(max(histogram)),
-        "train_rollouts/staleness_mean": mean,
-        "train_rollouts/staleness_rows": {str(value): count for value, count in histogram.items()},
-    }
+        steps = {version: self.step_of(version) for version in {*versions}}
+        rows = Counter(sorted(max(0, sent - steps[version]) for version in versions))
+        return {
+            "train_rollouts/staleness": float(max(rows)),
+            "train_rollouts/staleness_mean": sum(rows.elements()) / len(versions),
+            "train_rollouts/staleness_rows": {str(value): count for value, count in rows.items()},
+        }

@@ -26,22 +26,6 @@ class Stopped(Exception):
     """The run was stopped on request; the message says after which step."""
 
 
-def where_it_stopped(done: int, lost: str, *, has_own: bool, has_any: bool) -> str:
-    """Return after which step a run stopped, and where its next start begins, as text for a message.
-
-    Args:
-        done: complete steps; 0 with a checkpoint: the run had not resumed yet.
-        lost: why the checkpoint of step `done` could not be written.
-        has_own, has_any: whether the checkpoint of step `done`, or any, exists.
-    """
-    if not has_any and not done:
-        return "before the first step ended; the next start begins at step 1"
-    where = f"after step {done}, " if done else "before it had resumed"
-    if done:
-        where += "whose checkpoint is written" if has_own else f"which has no checkpoint: {lost}"
-    return f"{where}; {RESUMES if has_any else 'the next start begins at step 1'}"
-
-
 class Stop:
     """Stops the run on request."""
 

@@ -1,6 +1,5 @@
 """Validation on held-out prompts, sampled with the same seed each time and scored by the server."""
 
-import asyncio
 import math
 import operator
 from collections.abc import Sequence
@@ -14,17 +13,12 @@ from rlhf_triton.actor.algorithms.advantages import explained_variance
 from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.compute import InThread
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, Group, conversations_of, failure_of, rows_of, text_places
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.collection import collect
+from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
-from rlhf_triton.actor.scoring.reference import Reference
-from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.rewards.function import MESSAGES_KEY
-from rlhf_triton.wire.contract import VersionRange
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
@@ -44,41 +38,17 @@ class Validation:
         return float(np.mean([score.reward for score in scores], dtype=np.float32)) if scores else math.nan
 
 
-async def validate(
-    policy: Policy,
-    scorer: Scorer,
-    reference: Reference,
-    prompts: list[Prompt],
-    *,
-    greedy: bool,
-    with_kl: bool,
-    seed: int,
-    in_thread: InThread,
-) -> Validation:
+async def validate(collector: Collector, prompts: list[Prompt], *, greedy: bool, seed: int) -> Validation:
     """Generate one response per held-out prompt, sampled or greedy, score them, and return the result.
 
     `seed`: the seed of the run; every validation uses it, so that validations are comparable.
 
     Raises: NotFinite from generation.
     """
-    await in_thread(policy.renew_sampler)
-    ready: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
-    ready.set_result(None)
+    await collector.in_thread(collector.policy.renew_sampler)
     with span("validation"):
-        groups = await collect(
-            policy,
-            scorer,
-            reference,
-            prompts,
-            seed=seed + SEED_OFFSET,
-            greedy=greedy,
-            ready=ready,
-            in_thread=in_thread,
-            timers=Timers(),
-            with_kl=with_kl,
-            with_logprobs=False,
-        )
-    return await in_thread(_measured, conversations_of(groups))
+        groups = await collector.collect(prompts, seed=seed + SEED_OFFSET, timers=Timers(), greedy=greedy)
+    return await collector.in_thread(_measured, conversations_of(groups))
 
 
 def _measured(conversations: list[Conversation]) -> Validation:

@@ -23,8 +23,6 @@ from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, 
 class OwnReference:
     """The reference in the actor: a copy or, with LoRA, the policy with its adapters disabled."""
 
-    is_served = False
-
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
@@ -40,14 +38,11 @@ class OwnReference:
 class ServedReference:
     """The `reference` model in tritonserver, which receives each row as soon as it ends."""
 
-    is_served = True
-
-    def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path, *, rows_per_request: int) -> None:
+    def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path) -> None:
         """`checkpoint`: the folder of the reference, which need not be accessible from here."""
         self._client = client
         self._policy = policy
         self._checkpoint = checkpoint
-        self.rows_per_request = rows_per_request
 
     async def compare(self) -> None:
         """Check that the served reference computes the log-probs that the initial policy would.
@@ -119,6 +114,4 @@ def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> R
     """Create the reference that `actor.kl.reference` selects."""
     if not config.actor.kl.serves_reference:
         return OwnReference(policy)
-    return ServedReference(
-        client, policy, config.reference.model, rows_per_request=config.actor.client.rows_per_request
-    )
+    return ServedReference(client, policy, config.reference.model)

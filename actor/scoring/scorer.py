@@ -214,31 +214,28 @@ class Scorer:
         ask = functools.partial(self._ask, group_size, versions)
         chunks = [ends[i : i + size] for i in range(0, len(ends), size)]
         scored, valued = await asyncio.gather(
-            each(lambda chunk: self._scored_batches(chunk, ask, unit), chunks),
-            self.valued(others, versions) if self.has_critic else _without_values(others),
+            each(lambda chunk: self._scored_batches(chunk, ask, unit), chunks), self.valued(others, versions)
         )
         found, more = itertools.chain(*scored), iter(valued)
         whole = [(*(next(more) for _ in conversation[:-1]), next(found)) for conversation in conversations]
         return [with_environment(conversation) for conversation in whole]
 
     async def valued(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
-        """Return the samples with the critic's values, of these versions; the reward model gets no request."""
+        """Return the samples with the critic's values, of these versions, if there is one, and without rewards."""
+        if not self.has_critic:
+            return [dataclasses.replace(row, score=Score()) for row in rows]
         ask = functools.partial(self._values, versions)
-        reward = ServedModel()
-        return [*itertools.chain(*await each(lambda row: self._scored_batches([row], ask, reward=reward), rows))]
+        return [*itertools.chain(*await each(lambda row: self._scored_batches([row], ask), rows))]
 
     async def _scored_batches(
         self,
         rows: Sequence[SampledRow],
         ask: Callable[[Sequence[SampledRow]], Awaitable[dict[str, np.ndarray]]],
         unit: int = 1,
-        *,
-        reward: ServedModel | None = None,
     ) -> list[SampledRow]:
         """Return the samples with the answers to `ask`; those without one have its error as their failure."""
         parts = await halved(rows, ask, str, unit=unit)
-        read = functools.partial(self._read, reward or self.reward)
-        return [*itertools.chain(*[await asyncio.to_thread(read, part, answer) for part, answer in parts])]
+        return [*itertools.chain(*[await asyncio.to_thread(self._read, part, answer) for part, answer in parts])]
 
     async def _values(self, versions: VersionRange | None, rows: Sequence[SampledRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
@@ -287,39 +284,40 @@ class Scorer:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
 
-    def _read(self, reward: ServedModel, rows: Sequence[SampledRow], answer: Answer) -> list[SampledRow]:
+    def _read(self, rows: Sequence[SampledRow], answer: Answer) -> list[SampledRow]:
         """Return the samples with the server's answer for each, one row of the answer per sample."""
         if isinstance(answer, str):
             return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
-        causes = [""] * len(rows)
-        if reward.components:
-            causes = sentence_texts(answer[REWARD_ERRORS])
-        version = _one_version(answer[WEIGHTS_VERSION], len(rows)) if VALUES in answer else -1
-        reward_version = _one_version(answer[REWARD_VERSION], len(rows)) if reward.is_live else None
+        size = len(rows)
+        causes = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * size
+        version = _one_version(answer[WEIGHTS_VERSION], size) if VALUES in answer else -1
+        reward_version = _one_version(answer[REWARD_VERSION], size) if REWARD_VERSION in answer else None
         found = []
         for i, (row, cause) in enumerate(zip(rows, causes, strict=True)):
-            size, score = len(row.tokens), Score(version=version, reward_version=reward_version)
-            if REWARDS in answer:
-                total = float(answer[REWARDS][i, 0])
-                score = dataclasses.replace(score, reward=total, outcome=total)
-            if reward.components:
-                components = answer[REWARD_COMPONENTS][i]
-                by_name = dict(zip(reward.components, components.tolist(), strict=True))
-                score = dataclasses.replace(score, components=by_name)
+            total = float(answer[REWARDS][i, 0]) if REWARDS in answer else 0.0
+            values, components = None, dict[str, float]()
             if VALUES in answer:
-                score = dataclasses.replace(score, values=np.array(answer[VALUES][i, :size], np.float32))
-            if reward.granularity is not None and REWARDS in answer:
-                score = self._with_steps(row, score, reward, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])
-            given = [array for array in (np.array(score.reward), score.values, score.steps) if array is not None]
+                values = np.array(answer[VALUES][i, : len(row.tokens)], np.float32)
+            if REWARD_COMPONENTS in answer:
+                components = dict(zip(self.reward.components, answer[REWARD_COMPONENTS][i].tolist(), strict=True))
+            score = Score(
+                reward=total,
+                outcome=total,
+                values=values,
+                version=version,
+                components=components,
+                reward_version=reward_version,
+            )
+            if STEP_REWARDS in answer:
+                score = self._with_steps(row, score, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])
+            given = [array for array in (np.array(total), values, score.steps) if array is not None]
             if not all(np.isfinite(array).all() for array in given):
-                what = ", or there are no steps" if reward.granularity is not None else ""
+                what = ", or there are no steps" if STEP_REWARDS in answer else ""
                 score = dataclasses.replace(score, failure=cause or f"the reward or the values are not finite{what}")
             found.append(dataclasses.replace(row, score=score))
         return found
 
-    def _with_steps(
-        self, row: SampledRow, score: Score, reward: ServedModel, rewards: np.ndarray, ends: np.ndarray
-    ) -> Score:
+    def _with_steps(self, row: SampledRow, score: Score, rewards: np.ndarray, ends: np.ndarray) -> Score:
         """Return the score with the process rewards of a row, each at the last sampled token of its step.
 
         Args:
@@ -333,12 +331,12 @@ class Scorer:
         before = np.maximum.accumulate(np.where(row.sampled, np.arange(len(row.tokens)), -1))
         places = np.where(before[ends] < 0, row.sampled.argmax(), before[ends])
         steps, given = np.zeros(len(row.tokens), np.float32), np.zeros(len(row.tokens), np.bool_)
-        if reward.model_weight:  # otherwise, whatever they are, they only chart
-            np.add.at(steps, places, np.float32(reward.model_weight) * rewards)  # a token may end two steps
+        if self.reward.model_weight:  # otherwise, whatever they are, they only chart
+            np.add.at(steps, places, np.float32(self.reward.model_weight) * rewards)  # a token may end two steps
         given[places] = True
         outcome = sum(
             weight * value
-            for weight, (name, value) in zip(reward.weights, score.components.items(), strict=True)
+            for weight, (name, value) in zip(self.reward.weights, score.components.items(), strict=True)
             if name != MODEL_TERM and np.isfinite(value)
         )
         return dataclasses.replace(score, steps=steps, ends=given, outcome=outcome)
@@ -385,10 +383,6 @@ class Scorer:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([*ids], skip_special_tokens=False))
-
-
-async def _without_values(rows: Sequence[SampledRow]) -> list[SampledRow]:
-    return [dataclasses.replace(row, score=Score()) for row in rows]
 
 
 def _one_version(versions: np.ndarray, rows: int) -> int:

@@ -3,18 +3,19 @@
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_triton.actor.data.compute import cancelled
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, Partner, PolicyTurn
+from rlhf_triton.actor.generation.slots import Finished, Partner
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.pool import ServerPool
@@ -59,11 +60,8 @@ class VllmGeneration(Generation):
     def renew(self) -> None:
         """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
         if self._policy.ranks.rank == 0 and self._published != self._policy.trained.optimizer_step:
-            self._versions.publish(self._write)
+            self._versions.publish(self._policy.sampler.save_pretrained)  # of LoRA, only the adapters
             self._published = self._policy.trained.optimizer_step
-
-    def _write(self, folder: Path) -> None:
-        self._policy.sampler.save_pretrained(folder)  # of LoRA, only the adapters
 
     def close(self) -> None:
         """End the environments; make a `run` in another thread raise CancelledError."""
@@ -103,9 +101,12 @@ class VllmGeneration(Generation):
             left = min(self._settings.max_new_tokens, partner.longest - len(tokens))
             sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
             turns[row] += 1
+            # The turns of a conversation go to the same server, which has the tokens before them in its cache.
+            session = None if self.agent is None else row % ROW_STEP
             async with limit:
-                turn = await self._respond(pool, [*tokens], sampling, session=row % ROW_STEP)
-            partner.take(row, turn)
+                attempts = Attempts(MODEL, self._client, self._budget, session=session)
+                turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+            partner.take(row, self._verified(turn))
 
         responses: set[asyncio.Task[None]] = set()
         self._running = asyncio.get_running_loop(), task
@@ -148,27 +149,14 @@ class VllmGeneration(Generation):
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling
 
-    async def _respond(
-        self, pool: ServerPool[VllmConnection], tokens: list[int], sampling: Mapping[str, Any], *, session: int
-    ) -> PolicyTurn:
-        """Return the response to one prompt from any server, with retries and failover.
-
-        The turns of a conversation, a `session`, go to the same server, which has the tokens before them in its cache.
-        """
-        sticky = None if self.agent is None else session
-        attempts = Attempts(MODEL, self._client, self._budget, session=sticky)
-        return self._response(await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling)))
-
-    def _response(self, choice: Mapping[str, Any]) -> PolicyTurn:
-        """Return vLLM's response. Raises RlhfError if it contains a banned token."""
-        tokens = list(choice["token_ids"])
-        if banned := sorted(set(tokens) & set(self._banned_ids)):
+    def _verified(self, turn: PolicyTurn) -> PolicyTurn:
+        """Return vLLM's turn, without log-probs that are not ours. Raises RlhfError if it has a banned token."""
+        if banned := sorted({*turn.tokens} & {*self._banned_ids}):
             raise RlhfError(
                 f"vLLM generated the tokens {banned}, although each request lowers their logits by {-BAN_BIAS:g}: "
                 "check that the server applies `logit_bias`"
             )
-        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         # vLLM's log-probs are those after these settings, ours before them.
         s = self._settings
         is_plain = (s.top_k, s.top_p, s.min_new_tokens) == (0, 1.0, 0)
-        return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)
+        return turn if is_plain else dataclasses.replace(turn, logprobs=None)

@@ -10,19 +10,19 @@ import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score
-from rlhf_triton.actor.generation.conversations import ROW_STEP
-from rlhf_triton.actor.generation.engine import Generation, uniform_draws
+from rlhf_triton.actor.generation.conversations import ROW_STEP, Talks
+from rlhf_triton.actor.generation.engine import uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, Rules
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, prompts_of, sampled_of
+from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
 from tests.actor.test_conversations import model as model  # a fixture
 from tests.actor.test_generation import one_response
-from tests.support.settings import actor_section
 
+Agents = Callable[..., CapturedAgents]
 AGENTS = Path(__file__).parents[1] / "support" / "agents.py"
 
 
@@ -41,17 +41,10 @@ def agents() -> Iterator[Callable[..., CapturedAgents]]:
         agent.close()
 
 
-def conversations(
-    model: Any, agent: CapturedAgents, count: int, uses_slots: bool | None = None, **settings: Any
-) -> list[Conversation]:
-    actor = actor_section(**{"max_new_tokens": 8, "generation_batch_size": 3, **settings})
-    engine = Generation(model, TOKENIZER, actor.generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
-    engine.uses_slots = uses_slots
-    engine.agent = agent
-    found: dict[int, Conversation] = {}
-    engine.run(prompts_of(count), lambda i, rows: found.update({i: rows}), seed=3)
+def conversations(model: Any, agent: CapturedAgents, count: int, *given: Any, **settings: Any) -> list[Conversation]:
+    found = generated_rows(model, agent, prompts_of(count), *given, **settings)
     assert not agent._sessions._open
-    return [found[i] for i in range(count)]
+    return found
 
 
 def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
@@ -60,9 +53,7 @@ def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
 
 
 @pytest.mark.parametrize("uses_slots", [True, False])
-def test_every_call_is_sampled_from_the_tokens_so_far(
-    agents: Callable[..., CapturedAgents], model: Any, uses_slots: bool
-):
+def test_every_call_is_sampled_from_the_tokens_so_far(agents: Agents, model: Any, uses_slots: bool):
     tools = [{"type": "function", "function": {"name": "look"}}]
     found = conversations(model, agents("converse", options={"turns": 3, "tools": tools}), 5, uses_slots)
     for i, rows in enumerate(found):
@@ -85,7 +76,7 @@ def test_every_call_is_sampled_from_the_tokens_so_far(
     assert {len(rows[-1].turns) for rows in found} == {3}
 
 
-def test_edited_contexts_become_rows_of_one_conversation(agents: Callable[..., CapturedAgents], model: Any):
+def test_edited_contexts_become_rows_of_one_conversation(agents: Agents, model: Any):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
     for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
@@ -118,7 +109,7 @@ def test_edited_contexts_become_rows_of_one_conversation(agents: Callable[..., C
     ],
 )
 def test_failures_and_limits_are_reported(
-    agents: Callable[..., CapturedAgents], model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
+    agents: Agents, model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
 ):
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
     agent = agents(name, **{key: value for key, value in settings.items() if key not in generation})
@@ -128,19 +119,17 @@ def test_failures_and_limits_are_reported(
     assert found.ended == (not error and not truncated)
 
 
-def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Callable[..., CapturedAgents], model: Any):
+def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Agents, model: Any):
     (found,) = ends(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
     assert (found.truncated, found.restarts) == ("environment.max_turns", 0)
 
 
 @pytest.mark.timeout(120)
-def test_interrupted_agents_end_at_once(
-    agents: Callable[..., CapturedAgents], model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_interrupted_agents_end_at_once(agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch):
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
-    talks = agent.begin({0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
     assert talks.next(wait=True)
     talks.close()
     (found,) = ends(model, agent, 1)
@@ -148,17 +137,17 @@ def test_interrupted_agents_end_at_once(
 
 
 @pytest.mark.timeout(120)
-def test_an_agent_may_hang_up(agents: Callable[..., CapturedAgents], model: Any):
+def test_an_agent_may_hang_up(agents: Agents, model: Any):
     for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
         assert (len(response.turns), response.error) == (2, "")
 
 
-def test_a_reward_may_be_posted_for_a_call(agents: Callable[..., CapturedAgents], model: Any):
+def test_a_reward_may_be_posted_for_a_call(agents: Agents, model: Any):
     (found,) = ends(model, agents("rewarding"), 1)
     assert [turn.reward for turn in found.turns] == [0.25, 0.0]
 
 
-def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents: Callable[..., CapturedAgents]):
+def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents: Agents):
     with pytest.raises(RlhfError, match=r"environment.agent .*agents.py:absent"):
         agents("absent")
     with pytest.raises(RlhfError, match="unexpected keyword argument 'colour'"):

@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded, rows_of
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, PolicyTurn, Prompts, Rules, draw
+from rlhf_triton.actor.generation.slots import Decoder, Prompts, Rules, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 from tests.support.samples import logprobs_of, tokens_of
@@ -95,14 +96,6 @@ def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots():
     ours, theirs = (generation(model, max_new_tokens=1, uses_slots=slots) for slots in (None, False))
     assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
     assert ours.uses_slots
-
-
-def test_a_response_does_not_depend_on_the_rows_beside_it():
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
-    alone = texts(generation(model, generation_batch_size=3), prompts, seed=7)
-    for size in (1, 2, 5, 11, 40):
-        assert texts(generation(model, generation_batch_size=size), prompts, seed=7) == alone
-        assert texts(generation(model, generation_batch_size=size), prompts, seed=8) != alone
 
 
 def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> Prompts:

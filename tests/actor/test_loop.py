@@ -1,4 +1,4 @@
-"""`actor.loop` and `actor.run`: what a rollout waits for, staleness, stops in each phase, and an unblocked event loop.
+"""`actor.loop` and `actor.run`: what a rollout waits for, staleness, stops in each phase.
 
 Servers answer, fail and wait as a test wants; real ones are in tests/server.
 """
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.tracking import MLflowTracker
 from live_system import TEXTS, Checkpoints, make_run, validations_of
 from safetensors.torch import load_file
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
 from rlhf_triton.actor.algorithms import sample_metrics
+from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, SampledRow
@@ -38,9 +38,9 @@ from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.collection import collect
+from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
-from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
+from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update
 from rlhf_triton.actor.run.stopping import Stop, Stopped
 from rlhf_triton.actor.scoring.reference import OwnReference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -55,7 +55,7 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
-from tests.support.samples import rewarded
+from tests.support.samples import groups_of, make_batch, rewarded
 from tests.support.settings import actor_section
 
 PATIENCE_S = 120.0
@@ -114,10 +114,11 @@ def policy(checkpoint: Path) -> Policy:
 class InstantScorer:
     """Rewards a row with the sum of its tokens, each of its values with the token; answers when it may."""
 
-    has_critic, rows_per_request, reward = True, 1, ServedModel()
+    has_critic, reward = True, ServedModel()
 
-    def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, answer: Callable[[], Any] = lambda: None, rows_per_request: int = 1) -> None:
         self.asked = 0
+        self.rows_per_request = rows_per_request
         self._answer = answer
 
     async def score(self, rows: list[Conversation], group_size: int = 1, **_: object) -> list[Conversation]:
@@ -137,11 +138,9 @@ async def collected(
     ready: asyncio.Future[Any] | None = None,
     called: Callable[[str], None] = lambda name: None,
     row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
+    **actor: Any,
 ) -> list[SampledRow]:
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
-    if ready is None:
-        ready = asyncio.get_running_loop().create_future()
-        ready.set_result(None)
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         if "finished" in kwargs:
@@ -153,22 +152,27 @@ async def collected(
     async def in_thread(*args: Any, **kwargs: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(executor, functools.partial(call, *args, **kwargs))
 
-    given: Any = {"ready": ready, "in_thread": in_thread, "timers": Timers(), "scorer": server}
+    scorer: Any = server
+    collector = Collector(actor_section(**actor), policy, scorer, reference or OwnReference(policy), in_thread)
     with ThreadPoolExecutor(1) as executor:
-        found = await collect(policy, reference=reference or OwnReference(policy), prompts=PROMPTS, seed=2, **given)
-    return [group.ends[0] for group in found]
+        found = await collector.collect(PROMPTS, seed=2, timers=Timers(), ready=ready)
+    return [group.conversations[0][-1] for group in found]
 
 
 class Reference:
-    """A served one, whose log-prob of a token is -0.01 times its id."""
+    """A served one, whose log-prob of a token is -0.01 times its id, but for what `change` makes of the answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[np.ndarray, np.ndarray], None] = lambda row, found: None) -> None:
         self.asked = threading.Event()
+        self._change = change
 
     async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
         self.asked.set()
         padded = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row[1:]) for row in rows], batch_first=True)
-        return np.asarray(torch.nn.functional.pad(-0.01 * padded, (0, 1)), np.float32)
+        found = np.array(torch.nn.functional.pad(-0.01 * padded, (0, 1)), np.float32)
+        for row, line in zip(rows, found, strict=True):
+            self._change(row, line)
+        return found
 
 
 @pytest.mark.parametrize("rows_per_request", [1, 3])
@@ -177,15 +181,16 @@ async def test_rows_are_scored_while_others_are_generated_and_scores_belong_to_t
 ):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
     order, asked, server = [], threading.Event(), Reference()
-    reference = ServedReference(server, policy, Path(), rows_per_request=rows_per_request)  # type: ignore[arg-type]
+    reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
 
     def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
         order.append(index)
         finished(index, row)
-        assert asked.wait(PATIENCE_S), "no row was sent before the last was written"
-        assert len(order) < rows_per_request or server.asked.wait(PATIENCE_S), "the reference waits for all rows"
+        for event in (asked, server.asked):
+            assert event.wait(PATIENCE_S), "no row was sent before the last was written"
 
-    rows = await collected(policy, InstantScorer(asked.set), reference=reference, row_ends=hold)
+    scorer = InstantScorer(asked.set, rows_per_request)
+    rows = await collected(policy, scorer, reference=reference, row_ends=hold)
     assert order != sorted(order), "the rows ended in the order of their prompts, which shows nothing"
     assert [row.prompt.prompt_id for row in rows] == ["0", "1", "2", "3"]
     assert len({len(row.tokens) for row in rows}) > 1
@@ -194,6 +199,36 @@ async def test_rows_are_scored_while_others_are_generated_and_scores_belong_to_t
         assert tokens[: row.prompt.tokens.size] == row.prompt.tokens.tolist()
         assert (row.score.failure, row.score.reward, row.score.values.tolist()) == ("", sum(tokens), tokens)
         assert row.ref_logprobs.tolist() == pytest.approx([0, *(-0.01 * row.tokens[1:])])
+
+
+async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
+    """One is refused, one has an answer that is no number; the others are untouched."""
+
+    def change(row: np.ndarray, found: np.ndarray) -> None:
+        if row[0] == 8:
+            raise RequestFailed("reference at host refused: too late")
+        if row[0] == 14:
+            found[row.size - 2] = np.nan
+        else:
+            found[0] = -np.inf  # of a prompt's token that sampling never draws
+
+    reference = ServedReference(Reference(change), policy, Path())  # type: ignore[arg-type]
+    rows = await collected(policy, InstantScorer(), reference=reference)
+    not_finite = "reference returned log-probs that are not finite for a response"
+    assert [row.score.failure for row in rows] == ["", "reference at host refused: too late", "", not_finite]
+    assert all(row.score.reward == row.tokens.sum() for row in rows)
+    assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, True, False]
+
+
+async def test_without_a_kl_penalty_there_is_no_reference(policy: Policy, checkpoint: Path):
+    server = Reference()
+    reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
+    rows = await collected(policy, InstantScorer(), reference=reference, kl_coef=0.0)
+    assert not server.asked.is_set()
+    assert all(row.ref_logprobs is None for row in rows)
+    metrics = rollout_metrics(groups_of(rows), make_batch(rows, kl_coef=0.0), kl_coef=0.0)
+    assert not any("kl_per_seq" in name for name in metrics)
+    assert Policy(actor_section(model=checkpoint, kl_coef=0.0)).reference is None
 
 
 async def test_only_scoring_waits_for_the_critic(policy: Policy):
@@ -278,13 +313,13 @@ def test_a_version_contains_the_updates_up_to_a_step(
         steps.learn(version, step)
     assert len(steps._steps) <= KEPT_VERSIONS
     assert {version: steps.step_of(version) for version in contained} == contained
-    sent = max(contained.values())
-    assert steps.histogram(list(contained), sent=sent) == Counter(sent - step for step in contained.values())
 
 
 def test_staleness_is_logged_as_maximum_mean_and_histogram():
     name, rows = "train_rollouts/staleness", {"0": 6, "2": 2}
-    assert staleness_metrics({0: 6, 2: 2}) == {name: 2.0, f"{name}_mean": 0.5, f"{name}_rows": rows}
+    found = VersionSteps(1, 5, every=1).metrics([1] * 5 + [0] * 2 + [2], sent=2)
+    assert {**found, f"{name}_rows": {}} == {name: 2.0, f"{name}_mean": 0.5, f"{name}_rows": {}}
+    assert found[f"{name}_rows"] == rows
 
 
 FIRST_VERSION = 17
@@ -934,8 +969,6 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoin
     assert len(forwards) == counted
 
 
-# ---- the event loop is never blocked for long: what grows with the size of a step runs in threads ----
-
 LONG: list[tuple[Any, str]] = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
@@ -945,5 +978,22 @@ LONG: list[tuple[Any, str]] = [
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),
     (Scorer, "_texts"),
-    *((MLflowTracker, name) for name in ("start", "store_init_configuration", "log", "log_artifact", "finish")),
 ]
+
+
+def test_what_takes_long_runs_in_threads(tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    """On the event loop it would delay responses past their deadlines."""
+    threads = dict[str, set[int]]()
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return function(*args, **kwargs)
+
+        return note
+
+    for owner, name in LONG:
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    go(make_ppo(tmp_path, checkpoints, steps=1, rollout_size=4, max_new_tokens=3))
+    assert threads.keys() == {name for _, name in LONG}
+    assert threading.get_ident() not in set().union(*threads.values())

@@ -405,8 +405,11 @@ def test_a_single_file_has_the_order_of_whole_epochs(tmp_path: Path, seed: int):
     epochs = [[f"a{i}" for i in np.random.default_rng([seed, epoch]).permutation(7)] for epoch in range(5)]
     assert drawn(inputs, *range(1, 11)) == [name for epoch in epochs for name in epoch][:30]
     assert [inputs.epoch(step) for step in (8, 9, 10)] == [3, 3, 4]
-    grouped = StepInputs(inputs.stream, seed, 2, responses_per_prompt=3)
-    one, other = drawn(inputs_of(tmp_path / "a.jsonl", per_step=2, seed=seed), 1)
+    one, other, grouped = (
+        epochs[0][0],
+        epochs[0][1],
+        inputs_of(tmp_path / "a.jsonl", per_step=2, responses=3, seed=seed),
+    )
     assert drawn(grouped, 1) == [one] * 3 + [other] * 3
 
 

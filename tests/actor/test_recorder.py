@@ -533,31 +533,28 @@ def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
     assert line == "critic.model (without effect): checkpoints/critic -> other"
 
 
-def test_the_code_of_a_reward_function_may_not_change_silently(tmp_path: Path):
-    run, code = after_five_steps(tmp_path / "run"), tmp_path / "mine.py"
-    code.write_text(CODE)
-    with pytest.raises(ConfigError, match=r"rewards.verdict.function: the file's content"):
-        find_changes(config_of(run), accepted=False)
-    changed = find_changes(config_of(run), accepted=True)
-    assert describe_changes(changed) == ["rewards.verdict.function: the file's content"]
-    config = config_of(run)
-    code.unlink()  # this machine does not score
+def test_the_code_of_functions_and_environments_may_not_change_silently(tmp_path: Path):
+    code, score, verify = (tmp_path / name for name in ("game.py", "score.py", "mine.py"))
+    game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
+    for file, environment, key in (
+        (code, game, "environment.class"),
+        (score, game, "environment.reward"),
+        (code, agent, "environment.agent"),
+        (verify, None, "rewards.verdict.function"),
+    ):
+        for each in (code, score, verify):
+            each.write_text(CODE)
+        run = after_five_steps(tmp_path / key, environment=environment)
+        file.write_text(f"{CODE}# edited\n")
+        config = config_of(run, environment=environment)
+        with pytest.raises(ConfigError, match=rf"(?m)^  {key}: the file's content$"):
+            find_changes(config, accepted=False)
+    assert describe_changes(find_changes(config, accepted=True)) == [f"{key}: the file's content"]
+    verify.unlink()  # this machine does not score
     assert find_changes(config, accepted=False) == {}
     (run / "settings.json").write_text("{")
     with pytest.raises(ConfigError, match=r"settings.json is damaged: .*; delete it to go on"):
         find_changes(config, accepted=False)
-
-
-def test_the_code_of_an_environment_may_not_change_silently(tmp_path: Path):
-    code, score = tmp_path / "game.py", tmp_path / "score.py"
-    game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
-    for file, environment, key in ((code, game, "class"), (score, game, "reward"), (code, agent, "agent")):
-        code.write_text(CODE)
-        score.write_text(CODE)
-        run = after_five_steps(tmp_path / key, environment=environment)
-        file.write_text(f"{CODE}# edited\n")
-        with pytest.raises(ConfigError, match=rf"(?m)^  environment.{key}: the file's content$"):
-            find_changes(config_of(run, environment=environment), accepted=False)
 
 
 def test_a_changed_reward_is_refused_before_anything_starts(tmp_path: Path, checkpoints: Checkpoints):
@@ -588,6 +585,11 @@ LINE: dict[str, Any] = {
 }
 
 
+def log_of(folder: Path, *trackers: str, first_step: int = 1, **more: Any) -> MetricsLog:
+    made = Trackers(trackers, folder, "my-run", {"actor.steps": 3})
+    return MetricsLog(folder, first_step=first_step, trackers=made, **more)
+
+
 def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetrics], None]) -> dict[str, float]:
     metrics = ActorMetrics(config, counters, lambda: 2)
     log(metrics)
@@ -606,7 +608,7 @@ def test_step_metrics_are_exported_and_summed(tmp_path: Path):
     assert "step" not in before
 
     def two_steps(metrics: ActorMetrics) -> None:
-        log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {}), exported=metrics)
+        log = log_of(tmp_path, exported=metrics)
         log.write(1, LINE)
         log.write(2, {**LINE, "train_rollouts/rewards": 0.75, "timers/score_wait": 1.0})
         log.chart({"val_rollouts/rewards": 0.875}, 2)
@@ -639,13 +641,13 @@ def test_step_metrics_are_exported_and_summed(tmp_path: Path):
 
 
 def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
-    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {}))
+    log = log_of(tmp_path)
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "a"')  # killed while writing
-    log = MetricsLog(tmp_path, first_step=3, trackers=Trackers([], tmp_path, "", {}))
+    log = log_of(tmp_path, first_step=3)
     log.write(3, {"a": 30.0})
     log.close()
     assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
@@ -707,18 +709,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...]], tmp_path: Path):
-    log = MetricsLog(
-        tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run", {"actor.steps": 3})
-    )
+    log = log_of(tmp_path, "wandb", "mlflow")
     log.write(1, {"train_rollouts/rewards": 0.5, "train_rollouts/staleness_rows": {"0": 3}})
-    columns, rows = (
-        ["step", "prompt", "response", "reward"],
-        [[1, "Once", " upon a time", 0.5], [1, "Twice", "…", None]],
-    )
-    columns.append("error")  # which not every row has
-    rows[1].append("lost")
-    log.add_texts([dict(zip(columns, row, strict=False)) for row in rows])
-    rows[0].append(None)
+    columns = ["step", "prompt", "response", "reward", "error"]  # which not every row has
+    rows = [[1, "Once", " upon a time", 0.5, None], [1, "Twice", "…", None, "lost"]]
+    whole = [dict(zip(columns, row, strict=True)) for row in rows]
+    del whole[0]["error"]
+    log.add_texts(whole)
     log.add_texts([])
     log.close()
     point = {"train_rollouts/rewards": 0.5}  # no histogram: TensorBoard's
@@ -735,8 +732,8 @@ def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...
         ("mlflow.artifact", str(tmp_path / "rollouts.jsonl")),
         ("mlflow.finish",),
     ]
-    assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == [rows[0][:-1], rows[1]]
-    MetricsLog(tmp_path, first_step=1, trackers=Trackers([], tmp_path, "", {})).close()  # a run that repeats step 1
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == whole
+    log_of(tmp_path).close()  # a run that repeats step 1
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
@@ -783,9 +780,10 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
 
     monkeypatch.setattr(WithArtifact, "log", hang)
     trackers = Trackers(["mlflow"], tmp_path, "run", {})
-    for step in range(6):
-        trackers.log({"x": 1.0}, step)  # returns at once
+    trackers.log({"x": 1.0}, 0)
     assert hanging.wait(120)
+    for step in range(1, 7):
+        trackers.log({"x": 1.0}, step)  # returns at once
     trackers.finish()
     behind, late = caplog.messages
     assert behind == "trackers are 4 calls behind: some metrics are in metrics.jsonl only"
@@ -793,5 +791,5 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     assert threads[0].daemon
     answer.set()
     threads[0].join(120)
-    assert said[2:] == [*(("mlflow.log", step) for step in range(4)), ("mlflow.finish",)]
+    assert said[2:] == [*(("mlflow.log", step) for step in range(5)), ("mlflow.finish",)]
     assert set(threads) == {threads[0]}

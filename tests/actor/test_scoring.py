@@ -1,4 +1,4 @@
-"""`actor.scoring`: which rows share a request, one version for each group, process rewards, a served reference.
+"""`actor.scoring`: which rows share a request, one version for each group, process rewards.
 
 Clients stand for a server that answers, fails or changes its version as a test wants: the real one cannot on demand.
 """
@@ -10,7 +10,7 @@ import json
 import re
 import string
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_system import TEXTS, Checkpoints, make_run
+from live_system import TEXTS
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
-from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data import sample as samples
 from rlhf_triton.actor.data.chat import Chat
 from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from rlhf_triton.actor.data.recorded import RecordedRow
-from rlhf_triton.actor.data.sample import Conversation, Group, Score, conversations_of, failure_of, sample_of
-from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
+from rlhf_triton.actor.data.sample import Conversation, Score, failure_of, sample_of
 from rlhf_triton.actor.run.collection import ROUNDS, GroupScoring
 from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_with
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
-from rlhf_triton.client.errors import RequestFailed, RequestRefused
-from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.client.errors import RequestRefused
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
@@ -263,7 +260,7 @@ def written(tokenizer: Any, *texts: str) -> list[samples.SampledRow]:
     """Responses to the prompt "Open it."."""
     prompt = Prompt("", "Open it.", np.asarray(tokenizer("Open it.")["input_ids"]))
     replies = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    return [sample_of(prompt, reply, None, ended=True) for reply in replies]
+    return [sample_of(prompt, PolicyTurn(reply, ended=True)) for reply in replies]
 
 
 def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
@@ -288,6 +285,10 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
     client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
     assert are_scored(score(client, tokenizer, rows)) == [False, True]
+    answer |= {"rewards": [[6.0], [3.0]], "step_rewards": [[NAN, 0], [0.125, 0]]}
+    charted = score(Client(answer, **{**names, "reward_weights": "[0.0, 3.0]"}), tokenizer, rows)
+    assert are_scored(charted) == [True, True], "steps of weight 0 only chart, whatever they are"
+    assert not any(row.score.steps.any() for row in charted)
 
 
 def test_a_step_that_ends_in_the_environments_text_counts_for_the_turn_before_it(tokenizer: Any):
@@ -342,174 +343,59 @@ def test_token_rewards_of_another_rendering_are_refused(tokenizer: Any):
 
 # ---- agreement: whatever versions a live reward model serves meanwhile, no group of rows mixes two ----
 
-GROUP = 2
-Versions = Sequence[int | None]
-
-
-def of_version(row: samples.SampledRow, version: int | None) -> Conversation:
-    """Row i of version v has the score 100 v + i; None: it has none."""
-    if version is None:
-        return (replace(row, score=Score(failure="503")),)
-    reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
-    steps, values = np.eye(size, dtype=np.float32)[-1] * np.float32(reward), np.full(size, 7, np.float32)
-    parts = {"model": reward}
-    return (replace(row, score=Score(reward, reward, steps, steps != 0, values, 5, parts, version)),)
-
 
 class Swapping:
-    """A scorer that scores request number n by the version `answer(n)`, or by the versions in turn."""
+    """A scorer that scores the rows of each request by the next versions; None: it has no score.
+
+    Row i of version v has the score 100 v + i.
+    """
 
     reward, rows_per_request = ServedModel(groupwise=True), 8
 
-    def __init__(self, first: Versions, answer: Callable[[int], Versions]) -> None:
-        self.asked: list[list[int]] = []
-        self._first, self._answer = first, answer
+    def __init__(self, *answers: Sequence[int | None]) -> None:
+        self.left = [*answers]
 
     async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
-        assert group_size == GROUP
-        numbers = [int(row.tokens[0]) for (row,) in rows]
-        given = [self._first[number] for number in numbers]
-        if self._first[numbers[0]] != "asked":
-            self._first = ["asked" if i in numbers else each for i, each in enumerate(self._first)]
-        else:
-            self.asked.append(numbers)
-            answer = self._answer(len(self.asked) - 1)
-            given = [*answer] * (len(rows) // len(answer))
-        return [of_version(row, version) for (row,), version in zip(rows, given, strict=True)]
+        assert group_size == len(rows)
+        return [(replace(row, score=self._score(row, v)),) for (row,), v in zip(rows, self.left.pop(0), strict=True)]
 
-
-def agreed(first: Versions, answer: Callable[[int], Versions]) -> tuple[list[list[int]], list[samples.SampledRow]]:
-    """Rows asked for again, and what they have in the end."""
-    scorer = Swapping(first, answer)
-
-    async def run() -> list[Conversation]:
-        loop = asyncio.get_running_loop()
-        ready, found = loop.create_future(), list[Conversation]()
-        ready.set_result(None)
-        scoring = GroupScoring(scorer, None, ready, group_size=GROUP)  # type: ignore[arg-type]
-        for begin in range(0, len(first), GROUP):
-            ended = [loop.create_future() for _ in range(GROUP)]
-            for i, each in enumerate(ended, begin):
-                each.set_result((a_sample([i] * 3),))
-            found += await scoring.scored(ended)
-        return found
-
-    rows = [row for (row,) in asyncio.run(run())]
-    for begin in range(0, len(first), GROUP):
-        versions = {row.score.reward_version for row in rows[begin : begin + GROUP] if not row.score.failure}
-        assert len(versions) <= 1, "a group mixes versions"
-    for i, row in enumerate(rows):
-        if not row.score.failure:
-            reward = 100 * row.score.reward_version + i
-            found = [row.score.reward, row.score.outcome, row.score.components["model"], float(row.score.steps.sum())]
-            assert found == [reward] * 4, "a reward belongs to its version and row"
-            assert (row.score.values == 7).all()
-    return scorer.asked, rows
+    def _score(self, row: samples.SampledRow, version: int | None) -> Score:
+        if version is None:
+            return Score(failure="503")
+        reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
+        steps, values = np.eye(size, dtype=np.float32)[-1] * np.float32(reward), np.full(size, 7, np.float32)
+        return Score(reward, reward, steps, steps != 0, values, 5, {"model": reward}, version)
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "asked", "versions"),
-    [  # of the rows; of the further requests, and their rows; of the rows in the end: None for a row without a score
-        pytest.param([1, 1, 1, 1], [], [], [1, 1, 1, 1], id="one version is left alone"),
-        pytest.param([1, 2, 2, 2, 1, 1], [2], [[0, 1]], [2, 2, 2, 2, 1, 1], id="a group of two versions again"),
-        pytest.param([1, 2, 2, 2], [3], [[0, 1]], [3, 3, 2, 2], id="a swap meanwhile"),
-        pytest.param([2, 1, 1, 1], [1], [[0, 1]], [1] * 4, id="a version rolled back is no target"),
-        pytest.param([1, 2, 2, 2], [None], [[0, 1]], [None, None, 2, 2], id="not scored again: masked"),
-        pytest.param([None, 2, 2, 2], [], [], [None, 2, 2, 2], id="an unavailable row does not count"),
+    ("answers", "versions"),
+    [  # of the two rows in each request, and in the end
+        pytest.param([[1, 1]], [1, 1], id="one version is left alone"),
+        pytest.param([[1, 2], [2, 2]], [2, 2], id="two versions are scored again"),
+        pytest.param([[1, 2], [2, 3], [3, 3]], [3, 3], id="a swap meanwhile"),
+        pytest.param([[2, 1], [1, 1]], [1, 1], id="a version rolled back is no target"),
+        pytest.param([[1, 2], [None, None]], [None, None], id="not scored again: masked"),
+        pytest.param([[None, 2]], [None, 2], id="an unavailable row does not count"),
+        pytest.param([[1, 2]] * (1 + ROUNDS), [None, 2], id="servers that never agree"),
     ],
 )
-def test_rows_of_an_older_version_are_scored_again(first: Any, later: Any, asked: Any, versions: Any):
-    requests, rows = agreed(first, lambda number: [later[number]])
-    assert requests == asked
+async def test_no_group_mixes_two_versions(answers: Any, versions: list[int | None]):
+    scorer, loop = Swapping(*answers), asyncio.get_running_loop()
+    ready, *ended = (loop.create_future() for _ in range(3))
+    ready.set_result(None)
+    for i, each in enumerate(ended):
+        each.set_result((a_sample([i] * 3),))
+    scoring = GroupScoring(scorer, None, ready, group_size=2)  # type: ignore[arg-type]
+    rows = [row for (row,) in await scoring.scored(ended)]
+    assert not scorer.left
     assert [None if row.score.failure else row.score.reward_version for row in rows] == versions
-    assert {row.score.failure for row in rows} - {""} == ({"503"} if None in versions else set())
-
-
-def test_servers_that_never_agree_end_after_a_few_rounds():
-    requests, rows = agreed([1, 2], lambda number: [1, 2])
-    assert len(requests) == ROUNDS
-    assert are_scored(rows) == [False, True]
-    assert "changed more than" in rows[0].score.failure
-
-
-# ---- a served reference ----
-
-
-class ReferenceServer:
-    """A reference that answers by `answer`, and rewards of 1."""
-
-    def __init__(self, answer: Callable[[list[np.ndarray]], np.ndarray] | None = None) -> None:
-        self.counters = RequestCounters()
-        self.answer = answer or by_token
-        self.rows: list[np.ndarray] = []
-
-    async def rewards(self, rows: list[np.ndarray], *_: object) -> dict[str, np.ndarray]:
-        return {REWARDS: np.ones((len(rows), 1), np.float32)}
-
-    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
-        self.rows += rows
-        return self.answer(rows)
-
-
-def by_token(rows: list[np.ndarray]) -> np.ndarray:
-    """`[n, S]`: what tells each position of each row apart."""
-    found = np.zeros((len(rows), max(row.size for row in rows)), np.float32)
-    for i, row in enumerate(rows):
-        found[i, : row.size - 1] = -0.01 * row[1:]
-    return found
-
-
-def make_ppo(folder: Path, checkpoints: Checkpoints, server: ReferenceServer, **settings: Any) -> PPORun:
-    """A run without critic: eight responses, four at a time."""
-    actor = {"kl_reference": "triton", "algorithm_name": "reinforce++", **settings}
-    return PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
-
-
-def collected(run: PPORun, step: int = 1) -> list[Group]:
-    """The groups of this step."""
-
-    async def rollout() -> list[Group]:
-        return (await run.rollouts.collect(step, updated=0)).groups
-
-    return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
-
-
-def test_missing_reference_logprobs_mask_the_row(tmp_path: Path, checkpoints: Checkpoints):
-    """One is refused, one has an answer that is no number; the others are untouched."""
-    without: set[bytes] = set()
-
-    def answer(rows: list[np.ndarray]) -> np.ndarray:
-        (row,), number, found = rows, len(server.rows), by_token(rows)
-        if number in (3, 6):
-            without.add(row.tobytes())
-        if number == 3:
-            raise RequestFailed("reference at host refused: too late")
-        found[0, 0] = -np.inf  # of a prompt's token that sampling never draws
-        found[0, row.size - 2] *= np.nan if number == 6 else 1
-        return found
-
-    server = ReferenceServer(answer)
-    run = make_ppo(tmp_path, checkpoints, server)
-    groups = collected(run)
-    rows = [row for (row,) in conversations_of(groups)]
-    assert are_scored(rows) == [row.tokens.tobytes() not in without for row in rows]
-    assert {row.score.failure for row in rows} == {
-        "",
-        "reference at host refused: too late",
-        "reference returned log-probs that are not finite for a response",
-    }
-    assert all(row.score.reward == 1 for row in rows)
-    assert run.make_batch(groups).mask.any(-1).tolist() == are_scored(rows)
-
-
-def test_without_a_kl_penalty_there_is_no_reference(tmp_path: Path, checkpoints: Checkpoints):
-    server = ReferenceServer()
-    run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0)
-    assert run.policy.reference is None
-    groups = collected(run)
-    assert all(row.ref_logprobs is None for (row,) in conversations_of(groups))
-    assert not any("kl_per_seq" in name for name in rollout_metrics(groups, run.make_batch(groups), kl_coef=0.0))
-    assert not server.rows
+    for i, (row, version) in enumerate(zip(rows, versions, strict=True)):
+        if version is None:
+            assert row.score.failure == "503" or "changed more than" in row.score.failure
+            continue
+        found = [row.score.reward, row.score.outcome, row.score.components["model"], float(row.score.steps.sum())]
+        assert found == [100 * version + i] * 4, "a reward belongs to its version and row"
+        assert (row.score.values == 7).all()
 
 
 # ---- one rendering: a reward model reads its own, whichever way a prompt and a reply come in ----
@@ -557,7 +443,7 @@ def sampled(reply: str) -> list[int]:
 
 
 def answered(prompt: Prompt, reply: str) -> samples.SampledRow:
-    return sample_of(prompt, sampled(reply), None, ended=REPLIES[reply][2])
+    return sample_of(prompt, PolicyTurn(sampled(reply), REPLIES[reply][2]))
 
 
 def test_the_tool_calls_of_a_reply_are_rendered(tmp_path: Path):
@@ -577,10 +463,10 @@ def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
     """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
-    row.sample(sampled("finished"), None)
+    row.sample(PolicyTurn(sampled("finished"), ended=True))
     result = {"role": "tool", "name": "look", "content": "A file."}
     row.observe(chat.after_reply([result], POLICY.eos_token_id))
-    row.sample(sampled(reply), None)
+    row.sample(PolicyTurn(sampled(reply), REPLIES[reply][2]))
     row.messages = [assistant(REPLIES["finished"][0]), result, assistant(REPLIES[reply][0])]
     return samples.conversation_of([(prompt, row)])[0]
 

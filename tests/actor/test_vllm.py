@@ -11,9 +11,9 @@ from fake_vllm import FakeVllm
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.conversations import Agent
-from rlhf_triton.actor.generation.slots import PolicyTurn
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed

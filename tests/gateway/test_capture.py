@@ -124,7 +124,7 @@ async def test_sampled_tokens_survive_ambiguous_tokenisation():
         async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Any:
             self.prompts.append(tokens)
             self.completions.append([*(ids(letter)[0] for letter in "the"), EOS])
-            return type(await super().sample(session, tokens, sampling))(self.completions[0], [-1.0] * 4, True, [7] * 4)
+            return type(await super().sample(session, tokens, sampling))(self.completions[0], True, [-1.0] * 4, [7] * 4)
 
     sampler = Spelling()
     assert ids("the") != [ids(letter)[0] for letter in "the"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.actor.data.prompt_reader import PromptReader
-from rlhf_triton.actor.data.prompts import PromptStream, StepInputs
+from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.config import PromptFileSection
 
 
@@ -30,11 +30,13 @@ def write_prompts(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def inputs_of(*files: PromptFileSection | Path, per_step: int = 4, seed: int = 0, **limits: Any) -> StepInputs:
-    """Return the inputs of a run with one response per prompt; `limits`: fields of PromptReader."""
+def inputs_of(
+    *files: PromptFileSection | Path, per_step: int = 4, responses: int = 1, seed: int = 0, **limits: Any
+) -> StepInputs:
+    """Return the inputs of a run; `limits`: fields of PromptReader."""
     sources = [PromptFileSection(path=file) if isinstance(file, Path) else file for file in files]
     reader = PromptReader(bytewise, **{"max_tokens": 100, **limits})
-    return StepInputs(PromptStream(sources, reader, seed=seed), seed, per_step, 1)
+    return StepInputs(sources, reader, seed=seed, prompts_per_step=per_step, responses_per_prompt=responses)
 
 
 def one_prompt(per_step: int = 1) -> StepInputs:

@@ -12,7 +12,8 @@ from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
-from rlhf_triton.actor.capture.sessions import Sampled, Sampling, Sessions
+from rlhf_triton.actor.capture.sessions import Sampling, Sessions
+from rlhf_triton.actor.data.recorded import PolicyTurn
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -41,7 +42,7 @@ class ScriptedSampler:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Sampled:
+    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
         """Return a reply; waits while `open` is not set."""
         self.in_flight += 1
         try:
@@ -55,7 +56,7 @@ class ScriptedSampler:
         self.completions.append(found)
         self.samplings.append(sampling)
         logprobs = [-0.5 - i for i in range(len(found))]
-        return Sampled(found, logprobs, found == whole, [len(self.prompts)] * len(found))
+        return PolicyTurn(found, found == whole, logprobs, [len(self.prompts)] * len(found))
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,8 @@ from random_models import word_tokenizer
 from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation
-from rlhf_triton.actor.generation.slots import PolicyTurn
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import RunConfig
