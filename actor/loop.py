@@ -46,7 +46,7 @@ class PPORun:
         self.method = Method.of(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
-        self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
+        self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
         self.scorer = Scorer.of(config, client, self.policy.tokenizer)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.of(config, self.policy.tokenizer, self.policy.vocab_size)
@@ -177,7 +177,6 @@ class PPORun:
                 self.scorer,
                 self.reference,
                 self.held_out,
-                greedy=self.settings.validation.greedy,
                 with_kl=self.settings.kl.uses_reference,
                 seed=self.seed,
                 in_thread=self.in_thread,

@@ -73,7 +73,10 @@ class CriticUpdate:
         critic.own_weights()
         use_card(torch.device(critic.model.device))  # for kernels that are not torch's
         self.critic, self.settings = critic, settings
-        self.trained = Trained(critic.model, settings, settings.optimizer, self.ranks, section="trainer")
+        steps = settings.optimizer.max_steps
+        self.trained = Trained(
+            critic.model, settings, settings.optimizer, self.ranks, section="trainer", total_steps=steps
+        )
 
     def train(
         self, payload: TrainPayload | None, progress: Callable[[int], None], skip: Collection[int] | None = None

@@ -1,9 +1,8 @@
 """The critic in training, as built by the settings of `trainer`; its optimizer is created afterwards.
 
-It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16, another
-attention implementation. On several ranks, each holds a slice of every tensor. All ranks have the same objects and call
-the same methods in the same order: rank 0 announces each call, and the others execute it in `follow_rank_0`. Files are
-shared by all ranks.
+It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16. On several
+ranks, each holds a slice of every tensor. All ranks have the same objects and call the same methods in the same order:
+rank 0 announces each call, and the others execute it in `follow_rank_0`. Files are shared by all ranks.
 """
 
 import json

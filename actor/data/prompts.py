@@ -75,40 +75,33 @@ class ShuffledFile:
 
 
 class PromptStream:
-    """Draws the prompts of each step from the files that are active in it, in proportion to their weights."""
+    """Draws prompts from files, in proportion to their weights."""
 
     def __init__(self, sources: Sequence[PromptFileSection], reader: PromptReader, *, seed: int) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
-        self._sources, self.reader = sources, reader
-        paths = dict.fromkeys(source.path for source in sources)
+        self.reader = reader
+        paths = [source.path for source in sources]
         # The first file has the order of a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
         self._files = {str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)}
+        total = sum(source.weight for source in sources)
+        self._shares = {str(source.path): source.weight / total for source in sources}
 
-    def take(self, step: int, count: int, start: Positions) -> tuple[list[Prompt], Positions]:
-        """Return `count` prompts for `step`, beginning at the positions `start`, and the positions after them.
+    def take(self, count: int, start: Positions) -> tuple[list[Prompt], Positions]:
+        """Return `count` prompts, beginning at the positions `start`, and the positions after them.
 
         Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
-        by a whole prompt while the same files are active.
+        by a whole prompt.
         """
-        shares = self._shares(step)
-        same_files = shares.keys() == self._shares(step - 1).keys()
-        credits = dict(start.credits) if same_files else {}
-        rows, prompts = dict(start.rows), []
+        credits, rows, prompts = dict(start.credits), dict(start.rows), []
         for _ in range(count):
-            for path, share in shares.items():
+            for path, share in self._shares.items():
                 credits[path] = credits.get(path, 0.0) + share
-            path = max(shares, key=credits.__getitem__)
+            path = max(self._shares, key=credits.__getitem__)
             credits[path] -= 1
             prompt, rows[path] = self._files[path].next(rows.get(path, 0))
             prompts.append(prompt)
         return prompts, replace(start, prompts=start.prompts + count, rows=rows, credits=credits)
-
-    def _shares(self, step: int) -> dict[str, float]:
-        """Return the share of each file that is active in `step`; they add up to 1."""
-        weights = {str(source.path): source.weight for source in self._sources if source.is_active(step)}
-        total = sum(weights.values())
-        return {path: weight / total for path, weight in weights.items()}
 
     def first_prompts(self) -> list[Prompt]:
         """Return the prompt of each file's first row, except skipped ones, for checks before the run starts."""
@@ -186,7 +179,7 @@ class StepInputs:
         return [prompt for prompt in prompts for _ in range(self.responses_per_prompt)]
 
     def _take_prompts(self, step: int, count: int, start: Positions) -> list[Prompt]:
-        taken, self.known[step] = self.stream.take(step, count, start)
+        taken, self.known[step] = self.stream.take(count, start)
         first = min(self.known)  # of the start
         for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
             del self.known[old]

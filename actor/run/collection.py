@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,10 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.client.batching import Gathering
 from rlhf_triton.config import AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
-# Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
-# of 8 rows takes a third of the CPU time (server and client together) of 8 requests of one row.
-GATHER_S = 0.01
+T = TypeVar("T")
 ROUNDS = 3  # of scoring a group again; each follows a swap that lands meanwhile, so more than one is rare
 
 
@@ -115,7 +112,7 @@ def _resolve(future: asyncio.Future[Conversation], conversation: Conversation) -
 
 
 class GroupScoring:
-    """Scores groups while they are generated, in requests that they share. Create it on the event loop."""
+    """Scores groups while they are generated. Create it on the event loop."""
 
     def __init__(
         self,
@@ -131,12 +128,6 @@ class GroupScoring:
         self._ready = ready
         self._unit = group_size if scorer.reward.groupwise else 1
         self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or have waited
-        self._scores = Gathering(self._score, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
-        self._logprobs: Gathering[SampledRow, list[np.ndarray | str]] | None = None
-        if isinstance(reference, ServedReference):
-            self._logprobs = Gathering(
-                self._served_reference_logprobs, gather_s=GATHER_S, max_rows=reference.rows_per_request
-            )
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
         """`time.monotonic` of the first request and the last response, of `scoring` and a served `init_logprobs`."""
@@ -150,22 +141,18 @@ class GroupScoring:
     async def _unit_scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
         """Return conversations that share a request, as soon as the last of them has ended."""
         conversations = await asyncio.gather(*ended)
-        scores = self._add_to_batch(self._scores, conversations)
-        if self._logprobs is None:
+        scores = self._requested(self._score(conversations))
+        if not isinstance(self._reference, ServedReference):
             return await scores
-        logprobs = self._add_to_batch(self._logprobs, rows_of(conversations))
+        logprobs = self._requested(self._served_reference_logprobs(self._reference, rows_of(conversations)))
         scored, known = await asyncio.gather(scores, logprobs)
         more = iter(known)
         return [tuple(_with_reference(row, next(more)) for row in conversation) for conversation in scored]
 
-    def _add_to_batch(self, gathering: Gathering[Any, list[Any]], items: Sequence[Any]) -> Awaitable[list[Any]]:
-        request, first = gathering.add(items)
-        self.requests.add(request)
-
-        async def answers() -> list[Any]:
-            return (await asyncio.shield(request))[first : first + len(items)]
-
-        return answers()
+    def _requested(self, request: Coroutine[Any, Any, list[T]]) -> asyncio.Task[list[T]]:
+        task = asyncio.create_task(request)
+        self.requests.add(task)
+        return task
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
@@ -173,11 +160,12 @@ class GroupScoring:
         with self._record_span("scoring"):
             return await self._scorer.score(conversations, self._unit, versions=versions)
 
-    async def _served_reference_logprobs(self, rows: list[SampledRow]) -> list[np.ndarray | str]:
-        assert isinstance(self._reference, ServedReference)
+    async def _served_reference_logprobs(
+        self, reference: ServedReference, rows: list[SampledRow]
+    ) -> list[np.ndarray | str]:
         await self._yield_to_loop()
         with self._record_span("init_logprobs"):
-            return await self._reference.ask(rows)
+            return await reference.ask(rows)
 
     @contextlib.contextmanager
     def _record_span(self, name: str) -> Iterator[None]:

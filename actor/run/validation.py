@@ -50,12 +50,11 @@ async def validate(
     reference: Reference,
     prompts: list[Prompt],
     *,
-    greedy: bool,
     with_kl: bool,
     seed: int,
     in_thread: InThread,
 ) -> Validation:
-    """Generate one response per held-out prompt, sampled or greedy, score them, and return the result.
+    """Generate one response per held-out prompt, score them, and return the result.
 
     `seed`: the seed of the run; every validation uses it, so that validations are comparable.
 
@@ -71,7 +70,6 @@ async def validate(
             reference,
             prompts,
             seed=seed + SEED_OFFSET,
-            greedy=greedy,
             ready=ready,
             in_thread=in_thread,
             timers=Timers(),

@@ -42,12 +42,11 @@ class ServedReference:
 
     is_served = True
 
-    def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path, *, rows_per_request: int) -> None:
+    def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path) -> None:
         """`checkpoint`: the folder of the reference, which need not be accessible from here."""
         self._client = client
         self._policy = policy
         self._checkpoint = checkpoint
-        self.rows_per_request = rows_per_request
 
     async def compare(self) -> None:
         """Check that the served reference computes the log-probs that the initial policy would.
@@ -119,6 +118,4 @@ def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> R
     """Create the reference that `actor.kl.reference` selects."""
     if not config.actor.kl.serves_reference:
         return OwnReference(policy)
-    return ServedReference(
-        client, policy, config.reference.model, rows_per_request=config.actor.client.rows_per_request
-    )
+    return ServedReference(client, policy, config.reference.model)

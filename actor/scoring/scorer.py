@@ -111,7 +111,6 @@ class Scorer:
         client: TritonClient,
         tokenizer: Any,
         *,
-        rows_per_request: int,
         with_critic: bool = True,
         with_rewards: bool = True,
     ) -> None:
@@ -124,7 +123,6 @@ class Scorer:
         self.has_critic = with_critic
         self._has_rewards = with_rewards
         self._tokenizer = tokenizer
-        self.rows_per_request = rows_per_request
         self.sends_sentences = False
         self.reward = ServedModel()
         """The reward's declaration by the server; often a weighted sum of terms."""
@@ -135,7 +133,6 @@ class Scorer:
         return cls(
             client,
             tokenizer,
-            rows_per_request=config.actor.client.rows_per_request,
             with_critic=config.actor.algorithm.uses_critic,
             with_rewards=config.serves_rewards,
         )
@@ -210,9 +207,8 @@ class Scorer:
         ends = [conversation[-1] for conversation in conversations]
         others = [row for conversation in conversations for row in conversation[:-1]]
         unit = group_size if self.reward.groupwise else 1
-        size = max(1, self.rows_per_request // unit) * unit
         ask = functools.partial(self._ask, group_size, versions)
-        chunks = [ends[i : i + size] for i in range(0, len(ends), size)]
+        chunks = [ends[i : i + unit] for i in range(0, len(ends), unit)]
         scored, valued = await asyncio.gather(
             each(lambda chunk: self._scored_batches(chunk, ask, unit), chunks),
             self.valued(others, versions) if self.has_critic else _without_values(others),

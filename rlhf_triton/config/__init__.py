@@ -187,7 +187,8 @@ class RunConfig(Section):
         actor, trainer = self.actor, self.trainer
         steps = actor.optimizer_steps
         check_training("actor.policy", actor.policy, actor.optimizer, ranks=actor.ranks, total_steps=steps)
-        check_training("trainer", trainer, trainer.optimizer, ranks=trainer.ranks)
+        steps = trainer.optimizer.max_steps
+        check_training("trainer", trainer, trainer.optimizer, ranks=trainer.ranks, total_steps=steps)
         if trainer.publish.format == "adapter" and not trainer.lora_rank:
             raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
         check_cards(self.places)

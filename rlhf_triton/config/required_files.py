@@ -19,7 +19,7 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
-from rlhf_triton.config.training import missing_packages
+from rlhf_triton.config.training import missing_package
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import read_json
@@ -94,7 +94,7 @@ def check_critic(config: RunConfig) -> None:
         )
     if not config.serves_critic:
         raise ConfigError("critic.model: the YAML has no section `critic`, so there is nothing to train; add it")
-    problems = missing_packages("trainer", config.trainer, config.trainer.optimizer)
+    problems = {"trainer.optimizer.kind": missing_package(config.trainer.optimizer)}
     if not (config.run.weights_dir / "CURRENT").exists():
         problems["critic.model"] = _of_checkpoint(config.critic.model, WAYS_OUT["critic"])
     _raise(problems)
@@ -189,7 +189,7 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         problems["actor.trackers"] = f"{' and '.join(lacking)} is not installed; {install}, or remove it"
     own = {"report": config.report} if config.report else {}
     problems |= _of_functions(actor.algorithm.own_functions | own)
-    return problems | missing_packages("actor.policy", actor.policy, actor.optimizer)
+    return problems | {"actor.optimizer.kind": missing_package(actor.optimizer)}
 
 
 def _generates(config: RunConfig, role: str) -> bool:

@@ -46,13 +46,13 @@ class Trained:
         ranks: AnyRanks = ALONE,
         *,
         section: str,
-        total_steps: int = 0,
+        total_steps: int,
     ) -> None:
         """
         Args:
             model: prepared, on its device, and sharded if there are several ranks.
             section: key of `settings`.
-            total_steps: length of the learning-rate schedule if `max_steps` is None.
+            total_steps: length of the learning-rate schedule.
 
         Raises:
             CheckpointError: the model does not support gradient checkpointing.

@@ -367,7 +367,7 @@ def compare(run: LiveRun, *overrides: str) -> None:
     async def use() -> None:
         async with TritonClient(run.url, config.actor.client) as client:
             policy = Policy(config.actor)
-            await ServedReference(client, policy, config.reference.model, rows_per_request=1).compare()
+            await ServedReference(client, policy, config.reference.model).compare()
 
     asyncio.run(use())
 
