@@ -21,10 +21,8 @@ RlhfError                    the user can fix it; the message names what is wron
   HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane
-  WeightsError               a version in the store
-  VersionRejected            a version that failed verification, or that an instance rejected
+  WeightsError               a version in the store: damaged, not verified, or rejected by an instance
   DamagedEntry               an entry of the journal
-  StoppedWaiting             a stop while waiting for server or disk
   NotFinite                  NaN or infinity
   WeightsBroken              … in the weights that an update has left
   OutOfMemory                a GPU too small for the smallest part of the work

@@ -72,7 +72,6 @@ __all__ = [
     "ConfigError",
     "CriticOptimizerSection",
     "CriticSection",
-    "DemoSection",
     "EnvironmentSection",
     "GatewaySection",
     "GenerationSection",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_triton.config.fields import Beta, Count, CountOrZero, Section
+from rlhf_triton.config.fields import Count, CountOrZero, Section
 
 
 class OptimizerSection(Section):
@@ -19,8 +19,6 @@ class OptimizerSection(Section):
     """Learning rate at the end of the cosine; default: `lr`, which makes it constant after the warm-up."""
     warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """AdamW's weight decay, on matrices only."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0

@@ -27,6 +27,7 @@ from rlhf_triton.python_backend.models.card import Halving
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 
+BETAS = (0.9, 0.95)
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
 Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
 """Returns, for the rows of a micro-batch, its share of the minibatch's loss, and its statistics.
@@ -257,6 +258,6 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], settings: OptimizerSectio
     if settings.kind == "adamw_8bit":  # its state consists of plain tensors; torchao's are of its own tensor classes
         from bitsandbytes.optim import AdamW8bit  # not a dependency
 
-        return AdamW8bit(groups, lr=settings.lr, betas=settings.betas)
+        return AdamW8bit(groups, lr=settings.lr, betas=BETAS)
     # Fused: one pass over the weights instead of one per operation.
-    return AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    return AdamW(groups, lr=settings.lr, betas=BETAS, fused=True)

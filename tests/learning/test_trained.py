@@ -51,7 +51,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def linear(seed: int = 0, **settings: Any) -> Trained:
     """A linear layer in training, with these settings of either section."""
     torch.manual_seed(seed)
-    rates = {"lr": 0.1, "min_lr": 0.01, "warmup_steps": 2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    rates = {"lr": 0.1, "min_lr": 0.01, "warmup_steps": 2, "weight_decay": 0.1}
     optimizer = OptimizerSection(
         **{**rates, **{k: v for k, v in settings.items() if k in OptimizerSection.model_fields}}
     )
@@ -104,7 +104,6 @@ def test_micro_batches_change_neither_gradients_nor_statistics():
     ("setting", "value", "changed"),
     [
         ("lr", 0.2, "trainer.optimizer.lr: was 0.1, now 0.2"),
-        ("betas", (0.5, 0.5), "trainer.optimizer.betas: was [0.9, 0.99], now [0.5, 0.5]"),
         ("token_budget", 7, "trainer.token_budget: was 4096, now 7 (rounding only)"),
         ("freeze", ["x"], None),
         ("lora_alpha", 8, None),

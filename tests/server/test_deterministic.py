@@ -52,7 +52,6 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
             "update_epochs": 2,
             "kl_coef": 0.1,
             "kl_target": 0.01,
-            "kl_horizon": 100,
             "rewards_normalization": "running",
             "rewards_clip": 2,
             "missing_eos_penalty": 0.5,

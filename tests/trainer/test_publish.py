@@ -24,11 +24,11 @@ from rlhf_triton.python_backend.models.canary import canary_row, check_canary
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
 from rlhf_triton.python_backend.models.modeling import load_critic as load_on_cpu
 from rlhf_triton.store.durable import write_json
-from rlhf_triton.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsStore
+from rlhf_triton.store.weights import MANIFEST_FILE, Manifest, ServingRecord, WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
-from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
+from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 
@@ -163,10 +163,10 @@ def test_damage_is_found_before_current_moves(store: WeightsStore, critic: Criti
     verify_version(store, 1, critic)
     assert verify_alone(store, 1).step == 1
     damage(store.folder(1))
-    with pytest.raises(VersionRejected, match=message):
+    with pytest.raises(WeightsError, match=message):
         verify_version(store, 1, critic)
     if kind in ALONE_TOO:
-        with pytest.raises(VersionRejected, match=message):
+        with pytest.raises(WeightsError, match=message):
             verify_alone(store, 1)
 
 
@@ -307,7 +307,7 @@ def test_publish_waits_for_every_serving_instance_to_stage(llama: WeightsStore):
     publication.wait()
     assert publication.waited == 2
     publication.say("critic_1", staged=1, staging_error="it looks odd")  # one that refuses is enough
-    with pytest.raises(VersionRejected, match=r"version 1 was refused by critic_1 .*: it looks odd"):
+    with pytest.raises(WeightsError, match=r"version 1 was refused by critic_1 .*: it looks odd"):
         publication.wait()
 
 

@@ -16,13 +16,13 @@ import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
 from rlhf_triton.config import MonitoringSection
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import load_critic
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.disk_retry import StoppedWaiting
 from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
 
@@ -128,7 +128,7 @@ def test_a_stop_while_no_instance_serves_loses_nothing(
     entry = rig.send(2)
     until(lambda: rig.store.current() == 2)
     error = rig.stop()
-    assert isinstance(error, StoppedWaiting)
+    assert isinstance(error, RlhfError)
     assert "waiting until version 2 is served" in str(error)
     instance.paused.clear()
     assert rig.start().answer(entry).weights_version == 2

@@ -36,13 +36,14 @@ from versions import reseal
 
 import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import disk_errors, refusal
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
-from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
+from rlhf_triton.trainer.disk_retry import until_done
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES: list[tuple[type, str]] = [
@@ -613,7 +614,7 @@ def test_a_full_disk_delays_the_start_and_a_stop_ends_the_wait(disk: SmallDisk, 
         with pytest.raises(OSError, match="No space left on device"):
             rig.send(2)
         error = rig.stop()  # its last checkpoint cannot be written
-        assert isinstance(error, StoppedWaiting)
+        assert isinstance(error, RlhfError)
         for part in ("writing the checkpoint of step 1", "No space left on device", "nothing is lost"):
             assert part in str(error)
         assert list(rig.checkpoints.root.glob(".*")) == []

@@ -17,12 +17,12 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.modeling import quiet_transformers
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
-from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_alone, verify_version
+from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
 from tests.support.loaders import load_critic
 
 LORA: dict[str, Any] = {"lora_rank": 2}
@@ -86,7 +86,7 @@ def test_a_version_is_the_trained_critic(tmp_path: Path, family: str, changes: d
     assert not hasattr(loaded.model.config, "critic_adapters")  # saved again, it is an ordinary version
     train(update, 2)
     assert not holds_weights(store, version, update.critic)
-    with pytest.raises(VersionRejected, match="the values for the canary row differ"):
+    with pytest.raises(WeightsError, match="the values for the canary row differ"):
         verify_version(store, version, update.critic)
 
 
@@ -158,7 +158,7 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
     data = base.read_bytes()
     base.unlink()
     base.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-    with pytest.raises(VersionRejected, match=r"version 0: model\.safetensors has digest"):
+    with pytest.raises(WeightsError, match=r"version 0: model\.safetensors has digest"):
         verify_alone(WeightsStore(store.root), version)
     base.unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
