@@ -147,7 +147,7 @@ class RunConfig(Section):
         """Give keys without a value the value that the algorithm was published with."""
         name: Any = data
         for part in ("actor", "algorithm", "name"):
-            name = name.get(part) if isinstance(name, dict) else getattr(name, part, None)
+            name = name.get(part) if isinstance(name, dict) else None
         if isinstance(name, str) and name in ALGORITHMS:
             for key, value in ALGORITHMS[name].recipe.items():
                 data = _with_default(data, key.split("."), value)
@@ -316,19 +316,11 @@ class RunConfig(Section):
 
 
 def _with_default(data: Any, path: Sequence[str], value: Any) -> Any:
-    """Return nested dictionaries or sections with `value` at `path`, unless they have a value, or null, there."""
+    """Return nested dictionaries with `value` at `path`, unless they have a value, or null, there."""
     first, *rest = path
-    if isinstance(data, dict):
-        is_set, given = first in data, data.get(first)
-    elif isinstance(data, Section):
-        is_set, given = first in data.model_fields_set, getattr(data, first)
-    else:
-        return data  # refused when it is validated
-    if rest:
-        given = _with_default({} if given is None else given, rest, value)
-    elif not is_set:
-        given = value
-    return {**data, first: given} if isinstance(data, dict) else data.model_copy(update={first: given})
+    if not isinstance(data, dict) or (first in data and not rest):
+        return data  # what is no section is refused when it is validated
+    return {**data, first: _with_default(data.get(first) or {}, rest, value) if rest else value}
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -49,15 +49,3 @@ class CriticOptimizerSection(OptimizerSection):
     """Optimizer steps of linear warm-up."""
     max_steps: Count = 9_000
     """Optimizer steps until the cosine reaches `min_lr`, where the rate stays."""
-
-
-def check_schedule(key: str, optimizer: OptimizerSection, *, total_steps: int) -> None:
-    """Raise ValueError if the schedule of the section `key`, of `total_steps` optimizer steps, contradicts itself."""
-    lr = optimizer.lr
-    min_lr = optimizer.min_lr
-    warmup = optimizer.warmup_steps
-    if min_lr is not None and min_lr > lr:
-        raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
-    if warmup > total_steps:
-        what = f"{key}.max_steps" if isinstance(optimizer, CriticOptimizerSection) else "those of the whole run"
-        raise ValueError(f"{key}.warmup_steps ({warmup}) is more than {what} ({total_steps})")

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from rlhf_triton.config.optimizer import OptimizerSection, check_schedule
+from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection
 from rlhf_triton.config.trained import TrainedSection
 
 
@@ -16,7 +16,12 @@ def check_training(
         total_steps: length of the learning-rate schedule.
     """
     key, kind = f"{section.partition('.')[0]}.optimizer", optimizer.kind
-    check_schedule(key, optimizer, total_steps=total_steps)
+    lr, min_lr, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
+    if min_lr is not None and min_lr > lr:
+        raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
+    if warmup > total_steps:
+        what = f"{key}.max_steps" if isinstance(optimizer, CriticOptimizerSection) else "those of the whole run"
+        raise ValueError(f"{key}.warmup_steps ({warmup}) is more than {what} ({total_steps})")
     if kind != "adamw" and ranks > 1:
         raise ValueError(f"{key}.kind: {kind} is not supported with {key.partition('.')[0]}.ranks above 1; set adamw")
     if kind == "adamw_8bit" and trained.device == "cpu":
