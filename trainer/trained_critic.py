@@ -27,9 +27,10 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
 )
 from rlhf_triton.config import TrainerSection
+from rlhf_triton.errors import RankFailed
 from rlhf_triton.learning import model as training
 from rlhf_triton.learning.merged_slices import MergedSlices
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.sharding import all_finite, gathered_as_stored, shard
 from rlhf_triton.learning.slices import differing, write_checkpoint
 from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors

@@ -26,8 +26,9 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
 from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RankFailed
 from rlhf_triton.learning.mailbox import as_tensor, value_of
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.python_backend.models import adapters
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from tests.support import ranks as support
