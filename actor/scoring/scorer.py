@@ -19,7 +19,6 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, text_places
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
-from rlhf_triton.client.batching import halved
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
@@ -210,7 +209,7 @@ class Scorer:
         ask = functools.partial(self._ask, group_size, versions)
         chunks = [ends[i : i + unit] for i in range(0, len(ends), unit)]
         scored, valued = await asyncio.gather(
-            each(lambda chunk: self._scored_batches(chunk, ask, unit), chunks),
+            each(lambda chunk: self._scored(chunk, ask, self.reward), chunks),
             self.valued(others, versions) if self.has_critic else _without_values(others),
         )
         found, more = itertools.chain(*scored), iter(valued)
@@ -220,21 +219,21 @@ class Scorer:
     async def valued(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
         """Return the samples with the critic's values, of these versions; the reward model gets no request."""
         ask = functools.partial(self._values, versions)
-        reward = ServedModel()
-        return [*itertools.chain(*await each(lambda row: self._scored_batches([row], ask, reward=reward), rows))]
+        return [*itertools.chain(*await each(lambda row: self._scored([row], ask, ServedModel()), rows))]
 
-    async def _scored_batches(
+    async def _scored(
         self,
         rows: Sequence[SampledRow],
         ask: Callable[[Sequence[SampledRow]], Awaitable[dict[str, np.ndarray]]],
-        unit: int = 1,
-        *,
-        reward: ServedModel | None = None,
+        reward: ServedModel,
     ) -> list[SampledRow]:
-        """Return the samples with the answers to `ask`; those without one have its error as their failure."""
-        parts = await halved(rows, ask, str, unit=unit)
-        read = functools.partial(self._read, reward or self.reward)
-        return [*itertools.chain(*[await asyncio.to_thread(read, part, answer) for part, answer in parts])]
+        """Return the samples of one request with its answer, or with its error as their failure."""
+        answer: Answer
+        try:
+            answer = await ask(rows)
+        except RequestFailed as error:
+            answer = str(error)
+        return [*await asyncio.to_thread(self._read, reward, rows, answer)]
 
     async def _values(self, versions: VersionRange | None, rows: Sequence[SampledRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)

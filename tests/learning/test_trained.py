@@ -106,7 +106,9 @@ def test_micro_batches_change_neither_gradients_nor_statistics():
         ("lr", 0.2, "trainer.optimizer.lr: was 0.1, now 0.2"),
         ("token_budget", 7, "trainer.token_budget: was 4096, now 7 (rounding only)"),
         ("freeze", ["x"], None),
+        ("lora_rank", 2, None),
         ("lora_alpha", 8, None),
+        ("lora_targets", ("q_proj",), None),
     ],
 )
 def test_a_resume_names_what_changed_and_refuses_what_is_fixed(setting: str, value: Any, changed: str | None):
