@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.config import CriticOptimizerSection
+from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate

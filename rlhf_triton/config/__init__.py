@@ -26,14 +26,11 @@ from rlhf_triton.config.actor import (
     PromptFileSection,
     PromptsSection,
     RewardsSection,
-    UpdateSection,
-    ValidationSection,
     check_actor,
 )
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
-from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection
 from rlhf_triton.config.other_names import advice_on, key_of, key_of_path
 from rlhf_triton.config.rewards import (
     MODEL_TERM,
@@ -70,19 +67,15 @@ __all__ = [
     "AlgorithmSection",
     "ClientSection",
     "ConfigError",
-    "CriticOptimizerSection",
     "CriticSection",
     "EnvironmentSection",
     "GatewaySection",
     "GenerationSection",
     "KLSection",
     "ModelSection",
-    "MonitoringSection",
-    "OptimizerSection",
     "PolicySection",
     "PromptFileSection",
     "PromptsSection",
-    "ReferenceSection",
     "RewardSection",
     "RewardTerm",
     "RewardsSection",
@@ -90,8 +83,6 @@ __all__ = [
     "RunSection",
     "ServerSection",
     "TrainerSection",
-    "UpdateSection",
-    "ValidationSection",
     "load_config",
 ]
 

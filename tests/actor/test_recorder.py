@@ -31,8 +31,9 @@ from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ActorSection, ConfigError, OptimizerSection, PolicySection, RunConfig, load_config
+from rlhf_triton.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
 from rlhf_triton.config.actor import Tracker
+from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE
 from rlhf_triton.learning.trained import Trained

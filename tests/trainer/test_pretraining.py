@@ -15,13 +15,14 @@ from sidecar_rig import Killed, Rig, kill_at
 from test_critic_update import payload
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_policy
-from versions import reseal
+from versions import flip, reseal
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection, RunConfig, TrainerSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, quiet_transformers
 from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
@@ -88,7 +89,7 @@ def version(config: RunConfig, number: int = 0) -> torch.Tensor:
 
 
 def lines_of(config: RunConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (config.run.dir / "critic_metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(config.run.dir / "critic_metrics.jsonl")
 
 
 # ---- what is trained ----
@@ -305,9 +306,7 @@ def no_run(folder: Path) -> None:
 
 
 def flipped(folder: Path) -> None:
-    file = folder / "journal" / "earlier" / "entries" / "00000003.train"
-    data = file.read_bytes()
-    file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    flip(folder / "journal" / "earlier" / "entries" / "00000003.train")
 
 
 def empty(folder: Path) -> None:

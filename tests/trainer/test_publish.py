@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
-from versions import reseal
+from versions import flip, reseal
 
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
@@ -59,12 +59,6 @@ def store(tmp_path: Path, critic: CriticModel) -> WeightsStore:
     return store
 
 
-def change_bytes(path: Path, change: Callable[[bytes], bytes]) -> None:
-    data = path.read_bytes()
-    path.unlink()  # versions are read-only
-    path.write_bytes(change(data))
-
-
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Other tensors under a manifest that fits them: what a faulty writer would leave, not a faulty disk."""
     path = folder / WEIGHTS_FILE
@@ -89,7 +83,7 @@ def unreadable(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit flipped": (
-        lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
+        lambda folder: flip(folder / WEIGHTS_FILE),
         r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
     ),
     "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: cannot read config\.json: "),

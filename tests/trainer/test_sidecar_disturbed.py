@@ -5,7 +5,6 @@ tests: damage that cannot be repaired, disks that are really full, and which che
 """
 
 import errno
-import json
 import logging
 import shutil
 import threading
@@ -32,7 +31,7 @@ from hypothesis.stateful import (
 from safetensors import SafetensorError
 from sidecar_rig import PATIENCE_S, Killed, Rig, until
 from small_disk import SmallDisk, small_disk
-from versions import reseal
+from versions import flip, reseal
 
 import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -69,13 +68,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
 
 
-def flip(path: Path) -> None:
-    """Change one byte in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
@@ -87,10 +79,6 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
     ("state.json", cut),
     (SHARD, Path.unlink),
 ]
-
-
-def metrics(rig: Rig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (rig.config.run.dir / "critic_metrics.jsonl").read_text().splitlines()]
 
 
 class Disturbed(RuleBasedStateMachine):
@@ -220,7 +208,7 @@ class Disturbed(RuleBasedStateMachine):
         try:
             self.stop()
             rig, served, versions = self.rig, self.rig.instances[0].served, list(range(len(self.published)))
-            lines = [line["step"] for line in metrics(rig)]
+            lines = [line["step"] for line in rig.metrics()]
             assert served == sorted(set(served))
             assert rig.store.versions()[-1] == rig.store.current() == served[-1] == versions[-1]
             assert self.asked <= {*rig.checkpoints.steps()}
@@ -391,7 +379,7 @@ def test_a_damaged_entry_fails_only_its_caller(
     assert not torch.equal(after, straight.weights(3))
     aside = rig.journal.root / "run" / "set_aside"
     assert (aside / "1" / "00000002.train").read_bytes() == lost
-    assert [(line["step"], line["error"]) for line in metrics(rig) if "error" in line] == [(2, results[0].error)]
+    assert [(line["step"], line["error"]) for line in rig.metrics() if "error" in line] == [(2, results[0].error)]
     assert rig.train(2) == results[:1]  # sent again
     rig.kill()
     assert rig.start().train(3) == results[1:]  # replayed
@@ -549,10 +537,7 @@ def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings
     rig.serve()
     rig.start().train(1)
     rig.stop()
-    file = rig.store.folder(0) / "model.safetensors"
-    data = file.read_bytes()
-    file.unlink()  # it is read-only
-    file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    flip(rig.store.folder(0) / "model.safetensors")
     error = rig.start().ended()
     assert isinstance(error, WeightsError)
     assert "version 0: model.safetensors has digest" in str(error)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_checkpoint import optimizer_bits, state
 from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
+from versions import flip
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
@@ -137,9 +138,7 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
         build(store, **ADAPTER).trained.parameters
     )
     base = store.folder(0) / "model.safetensors"
-    data = base.read_bytes()
-    base.unlink()
-    base.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    flip(base)
     with pytest.raises(WeightsError, match=r"version 0: model\.safetensors has digest"):
         verify_alone(WeightsStore(store.root), version)
     base.unlink()
