@@ -47,7 +47,7 @@ class PPORun:
         self.method = Method.of(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
-        self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
+        self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
         self.scorer = Scorer.of(config, client, self.policy.tokenizer)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.of(config, self.policy.tokenizer, self.policy.vocab_size)

@@ -100,8 +100,8 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
     """Have one row at a time scored by each client, without retries, until `_ended`."""
     seen: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
-    settings = ClientSection(deadline_s=300, max_outage_s=0, max_in_flight=num_clients)
-    async with TritonClient(url, settings, retries=0) as client:
+    settings = ClientSection(deadline_s=300, max_outage_s=0)
+    async with TritonClient(url, settings, retries=0, max_in_flight=num_clients) as client:
 
         async def ask() -> None:
             while not _ended.is_set():

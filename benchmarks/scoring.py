@@ -265,8 +265,8 @@ CONTENDERS: dict[str, Callable[[Setup], contextlib.AbstractContextManager[Runnin
 @contextlib.asynccontextmanager
 async def to_triton(url: str, width: int) -> AsyncIterator[Send]:
     """Yield a sender that pads rows to `width` tokens; 0: to the longest row of the request."""
-    settings = ClientSection(deadline_s=DEADLINE_S, max_outage_s=0, max_in_flight=1024)
-    async with TritonClient(url, settings, retries=0) as client:
+    settings = ClientSection(deadline_s=DEADLINE_S, max_outage_s=0)
+    async with TritonClient(url, settings, retries=0, max_in_flight=1024) as client:
 
         async def sender(rows: list[np.ndarray]) -> np.ndarray:
             return (await client.rewards(rows, width=width))[REWARDS]

@@ -13,7 +13,6 @@ RlhfError                    the user can fix it; the message names what is wron
   TemplateError              a chat template that cannot be used for conversations
     HistoryChanged           ... as it changes earlier messages
   Unavailable                a request that cannot be served now (503)
-  StepFailed                 a step that the sidecar reported as failed (500)
   RequestFailed              a request that is not retried any more
     RequestRefused           the server would reject any repetition
     ServerFailed             it was executed, and failed
@@ -21,18 +20,14 @@ RlhfError                    the user can fix it; the message names what is wron
   HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane
-  WeightsError               a version in the store
-  VersionRejected            a version that failed verification, or that an instance rejected
+  WeightsError               a version in the store: damaged, not verified, or rejected by an instance
   DamagedEntry               an entry of the journal
-  StoppedWaiting             a stop while waiting for server or disk
   NotFinite                  NaN or infinity
-  WeightsBroken              … in the weights that an update has left
   OutOfMemory                a GPU too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
-  RankFailed, OtherRankLost  what another rank met
+  RankFailed                 what another rank met
 Stopped, StopRequested, RankLost    ends that are no errors
 Trouble                      one attempt, before the next
-RewardUnavailable            what TRL or verl get from the gateway's functions
 """
 
 
@@ -49,6 +44,10 @@ class FunctionError(RlhfError, ValueError):
 
 class NotFinite(RlhfError, FloatingPointError):
     """Logits or a gradient hold NaN or infinity."""
+
+
+class RankFailed(RlhfError):
+    """Another rank failed in an operation of all ranks, has ended, or hangs; the message repeats its error."""
 
 
 def reason_of(error: BaseException) -> str:

@@ -120,14 +120,14 @@ def show(store: WeightsStore) -> None:
 
 def verify(config: RunConfig, model: LiveModel, store: WeightsStore, versions: Sequence[int]) -> int:
     """Verify all `versions`, continuing after a bad one; return 1 if any is bad, else 0."""
-    from rlhf_triton.trainer.verification import VersionRejected, verify_alone  # deferred: imports torch
+    from rlhf_triton.trainer.verification import verify_alone  # deferred: imports torch
 
     bad = 0
     for version in versions:
         try:
             manifest = verify_alone(store, version, _loader(config, model))
             print(f"version {version}: good, {len(manifest.tensors)} tensors, step {manifest.step}", flush=True)
-        except VersionRejected as error:
+        except WeightsError as error:
             bad += 1
             print(f"{error}", flush=True)
     if bad:
@@ -143,7 +143,7 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         RlhfError: some instance does not serve the new version in time, although CURRENT names it.
     """
     from rlhf_triton.trainer.publish import Publisher
-    from rlhf_triton.trainer.verification import VersionRejected, verify_alone
+    from rlhf_triton.trainer.verification import verify_alone
 
     current, load = store.current(), _loader(config, model)
     newest = None if current is None else store.manifest(current)
@@ -156,19 +156,16 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         # Not their mode, too: the files of a version are read-only, their copies are not yet.
         shutil.copytree(store.folder(target), folder, ignore=apart, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
-    try:
-        manifest = verify_alone(store, target, load)
-        epoch = 0 if newest is None else newest.epoch
-        publisher = Publisher(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
-        reload = publisher.publish(
-            load(store.folder(target)),
-            step=manifest.step,
-            parent=target,
-            beat=_heartbeat(store),
-            write=write,
-        )
-    except VersionRejected as error:
-        raise WeightsError(str(error)) from error
+    manifest = verify_alone(store, target, load)
+    epoch = 0 if newest is None else newest.epoch
+    publisher = Publisher(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
+    reload = publisher.publish(
+        load(store.folder(target)),
+        step=manifest.step,
+        parent=target,
+        beat=_heartbeat(store),
+        write=write,
+    )
     print(f"version {reload.version} is served, with the weights of version {target} (step {manifest.step})")
     if model.name == "critic" and Journal(config.run.journal_dir, config.run.identity).is_followed():
         print(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.config import CriticOptimizerSection
+from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -28,12 +28,13 @@ def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) 
     [] if they are equal, or are those of `optimizer.lr`, whose own change is named.
     """
     prefix = "trainer.optimizer."
-    was, now = (
+    schedules = (
         CriticOptimizerSection.model_validate(
             {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
-        ).learning_rate(step)
+        )
         for settings in (old, new)
     )
+    was, now = (schedule.learning_rate(step, total_steps=schedule.max_steps) for schedule in schedules)
     is_named = (was, now) == (old[f"{prefix}lr"], new[f"{prefix}lr"])
     return [] if was == now or is_named else [f"learning rate of the next optimizer step: was {was:.6g}, now {now:.6g}"]
 

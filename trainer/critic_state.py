@@ -26,7 +26,7 @@ from rlhf_triton.trainer.checkpoint import (
     DamagedCheckpoint,
     schedule_changes,
 )
-from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, WeightsBroken, load_update
+from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, load_update
 from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.wire.training_payload import TrainPayload
 
@@ -199,19 +199,18 @@ class CriticState:
             report = self.update.train(
                 payload, lambda n: self._progress.beat(state, n), known.skipped_batches if known else None
             )
-            if known is None and not np.isfinite(canary_outputs(self.update.critic)).all():
-                raise WeightsBroken("the update left a critic whose values are not finite")
-            return report, None
         except (NotFinite, OutOfMemory) as trouble:
             if known is not None:
                 raise  # only others that use the GPU have changed: without the step, the weights would be wrong
             return None, str(trouble)
-        except WeightsBroken as trouble:
-            before = self.step
-            unreachable = self.restore(before)
-            if unreachable is not None:
-                raise CheckpointError(f"{trouble}, and the step before, {unreachable}") from trouble
-            return None, f"{trouble}; the critic of step {before} was restored: lower trainer.optimizer.lr"
+        if report.is_finite and (known is not None or np.isfinite(canary_outputs(self.update.critic)).all()):
+            return report, None
+        cause = f"the update left {'values' if report.is_finite else 'weights'} of the critic that are not finite"
+        before = self.step
+        unreachable = self.restore(before)
+        if unreachable is not None:
+            raise CheckpointError(f"{cause}, and the step before, {unreachable}")
+        return None, f"{cause}; the critic of step {before} was restored: lower trainer.optimizer.lr"
 
     def _replay(self, *, end: int) -> None:
         """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry that changed weights is damaged."""

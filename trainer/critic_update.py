@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.config import TrainerSection
-from rlhf_triton.errors import NotFinite, RlhfError
+from rlhf_triton.errors import NotFinite
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.sharding import all_finite
 from rlhf_triton.learning.trained import Trained, operations
@@ -59,10 +59,7 @@ class UpdateReport:
     out_of_memory: int = 0  # how often micro-batches were halved because the GPU was out of memory
     memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
     skipped_batches: list[int] = field(default_factory=list)  # of all passes: global batches that did not fit
-
-
-class WeightsBroken(RlhfError):
-    """An update left weights that no critic can be served with; the state before it must be restored."""
+    is_finite: bool = True  # whether the weights are; if not, the state before must be restored
 
 
 class CriticUpdate:
@@ -73,7 +70,10 @@ class CriticUpdate:
         critic.own_weights()
         use_card(torch.device(critic.model.device))  # for kernels that are not torch's
         self.critic, self.settings = critic, settings
-        self.trained = Trained(critic.model, settings, settings.optimizer, self.ranks, section="trainer")
+        steps = settings.optimizer.max_steps
+        self.trained = Trained(
+            critic.model, settings, settings.optimizer, self.ranks, section="trainer", total_steps=steps
+        )
 
     def train(
         self, payload: TrainPayload | None, progress: Callable[[int], None], skip: Collection[int] | None = None
@@ -91,7 +91,6 @@ class CriticUpdate:
             NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
             OutOfMemory: no optimizer step was taken, because sequences do not fit into the GPU's memory one at a time;
                 or one of a replay does not fit.
-            WeightsBroken: weights are not finite after it.
         """
         self.ranks.announce("train", skip=skip)
         payload = self.ranks.broadcast(payload)
@@ -127,8 +126,7 @@ class CriticUpdate:
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
         if not norms and skipped:
             raise failure
-        if norms and not all(self.ranks.gather(all_finite(self.trained.parameters.values()))):
-            raise WeightsBroken("the update left weights of the critic that are not finite")
+        is_finite = not norms or all(self.ranks.gather(all_finite(self.trained.parameters.values())))
         return UpdateReport(
             loss_sum / (token_sum or 1),
             float(np.mean(norms or 0.0)),
@@ -139,6 +137,7 @@ class CriticUpdate:
             self.trained.memory.new(),
             card_bytes(self.critic.model.device),
             lacking,
+            is_finite,
         )
 
     def _gradients(self, batch: list[TrainingRow], num_tokens: float, progress: Callable[[], None]) -> float:

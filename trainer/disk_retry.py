@@ -34,10 +34,6 @@ CURABLE = frozenset(
 )
 
 
-class StoppedWaiting(RlhfError):
-    """A stop was requested while waiting for a server or the disk; nothing is lost, the journal holds the step."""
-
-
 def until_done(
     what: str,
     action: Callable[[], T],
@@ -54,7 +50,7 @@ def until_done(
             raise.
 
     Raises:
-        StoppedWaiting: a stop was requested during the retries; the message names the error.
+        RlhfError: a stop was requested during the retries; the message names the error.
         OSError: `action` failed with an error that is not in `CURABLE`.
     """
     pause_s = FIRST_PAUSE_S
@@ -77,7 +73,7 @@ def until_done(
             remind_at = time.monotonic() + REMIND_EVERY_S
         show(what, trouble)
         if stop.wait(pause_s):
-            raise StoppedWaiting(
+            raise RlhfError(
                 f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
                 "accepted request, and the next start continues from there"
             )

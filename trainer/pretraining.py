@@ -54,9 +54,12 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
             part = training[first : first + size]
             rows = [part[i] for i in np.random.default_rng([config.run.seed, epoch, first]).permutation(len(part))]
             try:
-                loss = update.train(packed(rows), lambda _: beat("pretraining the critic")).loss_mean
+                report = update.train(packed(rows), lambda _: beat("pretraining the critic"))
             except (NotFinite, OutOfMemory) as error:
                 raise ConfigError(f"{KEY}: {error}; lower trainer.optimizer.lr or trainer.token_budget") from error
+            if not report.is_finite:
+                raise ConfigError(f"{KEY}: the weights of the critic are not finite; lower trainer.optimizer.lr")
+            loss = report.loss_mean
             done = epoch + 1 - first / len(training)
             logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, epochs, loss)
         after = explained_variance(update.critic, held_out, settings.token_budget)

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.errors import reason_of
+from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values
 from rlhf_triton.python_backend.models.card import card_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport
-from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
+from rlhf_triton.trainer.disk_retry import until_done
 from rlhf_triton.trainer.publish import Publisher, Reload
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class SidecarProgress:
         """Renew the heartbeat, which shows `state`; called again and again while a server is waited for.
 
         Raises:
-            StoppedWaiting: a stop was requested more than STOP_PATIENCE_S ago.
+            RlhfError: a stop was requested more than STOP_PATIENCE_S ago.
         """
         self.beat(state)
         if not self._stop.is_set():
@@ -100,7 +100,7 @@ class SidecarProgress:
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + STOP_PATIENCE_S
         if time.monotonic() > self._give_up_at:
-            raise StoppedWaiting(f"stopped while {state}: it is repeated at the next start")
+            raise RlhfError(f"stopped while {state}: it is repeated at the next start")
 
     def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
         """Write one line for a critic update; `version` is the one served now."""

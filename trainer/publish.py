@@ -27,7 +27,7 @@ from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weig
 from rlhf_triton.trainer.pretraining import pretrained
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.trainer.training_set import tokenizer_of
-from rlhf_triton.trainer.verification import VersionRejected, verify_version
+from rlhf_triton.trainer.verification import verify_version
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]
@@ -109,7 +109,7 @@ class Publisher:
             source: the folder that they are a copy of, for the manifest.
 
         Raises:
-            VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
+            WeightsError: verification or an instance rejected the version; CURRENT names the previous one.
             OSError: a disk error; nothing was published.
         """
         start = time.monotonic()
@@ -138,9 +138,9 @@ class Publisher:
             verified = time.monotonic()
             with span("reload", version=manifest.version):
                 served_by = self._serve(manifest, beat)
-        except (VersionRejected, WeightsError) as trouble:
+        except WeightsError:
             self.rejected += 1
-            raise VersionRejected(str(trouble)) from trouble
+            raise
         served = time.monotonic()
         self._store.prune(keep=self._keep)
         return Reload(
@@ -159,7 +159,7 @@ class Publisher:
         Instances that a reload through Triton replaces check the version when they start instead.
 
         Raises:
-            VersionRejected: an instance could not load the version, or its values differ.
+            WeightsError: an instance could not load the version, or its values differ.
         """
         version, recover_at = manifest.version, time.monotonic() + SERVE_TIMEOUT_S
         while self._reload == "swap":
@@ -167,7 +167,7 @@ class Publisher:
             waiting = [record for record in records if record.staged != version]
             refused = next((record for record in records if record not in waiting and record.staging_error), None)
             if refused is not None:
-                raise VersionRejected(f"version {version} was refused by {refused.name}: {refused.staging_error}")
+                raise WeightsError(f"version {version} was refused by {refused.name}: {refused.staging_error}")
             if not waiting:
                 return
             beat(f"waiting until version {version} is staged")
@@ -235,7 +235,7 @@ class Publisher:
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
         """Set CURRENT and wait until every live instance serves the version; return each instance's version.
 
-        Raises VersionRejected, after setting CURRENT back, if an instance rejects the version.
+        Raises WeightsError, after setting CURRENT back, if an instance rejects the version.
         """
         version, before = manifest.version, self._store.current()
         self._store.set_current(version)
@@ -248,7 +248,7 @@ class Publisher:
             refused = next((record for record in records if record.rejected == version), None)
             if refused is not None:
                 self._move_current_back(refused.version)
-                raise VersionRejected(f"version {version} was refused by {refused.name}: {refused.error}")
+                raise WeightsError(f"version {version} was refused by {refused.name}: {refused.error}")
             if records and all(record.version is not None and record.version >= version for record in records):
                 return {record.name: record.version for record in records if record.version is not None}
             beat(f"waiting until version {version} is served")
@@ -260,13 +260,13 @@ class Publisher:
             time.sleep(WAIT_POLL_S)
 
     def _reject_if_refused(self, version: int, previous: int | None, outcomes: list[Loaded]) -> None:
-        """Move CURRENT back to `previous` and raise VersionRejected if a server could not load `version`."""
+        """Move CURRENT back to `previous` and raise WeightsError if a server could not load `version`."""
         refusals = [each for each in outcomes if each.error is not None and each.error.kind is Failure.REFUSED]
         if refusals:
             refusal = refusals[0]
             self._move_current_back(previous)
             self._outcomes()  # servers that did load the rejected version must reload `previous`
-            raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")
+            raise WeightsError(f"version {version} was refused by {refusal.url}: {refusal.error}")
         failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
         if failed:
             self._show_trouble(f"waiting until version {version} is served", "; ".join(failed))

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, replace
 
 from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.store.journal import DamagedEntry, Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore
@@ -13,7 +14,7 @@ from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_checkpoints import CriticCheckpoints
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.critic_versions import CriticVersions
-from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
+from rlhf_triton.trainer.disk_retry import until_done
 from rlhf_triton.trainer.pending_entries import PendingEntries
 from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.trainer.publish import Publisher, initialise_stores
@@ -74,7 +75,7 @@ class Sidecar:
             else:
                 self.train(entry)
         self.checkpoints.write_last()
-        with contextlib.suppress(StoppedWaiting):  # everything is on disk; the server finishes a slow reload alone
+        with contextlib.suppress(RlhfError):  # everything is on disk; the server finishes a slow reload alone
             self.versions.finish_reload()
 
     def train(self, entry: Entry) -> None:

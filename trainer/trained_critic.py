@@ -1,9 +1,8 @@
 """The critic in training, as built by the settings of `trainer`; its optimizer is created afterwards.
 
-It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16, another
-attention implementation. On several ranks, each holds a slice of every tensor. All ranks have the same objects and call
-the same methods in the same order: rank 0 announces each call, and the others execute it in `follow_rank_0`. Files are
-shared by all ranks.
+It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16. On several
+ranks, each holds a slice of every tensor. All ranks have the same objects and call the same methods in the same order:
+rank 0 announces each call, and the others execute it in `follow_rank_0`. Files are shared by all ranks.
 """
 
 import json
@@ -28,9 +27,10 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
 )
 from rlhf_triton.config import TrainerSection
+from rlhf_triton.errors import RankFailed
 from rlhf_triton.learning import model as training
 from rlhf_triton.learning.merged_slices import MergedSlices
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, Ranks
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.sharding import all_finite, gathered_as_stored, shard
 from rlhf_triton.learning.slices import differing, write_checkpoint
 from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors

@@ -10,8 +10,7 @@ import torch
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tensor_file import STORED_AS
 from rlhf_triton.digests import digest_of_mapped
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import RankFailed
+from rlhf_triton.errors import RankFailed
 from rlhf_triton.python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
 from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore
@@ -19,10 +18,6 @@ from rlhf_triton.trainer.trained_critic import TrainedCritic
 
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
 CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other one on the CPU
-
-
-class VersionRejected(RlhfError):
-    """A version failed verification, or an instance rejected it; the previous version keeps serving."""
 
 
 def verify_version(
@@ -39,14 +34,13 @@ def verify_version(
         expected: the model's outputs for the canary row, if known already.
 
     Raises:
-        VersionRejected: a check failed; the message names the version and the cause.
+        WeightsError: a check failed; the message names the version and the cause.
     """
     if isinstance(model, TrainedCritic) and model.in_slices:
         try:
-            model.verify_slices(store, version)
-        except (WeightsError, CheckpointError, RankFailed) as error:
-            raise _rejected(version, error) from error
-        return
+            return model.verify_slices(store, version)
+        except (CheckpointError, RankFailed) as error:
+            raise WeightsError(f"version {version}: {error}") from error
     try:
         # Hashing releases the GIL: run it in parallel to the other checks.
         with ThreadPoolExecutor(1, "hash") as beside:
@@ -57,8 +51,8 @@ def verify_version(
                 served = canary_outputs(staged)
             finally:
                 manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
-    except (WeightsError, CheckpointError) as error:
-        raise _rejected(version, error) from error
+    except CheckpointError as error:
+        raise WeightsError(f"version {version}: {error}") from error
     tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
     if isinstance(model, CriticModel) and model.stored_as is not None:
         tolerance = SERVED_TOLERANCE[model.stored_as]
@@ -66,7 +60,7 @@ def verify_version(
         _check_dtypes(manifest, model)
     difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
     if not difference <= tolerance:
-        raise VersionRejected(
+        raise WeightsError(
             f"version {version}: the values for the canary row differ by {difference:.3g} from the published model's"
         )
 
@@ -83,16 +77,16 @@ def verify_alone(
         load: loads the model from a version's folder.
 
     Raises:
-        VersionRejected: a check failed; the message names the version and the cause.
+        WeightsError: a check failed; the message names the version and the cause.
     """
     try:
         manifest = store.verify_files(version)
         model = load(store.folder(version))
         model.check_finite()
-    except (WeightsError, CheckpointError) as error:
-        raise _rejected(version, error) from error
+    except CheckpointError as error:
+        raise WeightsError(f"version {version}: {error}") from error
     if not np.isfinite(canary_outputs(model)).all():
-        raise VersionRejected(f"version {version}: the values for the canary row are not finite")
+        raise WeightsError(f"version {version}: the values for the canary row are not finite")
     return manifest
 
 
@@ -107,18 +101,12 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
     return all(torch.equal(tensor, stored[name].to(tensor)) for name, tensor in critic.weights().items())
 
 
-def _rejected(version: int, error: Exception) -> VersionRejected:
-    """Return the error of a version that failed a check with `error`; its message names the version."""
-    text = str(error)
-    return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")
-
-
 def _check_dtypes(manifest: Manifest, critic: TrainedCritic) -> None:
-    """Raise VersionRejected if a stored tensor has another dtype than the published one."""
+    """Raise WeightsError if a stored tensor has another dtype than the published one."""
     weights = critic.weights()
     for name in weights:
         if manifest.base is not None and name not in manifest.tensors:  # an adapter, or a weight of the base
             continue
         stored, trained = manifest.tensors[name][0], STORED_AS.get(weights.dtype(name))
         if stored != trained:
-            raise VersionRejected(f"version {manifest.version}: {name} is {stored}, the published model's is {trained}")
+            raise WeightsError(f"version {manifest.version}: {name} is {stored}, the published model's is {trained}")

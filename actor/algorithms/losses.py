@@ -155,6 +155,7 @@ def importance_factors(log_ratio: Tensor, mask: Tensor, *, level: str, mode: str
 
 K3_RANGE = (-11.0, 2.61)  # of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
 MOST_DPPO_RATIO = 20.0  # as in verl
+HORIZON = 10_000  # time constant of the controller, in responses
 MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout
 
 
@@ -220,27 +221,25 @@ class KLControl:
     """Holds `kl_coef` and adapts it if there is a target.
 
         error = clip(kl / target - 1, -0.2, 0.2)
-        coef <- coef * (1 + error * min(samples / horizon, 1))
+        coef <- coef * (1 + error * min(samples / HORIZON, 1))
 
-    Without the minimum, which the paper lacks, the coefficient would become negative from 5 * horizon samples on.
+    Without the minimum, which the paper lacks, the coefficient would become negative from 5 * HORIZON samples on.
 
     Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
     """
 
-    def __init__(self, coef: float, *, target: float | None, horizon: int) -> None:
+    def __init__(self, coef: float, *, target: float | None) -> None:
         """
         Args:
             coef: initial coefficient, >= 0.
             target: target KL in nats per sequence; None: the coefficient is fixed.
-            horizon: time constant of the controller, in responses.
         """
         self.coef = coef
         self.target = target
-        self._horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
         """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""
         if self.target is None:
             return
         error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
-        self.coef *= 1 + error * min(samples / self._horizon, 1.0)
+        self.coef *= 1 + error * min(samples / HORIZON, 1.0)

@@ -80,7 +80,7 @@ KEPT_STEPS = 3  # the last complete step, the current one and the one whose roll
 class StepInputs:
     """Chooses the prompts and the seed of each step; a resumed run gets the same ones.
 
-    Prompts come from the files that are active in the step, in proportion to their weights.
+    Prompts come from the files in proportion to their weights.
     """
 
     def __init__(
@@ -93,14 +93,16 @@ class StepInputs:
         responses_per_prompt: int,
     ) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
-        self._sources, self._reader, self._seed = sources, reader, seed
+        self._reader, self._seed = reader, seed
         self._prompts_per_step = prompts_per_step
         self._responses_per_prompt = responses_per_prompt
         self.known = {0: Positions()}  # step -> positions after it
-        paths = dict.fromkeys(source.path for source in sources)
+        paths = [source.path for source in sources]
         # The first file has the order of a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
         self._files = {str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)}
+        total = sum(source.weight for source in sources)
+        self._shares = {str(source.path): source.weight / total for source in sources}
 
     def prompts_of(self, step: int) -> list[Prompt]:
         """Read the prompts of `step`; see `repeated`.
@@ -122,16 +124,13 @@ class StepInputs:
         """Return `count` prompts for `step`, beginning at the positions `start`.
 
         Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
-        by a whole prompt while the same files are active.
+        by a whole prompt.
         """
-        shares = self._shares(step)
-        same_files = shares.keys() == self._shares(step - 1).keys()
-        credits = dict(start.credits) if same_files else {}
-        rows, prompts = dict(start.rows), []
+        credits, rows, prompts = dict(start.credits), dict(start.rows), []
         for _ in range(count):
-            for path, share in shares.items():
+            for path, share in self._shares.items():
                 credits[path] = credits.get(path, 0.0) + share
-            path = max(shares, key=credits.__getitem__)
+            path = max(self._shares, key=credits.__getitem__)
             credits[path] -= 1
             prompt, rows[path] = self._files[path].next(rows.get(path, 0))
             prompts.append(prompt)
@@ -140,12 +139,6 @@ class StepInputs:
         for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
             del self.known[old]
         return prompts
-
-    def _shares(self, step: int) -> dict[str, float]:
-        """Return the share of each file that is active in `step`; they add up to 1."""
-        weights = {str(source.path): source.weight for source in self._sources if source.is_active(step)}
-        total = sum(weights.values())
-        return {path: weight / total for path, weight in weights.items()}
 
     def first_prompts(self) -> list[Prompt]:
         """Return the prompt of each file's first row, except skipped ones, for checks before the run starts."""

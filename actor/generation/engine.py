@@ -29,7 +29,7 @@ from rlhf_triton.actor.generation.slots import (
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.python_backend.models.adapters import with_merged_layers
 from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_out_of_memory, to_device
-from rlhf_triton.python_backend.models.precision import FLASH_ATTENTION, in_float32
+from rlhf_triton.python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes
@@ -189,9 +189,7 @@ class Generation:
     def _is_proven(self, prompts: Sequence[Prompt]) -> bool:
         """Return whether slot-based decoding matches forward passes over whole rows in float32; log why if not."""
         why = "the model caches more than keys and values between tokens"
-        if self._model.config._attn_implementation == FLASH_ATTENTION:
-            why = f"{FLASH_ATTENTION} copies the whole cache for each token; set actor.policy.attention to auto"
-        elif cache_layers(self._model):
+        if cache_layers(self._model):
             longest = max((prompt.tokens for prompt in prompts), key=len)
             try:
                 with in_float32(self._model):

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,10 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.client.batching import Gathering
 from rlhf_triton.config import ActorSection, AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
-# Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
-# of 8 rows takes a third of the CPU time (server and client together) of 8 requests of one row.
-GATHER_S = 0.01
+T = TypeVar("T")
 ROUNDS = 3  # of scoring a group again; each follows a swap that lands meanwhile, so more than one is rare
 
 
@@ -53,8 +50,8 @@ class Collector:
         timers: Timers,
         ready: asyncio.Future[VersionRange | None] | None = None,
         group_size: int = 1,
-        greedy: bool = False,
         with_logprobs: bool = False,
+        greedy: bool = False,
     ) -> list[Group]:
         """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored groups.
 
@@ -126,7 +123,7 @@ def _resolve(future: asyncio.Future[Conversation], conversation: Conversation) -
 
 
 class GroupScoring:
-    """Scores groups while they are generated, in requests that they share. Create it on the event loop."""
+    """Scores groups while they are generated. Create it on the event loop."""
 
     def __init__(
         self,
@@ -142,7 +139,6 @@ class GroupScoring:
         self._ready = ready
         self._unit = group_size if scorer.reward.groupwise else 1
         self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or have waited
-        self._batches = Gathering(self._answered, gather_s=GATHER_S, max_rows=scorer.rows_per_request)
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
         """`time.monotonic` of the first request and the last response, of `scoring` and a served `init_logprobs`."""
@@ -156,25 +152,23 @@ class GroupScoring:
     async def _unit_scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
         """Return conversations that share a request, as soon as the last of them has ended."""
         conversations = await asyncio.gather(*ended)
-        request, first = self._batches.add(conversations)
-        self.requests.add(request)
-        return (await asyncio.shield(request))[first : first + len(conversations)]
+        scores = self._requested(self._score(conversations))
+        if self._reference is None:
+            return await scores
+        logprobs = self._requested(self._reference_logprobs(self._reference, rows_of(conversations)))
+        scored, known = await asyncio.gather(scores, logprobs)
+        more = iter(known)
+        return [tuple(_with_reference(row, next(more)) for row in conversation) for conversation in scored]
 
-    async def _answered(self, conversations: list[Conversation]) -> list[Conversation]:
-        """Return conversations with the answers of the scorer and of a served reference, which waits for no critic."""
-        rows, size = rows_of(conversations), self._scorer.rows_per_request
-        logprobs = []
-        if self._reference is not None:
-            parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-            logprobs = [asyncio.create_task(self._reference_logprobs(self._reference, part)) for part in parts]
-            self.requests.update(logprobs)
+    def _requested(self, request: Coroutine[Any, Any, list[T]]) -> asyncio.Task[list[T]]:
+        task = asyncio.create_task(request)
+        self.requests.add(task)
+        return task
+
+    async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
         async with self._request("scoring"):
-            scored = await self._scorer.score(conversations, self._unit, versions=versions)
-        if self._reference is None:
-            return scored
-        known = itertools.chain(*await asyncio.gather(*logprobs))
-        return [tuple(_with_reference(row, next(known)) for row in conversation) for conversation in scored]
+            return await self._scorer.score(conversations, self._unit, versions=versions)
 
     async def _reference_logprobs(
         self, reference: ServedReference, rows: Sequence[SampledRow]

@@ -90,7 +90,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
 def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any], step: int) -> dict[str, list[Any]]:
     """Return step-dependent settings that differ from the earlier start's at the step after `step`.
 
-    Learning rate, KL coefficient and files of prompts; also `actor.steps`, if the learning rate follows from it.
+    Learning rate and KL coefficient; also `actor.steps`, if the learning rate follows from it.
     """
     state = read_json(config.run.dir / "checkpoints" / "actor" / str(step) / STATE_FILE) or {}
     found: dict[str, list[Any]] = {}
@@ -113,22 +113,11 @@ def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any]
             _round_for_display(coef),
             _round_for_display(new),
         ]
-    if earlier.actor.prompts.files or config.actor.prompts.files:
-        shares = [_shares(each, step + 1) for each in (earlier, config)]
-        if shares[0] != shares[1]:
-            found[f"actor.prompts.files in step {step + 1}"] = shares
     return found
 
 
 def _round_for_display(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _shares(config: RunConfig, step: int) -> dict[str, float]:
-    """Return the share of each file of prompts that is active in `step`."""
-    active = [file for file in config.actor.prompts.sources if file.is_active(step)]
-    total = sum(file.weight for file in active)
-    return {str(file.path): _round_for_display(file.weight / total) for file in active}
 
 
 def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:

@@ -19,7 +19,6 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, text_places
 from rlhf_triton.actor.scoring.environment import with_environment
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
-from rlhf_triton.client.batching import halved
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
@@ -111,7 +110,6 @@ class Scorer:
         client: TritonClient,
         tokenizer: Any,
         *,
-        rows_per_request: int,
         with_critic: bool = True,
         with_rewards: bool = True,
     ) -> None:
@@ -124,7 +122,6 @@ class Scorer:
         self.has_critic = with_critic
         self._has_rewards = with_rewards
         self._tokenizer = tokenizer
-        self.rows_per_request = rows_per_request
         self.sends_sentences = False
         self.reward = ServedModel()
         """The reward's declaration by the server; often a weighted sum of terms."""
@@ -135,7 +132,6 @@ class Scorer:
         return cls(
             client,
             tokenizer,
-            rows_per_request=config.actor.client.rows_per_request,
             with_critic=config.actor.algorithm.uses_critic,
             with_rewards=config.serves_rewards,
         )
@@ -210,11 +206,10 @@ class Scorer:
         ends = [conversation[-1] for conversation in conversations]
         others = [row for conversation in conversations for row in conversation[:-1]]
         unit = group_size if self.reward.groupwise else 1
-        size = max(1, self.rows_per_request // unit) * unit
         ask = functools.partial(self._ask, group_size, versions)
-        chunks = [ends[i : i + size] for i in range(0, len(ends), size)]
+        chunks = [ends[i : i + unit] for i in range(0, len(ends), unit)]
         scored, valued = await asyncio.gather(
-            each(lambda chunk: self._scored_batches(chunk, ask, unit), chunks), self.valued(others, versions)
+            each(lambda chunk: self._scored(chunk, ask), chunks), self.valued(others, versions)
         )
         found, more = itertools.chain(*scored), iter(valued)
         whole = [(*(next(more) for _ in conversation[:-1]), next(found)) for conversation in conversations]
@@ -225,17 +220,20 @@ class Scorer:
         if not self.has_critic:
             return [dataclasses.replace(row, score=Score()) for row in rows]
         ask = functools.partial(self._values, versions)
-        return [*itertools.chain(*await each(lambda row: self._scored_batches([row], ask), rows))]
+        return [*itertools.chain(*await each(lambda row: self._scored([row], ask), rows))]
 
-    async def _scored_batches(
+    async def _scored(
         self,
         rows: Sequence[SampledRow],
         ask: Callable[[Sequence[SampledRow]], Awaitable[dict[str, np.ndarray]]],
-        unit: int = 1,
     ) -> list[SampledRow]:
-        """Return the samples with the answers to `ask`; those without one have its error as their failure."""
-        parts = await halved(rows, ask, str, unit=unit)
-        return [*itertools.chain(*[await asyncio.to_thread(self._read, part, answer) for part, answer in parts])]
+        """Return the samples of one request with its answer, or with its error as their failure."""
+        answer: Answer
+        try:
+            answer = await ask(rows)
+        except RequestFailed as error:
+            answer = str(error)
+        return [*await asyncio.to_thread(self._read, rows, answer)]
 
     async def _values(self, versions: VersionRange | None, rows: Sequence[SampledRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-FLASH_ATTENTION = "flash_attention_2"
-
 
 def computing(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """Return the context for forward passes in `precision` (`float32` or `bfloat16`)."""
@@ -44,12 +42,8 @@ def use_bfloat16(model: Any, head: nn.Module | None) -> None:
 def in_float32(model: Any) -> Iterator[None]:
     """Run forward passes in float32 inside the context, for exact comparisons.
 
-    Weights stored in bfloat16 are widened for one module at a time, so memory grows by one module only. FlashAttention
-    has no float32 kernels, so PyTorch's attention takes its place.
+    Weights stored in bfloat16 are widened for one module at a time, so memory grows by one module only.
     """
-    attention = model.config._attn_implementation
-    if attention == FLASH_ATTENTION:
-        model.set_attn_implementation("sdpa")
     held: list[tuple[nn.Parameter, Tensor]] = []
 
     def widen(module: nn.Module, *_: Any) -> None:
@@ -71,8 +65,6 @@ def in_float32(model: Any) -> Iterator[None]:
         with torch.autocast(model.device.type, enabled=False):
             yield
     finally:
-        if attention == FLASH_ATTENTION:
-            model.set_attn_implementation(attention)
         for hook in hooks:
             hook.remove()
         narrow()

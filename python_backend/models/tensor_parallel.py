@@ -23,7 +23,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tensor_parallel import plan_key
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RankFailed
 
 # All ranks start a forward pass together, so waiting this long means that one of them hangs.
 FORWARD_TIMEOUT = timedelta(seconds=120)
@@ -31,10 +31,6 @@ FORWARD_TIMEOUT = timedelta(seconds=120)
 VOTE_TIMEOUT = timedelta(hours=1)
 VOTE_BYTES = 1000  # of the reason why a rank refuses
 MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the last dimension has more than one rank
-
-
-class OtherRankLost(RlhfError):
-    """Another rank has ended or hangs, so this one cannot continue."""
 
 
 class RankGroup:
@@ -87,7 +83,7 @@ class RankGroup:
 
         Raises:
             CheckpointError: another rank failed; the message names the rank and the cause.
-            OtherRankLost: the ranks could not agree.
+            RankFailed: the ranks could not agree.
         """
         failure: Exception | None = None
         self._depth += 1
@@ -179,7 +175,7 @@ class RankGroup:
         try:
             dist.all_gather(votes, own, group=self._voters)
         except RuntimeError as error:
-            raise OtherRankLost(str(error)) from error
+            raise RankFailed(str(error)) from error
         texts = [bytes(vote.tolist()).rstrip(b"\0").decode(errors="replace") for vote in votes]
         return {rank: text for rank, text in enumerate(texts) if text}
 

@@ -17,7 +17,6 @@ from rlhf_triton.python_backend.serving.triton import (
     Call,
     MetricCounters,
     Parameters,
-    StepFailed,
     Unavailable,
     log_error,
 )
@@ -129,7 +128,7 @@ class JournalServer:
             if result.error:
                 self._failures.add((1,))
                 self._failures.publish()
-                call.fail(StepFailed(result.error))
+                call.fail(RlhfError(result.error))
             else:
                 call.answer(self._reply(result))
             return True

@@ -74,10 +74,6 @@ class Unavailable(RlhfError):
     """The request cannot be served now; the caller may retry. Becomes UNAVAILABLE (503)."""
 
 
-class StepFailed(RlhfError):
-    """The sidecar processed the journal entry and reported an error, which is this message."""
-
-
 def http_status(error: Exception) -> int:
     """Return the HTTP status of the response to a request that failed with `error`."""
     if isinstance(error, Unavailable):
@@ -229,7 +225,7 @@ def triton_model(serve: Callable[[Mapping[str, str]], ModelServer]) -> type[Trit
 def _triton_error(error: Exception) -> Any:
     kinds = pb_utils.TritonError
     status = http_status(error)
-    is_plain = status != 500 or isinstance(error, StepFailed)
+    is_plain = status != 500 or type(error) is RlhfError
     message = str(error) if is_plain else f"{type(error).__name__}: {error}"
     return kinds(printable(message), {503: kinds.UNAVAILABLE, 400: kinds.INVALID_ARG, 500: kinds.INTERNAL}[status])
 

@@ -26,6 +26,7 @@ from rlhf_triton.wire import contract
 
 # By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
+MAX_IN_FLIGHT = 256
 REPEAT_AFTER_S = 30.0  # until a training request without a response is repeated for the first time
 
 
@@ -52,6 +53,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         retries: int = RETRIES,
         retry_reserve: int = RETRY_RESERVE,
         train_deadline_s: float = TRAIN_DEADLINE_S,
+        max_in_flight: int = MAX_IN_FLIGHT,
         expected: Mapping[str, Expected] | None = None,
     ) -> None:
         """
@@ -61,6 +63,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             retries: most of one request after a 503, a timeout or a lost connection.
             retry_reserve: size of each retry budget.
             train_deadline_s: timeout of one attempt of critic_train or critic_save.
+            max_in_flight: most requests in flight, over all servers.
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
                 Default: those of the first answer to `describe`, and requests wait for a server with the same.
         """
@@ -70,7 +73,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._settings = settings
         self._retries = retries
         self._train_deadline_s = train_deadline_s
-        self._in_flight = asyncio.Semaphore(settings.max_in_flight)
+        self._in_flight = asyncio.Semaphore(max_in_flight)
         key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
         self._headers = {**UNCOMPRESSED, **key}
         # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
@@ -79,7 +82,9 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        connect = functools.partial(HTTPConnection, settings=settings, expected=expected or {}, declared=self.declared)
+        connect = functools.partial(
+            HTTPConnection, max_in_flight=max_in_flight, expected=expected or {}, declared=self.declared
+        )
         self._servers = ServerPool(
             settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
         )

@@ -22,7 +22,6 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from rlhf_triton.client.errors import Kind, Trouble
 from rlhf_triton.client.retry import HINT
 from rlhf_triton.client.served import Expected, ServedModel, served_model
-from rlhf_triton.config import ClientSection
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -59,7 +58,7 @@ class HTTPConnection:
     """A pool of connections to one server."""
 
     def __init__(
-        self, url: str, *, settings: ClientSection, expected: Mapping[str, Expected], declared: dict[str, ServedModel]
+        self, url: str, *, max_in_flight: int, expected: Mapping[str, Expected], declared: dict[str, ServedModel]
     ) -> None:
         """
         Args:
@@ -70,7 +69,7 @@ class HTTPConnection:
         self._difference = ""
         self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
         self._checking = asyncio.Lock()
-        limit = settings.max_in_flight + MORE_CONNECTIONS
+        limit = max_in_flight + MORE_CONNECTIONS
         # No connection timeout here: `answer` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
         # Not a trace of aiohttp, which calls a dozen functions for every request. tritonclient makes the connector.

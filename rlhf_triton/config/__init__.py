@@ -26,14 +26,11 @@ from rlhf_triton.config.actor import (
     PromptFileSection,
     PromptsSection,
     RewardsSection,
-    UpdateSection,
-    ValidationSection,
     check_actor,
 )
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
-from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection
 from rlhf_triton.config.other_names import advice_on, key_of, key_of_path
 from rlhf_triton.config.rewards import (
     MODEL_TERM,
@@ -70,20 +67,15 @@ __all__ = [
     "AlgorithmSection",
     "ClientSection",
     "ConfigError",
-    "CriticOptimizerSection",
     "CriticSection",
-    "DemoSection",
     "EnvironmentSection",
     "GatewaySection",
     "GenerationSection",
     "KLSection",
     "ModelSection",
-    "MonitoringSection",
-    "OptimizerSection",
     "PolicySection",
     "PromptFileSection",
     "PromptsSection",
-    "ReferenceSection",
     "RewardSection",
     "RewardTerm",
     "RewardsSection",
@@ -91,8 +83,6 @@ __all__ = [
     "RunSection",
     "ServerSection",
     "TrainerSection",
-    "UpdateSection",
-    "ValidationSection",
     "load_config",
 ]
 
@@ -148,7 +138,7 @@ class RunConfig(Section):
         """Give keys without a value the value that the algorithm was published with."""
         name: Any = data
         for part in ("actor", "algorithm", "name"):
-            name = name.get(part) if isinstance(name, dict) else getattr(name, part, None)
+            name = name.get(part) if isinstance(name, dict) else None
         if isinstance(name, str) and name in ALGORITHMS:
             for key, value in ALGORITHMS[name].recipe.items():
                 data = _with_default(data, key.split("."), value)
@@ -187,7 +177,8 @@ class RunConfig(Section):
         actor, trainer = self.actor, self.trainer
         steps = actor.optimizer_steps
         check_training("actor.policy", actor.policy, actor.optimizer, ranks=actor.ranks, total_steps=steps)
-        check_training("trainer", trainer, trainer.optimizer, ranks=trainer.ranks)
+        steps = trainer.optimizer.max_steps
+        check_training("trainer", trainer, trainer.optimizer, ranks=trainer.ranks, total_steps=steps)
         if trainer.publish.format == "adapter" and not trainer.lora_rank:
             raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
         check_cards(self.places)
@@ -316,19 +307,11 @@ class RunConfig(Section):
 
 
 def _with_default(data: Any, path: Sequence[str], value: Any) -> Any:
-    """Return nested dictionaries or sections with `value` at `path`, unless they have a value, or null, there."""
+    """Return nested dictionaries with `value` at `path`, unless they have a value, or null, there."""
     first, *rest = path
-    if isinstance(data, dict):
-        is_set, given = first in data, data.get(first)
-    elif isinstance(data, Section):
-        is_set, given = first in data.model_fields_set, getattr(data, first)
-    else:
-        return data  # refused when it is validated
-    if rest:
-        given = _with_default({} if given is None else given, rest, value)
-    elif not is_set:
-        given = value
-    return {**data, first: given} if isinstance(data, dict) else data.model_copy(update={first: given})
+    if not isinstance(data, dict) or (first in data and not rest):
+        return data  # what is no section is refused when it is validated
+    return {**data, first: _with_default(data.get(first) or {}, rest, value) if rest else value}
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -46,24 +45,15 @@ class PromptFileSection(Section):
     """One of several files of training prompts."""
 
     path: Path
-    """The file, in the formats of `actor.prompts.path`. It may occur again with other, disjoint steps and then
-    continues."""
+    """The file, in the formats of `actor.prompts.path`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of a step's prompts, relative to the other active files."""
-    from_step: Count = 1
-    """First step that uses the file."""
-    until_step: Count | None = None
-    """Last step that uses the file; default: the last of the run."""
+    """Share of the prompts, relative to the other files."""
 
     @field_validator("path")
     @classmethod
     def _one_spelling(cls, value: Path) -> Path:
         """Positions in the files are kept by path."""
         return Path(os.path.normpath(value))
-
-    def is_active(self, step: int) -> bool:
-        """Return whether `step` uses the file."""
-        return self.from_step <= step and (self.until_step is None or step <= self.until_step)
 
 
 class PromptsSection(Section):
@@ -73,8 +63,7 @@ class PromptsSection(Section):
     """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`, with `text`, chat `messages`, or
     `prompt` in each row. See docs/prompts.md."""
     files: tuple[PromptFileSection, ...] = ()
-    """Several files instead of `path`, with weights and a curriculum: a list of {path, weight, from_step,
-    until_step}."""
+    """Several files instead of `path`, with weights: a list of {path, weight}."""
     max_tokens: Count = 512
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
@@ -114,8 +103,8 @@ class GenerationSection(Section):
     batch_size: Count = 64
     """Responses generated at the same time; halved when a GPU runs out of memory."""
     engine: Literal["slots", "vllm"] = "slots"
-    """`slots`: continuous batching, or transformers' slower `generate()` for recurrent models and `flash_attention_2`;
-    `vllm`: vLLM servers (docs/vllm.md)."""
+    """`slots`: continuous batching, or transformers' slower `generate()` for recurrent models; `vllm`: vLLM
+    servers (docs/vllm.md)."""
     vllm: VllmSection = VllmSection()
     max_new_tokens: Count = 128
     """Maximum response length."""
@@ -231,8 +220,6 @@ class KLSection(Section):
     """Where the penalty applies; `auto`: `reward` for ppo, vapo, sao, rloo and reinforce++, `loss` for the others."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
-    horizon: Count = 10_000
-    """Horizon of the adaptive `coef`, in responses; smaller adapts faster."""
     estimator: EstimatorName = "auto"
     """Estimator of the per-token KL; `auto`: `k3` in the loss, `abs` (as in NeMo-Aligner) in the rewards."""
 
@@ -302,10 +289,6 @@ class ClientSection(Section):
     """How long to wait for a healthy server, and to repeat training requests while the sidecar is away."""
     deadline_s: Seconds = 60.0
     """Timeout of one scoring attempt, and of waiting for a demanded version."""
-    max_in_flight: Count = 256
-    """Maximum requests in flight, over all servers."""
-    rows_per_request: Count = 1
-    """Maximum rows in one scoring request. More cost less per row, but if all attempts fail, all rows are masked."""
 
 
 class ActorSection(Section):
@@ -411,11 +394,11 @@ def check_actor(actor: ActorSection) -> None:
     if "" in generation.stop_strings:
         raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
     _check_rewards(actor)
-    _check_prompts(actor.prompts, actor.steps)
+    _check_prompts(actor.prompts)
 
 
-def _check_prompts(prompts: PromptsSection, steps: int) -> None:
-    """Reject files beside `path`, an empty list without it, and files whose steps do not fit the run."""
+def _check_prompts(prompts: PromptsSection) -> None:
+    """Reject files beside `path`, an empty list without it, and a file that is listed twice."""
     files, given = prompts.files, prompts.model_fields_set
     if not files and "files" in given and "path" not in given:
         raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
@@ -424,29 +407,9 @@ def _check_prompts(prompts: PromptsSection, steps: int) -> None:
             f"actor.prompts.path ({prompts.path}) and actor.prompts.files are both set; add the path to the files, or "
             "remove one of the two"
         )
-    for i, file in enumerate(files):
-        if file.until_step is not None and file.until_step < file.from_step:
-            raise ValueError(
-                f"actor.prompts.files.{i}.until_step ({file.until_step}) is before its from_step ({file.from_step})"
-            )
-    _check_active_files(files, steps)
-
-
-def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
-    """Reject steps without an active file, and steps in which a path is active more than once."""
-    # A set of active files begins at step 1, where a file starts, or after one has ended.
-    begins = {1, *(file.from_step for file in files), *((file.until_step or 0) + 1 for file in files)}
-    for step in sorted(step for step in begins if files and step <= steps):
-        paths = [str(file.path) for file in files if file.is_active(step)]
-        if not paths:
-            raise ValueError(
-                f"actor.prompts.files: no file is active in step {step}, but actor.steps is {steps}; change from_step "
-                "or until_step of a file"
-            )
-        if twice := [path for path in paths if paths.count(path) > 1]:
-            raise ValueError(
-                f"actor.prompts.files: {twice[0]} occurs more than once in step {step}; give disjoint steps"
-            )
+    paths = [str(file.path) for file in files]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise ValueError(f"actor.prompts.files: {twice[0]} occurs more than once; remove one of them")
 
 
 def _check_critic_settings(algorithm: AlgorithmSection) -> None:

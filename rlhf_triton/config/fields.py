@@ -14,8 +14,6 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Host = Annotated[str, Field(min_length=1)]  # to bind; an empty one would be every address of the machine
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
 LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
 
 

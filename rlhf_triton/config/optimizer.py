@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_triton.config.fields import Beta, Count, CountOrZero, Section
+from rlhf_triton.config.fields import Count, CountOrZero, Section
 
 
 class OptimizerSection(Section):
@@ -19,28 +19,21 @@ class OptimizerSection(Section):
     """Learning rate at the end of the cosine; default: `lr`, which makes it constant after the warm-up."""
     warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
-    max_steps: Count | None = None
-    """Optimizer steps until the cosine reaches `min_lr`, where the rate stays; default: those of the run."""
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """AdamW's weight decay, on matrices only."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum gradient norm."""
 
-    def learning_rate(self, step: int, *, total_steps: int = 0) -> float:
+    def learning_rate(self, step: int, *, total_steps: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0.
 
-        Linear warm-up to `lr` over `warmup_steps`, then cosine decay to `min_lr`, which is reached at `max_steps`, then
-        constant. If `min_lr` equals `lr`, the rate after the warm-up is exactly `lr`, without rounding.
-
-        Args:
-            total_steps: length of the schedule if `max_steps` is None.
+        Linear warm-up to `lr` over `warmup_steps`, then cosine decay to `min_lr`, which is reached at `total_steps`,
+        then constant. If `min_lr` equals `lr`, the rate after the warm-up is exactly `lr`, without rounding.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         min_lr = self.lr if self.min_lr is None else self.min_lr
-        decay_steps = max(1, (self.max_steps or total_steps) - self.warmup_steps)
+        decay_steps = max(1, total_steps - self.warmup_steps)
         share = min(1.0, (step - self.warmup_steps) / decay_steps)
         return min_lr + (self.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * share))
 
@@ -56,22 +49,3 @@ class CriticOptimizerSection(OptimizerSection):
     """Optimizer steps of linear warm-up."""
     max_steps: Count = 9_000
     """Optimizer steps until the cosine reaches `min_lr`, where the rate stays."""
-
-
-def check_schedule(key: str, optimizer: OptimizerSection, *, total_steps: int = 0) -> None:
-    """Raise ValueError if the schedule of the section `key` contradicts itself.
-
-    Args:
-        total_steps: length of the schedule if `max_steps` is None.
-    """
-    lr = optimizer.lr
-    min_lr = optimizer.min_lr
-    warmup = optimizer.warmup_steps
-    longest = optimizer.max_steps or total_steps
-    if min_lr is not None and min_lr > lr:
-        raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
-    if warmup > longest:
-        raise ValueError(
-            f"{key}.warmup_steps ({warmup}) is more than {key}.max_steps "
-            f"({longest}{'' if optimizer.max_steps else ', the whole run'})"
-        )

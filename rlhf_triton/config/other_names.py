@@ -88,14 +88,12 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.kl.estimator": "kl_estimator use_absolute_kl algo.kl.estimator",
     "actor.kl.penalty_in": "use_kl_loss algo.kl.use_loss",
     "actor.kl.target": "kl_target algo.kl.target",
-    "actor.kl.horizon": "kl_horizon algo.kl.horizon",
     "actor.rewards.clip": "reward_clip_range reward.clip_range",
     "actor.rewards.overlong_tokens": "overlong_buffer_len reward.overlong_buffer_len",
     "actor.rewards.overlong_penalty": "overlong_penalty_factor reward.overlong_penalty_factor",
     "actor.optimizer.lr": "lr learning_rate actor_learning_rate actor.adam.lr",
     "actor.optimizer.grad_clip": "max_grad_norm max_norm gradient_clip_val actor.max_norm",
     "actor.optimizer.weight_decay": "weight_decay l2 actor.adam.weight_decay",
-    "actor.optimizer.betas": "betas adam_beta1 adam_beta2 adam_betas actor.adam.betas",
     "actor.optimizer.min_lr": "lr_scheduler_type min_lr actor.min_lr_ratio",
     "actor.optimizer.warmup_steps": "warmup_steps warmup_ratio lr_warmup_steps_ratio actor.lr_warmup_ratio",
     "run.deterministic": "train.full_determinism_enable",
@@ -106,7 +104,6 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "environment.max_turns": "max_tool_calling_iterations",
     "actor.ranks": "deepspeed zero_stage fsdp actor.num_gpus_per_node",
     "trainer.ranks": "critic.num_gpus_per_node",
-    "actor.policy.attention": "ds.attn_implementation",
     "actor.prompts.files.weight": "data.prompt_probs",
     "actor.generation.engine": "use_vllm vllm.num_engines",
     "actor.generation.vllm.servers": "vllm_mode vllm_server_base_url",
@@ -121,7 +118,8 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
         "multi_objective_aggregation top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold "
         "use_bias_correction_kl num_generations_eval ckpt.load_enable ds.load_in_4bit "
         "train.partial_rollout_enable data.image_key eval.temperature algo.advantage.is_correction_gating "
-        "algo.advantage.no_std_norm"
+        "algo.advantage.no_std_norm ds.attn_implementation kl_horizon algo.kl.horizon "
+        "betas adam_beta1 adam_beta2 adam_betas actor.adam.betas"
     ),
 }
 _ADVICE = {  # names elsewhere of what is no setting here -> what to do

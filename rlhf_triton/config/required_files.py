@@ -19,7 +19,7 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
-from rlhf_triton.config.training import missing_packages
+from rlhf_triton.config.training import missing_package
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import read_json
@@ -38,10 +38,7 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
     Raises:
         ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
     """
-    problems = _of_actor(config) if actor else {}
-    if server:
-        problems = {**_of_server(config, whole_run=actor), **problems}
-    _raise(problems)
+    _raise((_of_server(config, whole_run=actor) if server else {}) | (_of_actor(config) if actor else {}))
 
 
 def check_devices(config: RunConfig, *roles: str) -> None:
@@ -94,7 +91,7 @@ def check_critic(config: RunConfig) -> None:
         )
     if not config.serves_critic:
         raise ConfigError("critic.model: the YAML has no section `critic`, so there is nothing to train; add it")
-    problems = missing_packages("trainer", config.trainer, config.trainer.optimizer)
+    problems = {"trainer.optimizer.kind": missing_package(config.trainer.optimizer)}
     if not (config.run.weights_dir / "CURRENT").exists():
         problems["critic.model"] = _of_checkpoint(config.critic.model, WAYS_OUT["critic"])
     _raise(problems)
@@ -120,20 +117,18 @@ def _raise(problems: Mapping[str, str | None]) -> None:
 
 
 def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
-    problems = {
-        f"{role}.model": _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=_generates(config, role))
-        for role, section in config.served_sections.items()
-    }
+    problems: dict[str, str | None] = {}
     for role, section in config.served_sections.items():
-        if problems[f"{role}.model"] is None:
-            problems[f"{role}.model"] = _refused(load_tokenizer, section.model.absolute())
-        if problems[f"{role}.model"] is None:
+        is_language = role == "reference" or (role == "reward" and config.reward.logit is not None)
+        problem = _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=is_language)
+        problem = problem or _refused(load_tokenizer, section.model.absolute())
+        if problem is None:
             problems[f"{role}.max_length"] = _of_max_length(section)
-    if config.uses_reward_model and problems["reward.model"] is None:
-        problems["reward.model"] = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
-    for role, section in config.served_sections.items():
-        if section.tensor_parallel > 1 and problems[f"{role}.model"] is None:
-            problems[f"{role}.model"] = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
+            if role == "reward":
+                problem = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
+            if section.tensor_parallel > 1 and problem is None:
+                problem = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
+        problems[f"{role}.model"] = problem
     folder = tokenizer_folder(config)
     if config.functions and not config.uses_reward_model and folder is not None and not has_tokenizer(folder):
         problems["actor.policy.model"] = (
@@ -189,11 +184,7 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         problems["actor.trackers"] = f"{' and '.join(lacking)} is not installed; {install}, or remove it"
     own = {"report": config.report} if config.report else {}
     problems |= _of_functions(actor.algorithm.own_functions | own)
-    return problems | missing_packages("actor.policy", actor.policy, actor.optimizer)
-
-
-def _generates(config: RunConfig, role: str) -> bool:
-    return role == "reference" or (role == "reward" and config.reward.logit is not None)
+    return problems | {"actor.optimizer.kind": missing_package(actor.optimizer)}
 
 
 def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False) -> str | None:

@@ -328,5 +328,4 @@ class TrainerSection(TrainedSection):
     @property
     def changes_the_model(self) -> bool:
         """Whether the model in training is built in another way than the served one."""
-        default = (self.precision, self.attention) == ("float32", "auto")
-        return bool(not default or self.gradient_checkpointing or self.lora_rank)
+        return bool(self.precision != "float32" or self.gradient_checkpointing or self.lora_rank)

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from rlhf_triton.config.fields import (
     AUTO_PRECISION,
-    Attention,
     Count,
     CountOrZero,
     Device,
@@ -38,8 +37,6 @@ class TrainedSection(Section):
     precision: Precision = AUTO_PRECISION
     """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
     Trained weights and log-probs stay in float32."""
-    attention: Annotated[Attention, Resume.ROUNDING] = "auto"
-    """transformers' attention implementation. `flash_attention_2` needs CUDA, bfloat16 and the package flash-attn."""
     gradient_checkpointing: Annotated[bool, Resume.ROUNDING] = False
     """Recompute activations in the backward pass: less memory, same result."""
     lora_rank: Annotated[CountOrZero, Resume.FIXED] = 0

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rlhf_triton.config.actor import ActorSection
 from rlhf_triton.config.algorithms import LOSSES
-from rlhf_triton.config.optimizer import OptimizerSection
 
 if TYPE_CHECKING:
     from rlhf_triton.config import RunConfig
@@ -55,7 +54,10 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     yield not config.actor.kl.serves_reference, why, ("reference.model", "reference.dtype")
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
-    yield from _of_training("trainer", config.trainer.lora_rank, config.trainer.optimizer)
+    trainer = config.trainer
+    yield not trainer.lora_rank, "trainer.lora_rank is 0", ("trainer.lora_alpha",)
+    why = "without trainer.optimizer.min_lr, the rate is constant after the warm-up"
+    yield trainer.optimizer.min_lr == trainer.optimizer.lr, why, ("trainer.optimizer.max_steps",)
     has_port = monitoring.actor_port is not None or monitoring.trainer_port is not None
     yield not has_port, "neither monitoring.actor_port nor trainer_port is set", ("monitoring.host",)
     yield not config.has_actor, "no policy is trained", ("monitoring.actor_port",)
@@ -63,22 +65,12 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     yield config.run.deterministic, "with run.deterministic, each row is scored alone", rows
 
 
-def _of_training(section: str, lora_rank: int, optimizer: OptimizerSection, weights: str = "") -> Iterator[Rule]:
-    """Yield the rules of a model in training: `weights` is its section if not `section`, which has the optimizer."""
-    weights = weights or section
-    yield not lora_rank, f"{weights}.lora_rank is 0", (f"{weights}.lora_alpha",)
-    is_constant = optimizer.min_lr in (None, optimizer.lr)
-    why = f"without {section}.optimizer.min_lr, the rate is constant after the warm-up"
-    yield is_constant, why, (f"{section}.optimizer.max_steps",)
-
-
 def _of_actor(config: RunConfig) -> Iterator[Rule]:
     """Yield the rules of the training loop."""
     actor = config.actor
     kl, rewards, validation, generation = actor.kl, actor.rewards, actor.validation, actor.generation
-    keys = _in("actor.kl", "reference", "penalty_in", "estimator", "horizon")
+    keys = _in("actor.kl", "reference", "penalty_in", "estimator")
     yield not kl.uses_reference, "actor.kl.coef is 0", keys
-    yield kl.target is None, "actor.kl.target is not set", ("actor.kl.horizon",)
     yield from _of_algorithm(actor)
     yield not rewards.overlong_tokens, "actor.rewards.overlong_tokens is 0", ("actor.rewards.overlong_penalty",)
     keys = _in("actor.validation", "every", "greedy", "prompts", "size")
@@ -86,7 +78,7 @@ def _of_actor(config: RunConfig) -> Iterator[Rule]:
     yield validation.prompts is None and validation.size > 0, "actor.validation.prompts is not set", keys
     has_vllm = generation.engine == "vllm"
     yield not has_vllm, f"actor.generation.engine is {generation.engine}", ("actor.generation.vllm",)
-    yield from _of_training("actor", actor.policy.lora_rank, actor.optimizer, "actor.policy")
+    yield not actor.policy.lora_rank, "actor.policy.lora_rank is 0", ("actor.policy.lora_alpha",)
 
 
 def _of_algorithm(actor: ActorSection) -> Iterator[Rule]:

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import RankFailed
+from rlhf_triton.errors import RankFailed, RlhfError
 
 ERROR = "error"
 

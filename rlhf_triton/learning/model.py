@@ -1,4 +1,4 @@
-"""Prepares a model for training as its settings say: adapters, frozen parameters, precision, attention."""
+"""Prepares a model for training as its settings say: adapters, frozen parameters, precision."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -33,7 +33,6 @@ def prepare(model: Any, settings: TrainedSection, section: str, head: nn.Module,
     freeze(model, settings.freeze, f"{section}.freeze")
     if settings.precision == "bfloat16":
         use_bfloat16(model, head)
-    use_attention(model, settings.attention, f"{section}.attention")
     return adapted
 
 
@@ -53,26 +52,6 @@ def check_lora_targets(
 
 def _lora(settings: TrainedSection, section: str) -> Lora:
     return Lora(section, settings.lora_rank, settings.lora_alpha, settings.lora_targets)
-
-
-def use_attention(model: Any, attention: str, key: str) -> None:
-    """Make the model compute attention with `attention`, a name of transformers; `auto` keeps transformers' choice.
-
-    Args:
-        key: the configuration key that asked for it, for the error.
-
-    Raises:
-        CheckpointError: the model, or this machine, does not support it.
-    """
-    if attention == "auto":
-        return
-    try:
-        model.set_attn_implementation(attention)
-        reason = f"it supports only {model.config._attn_implementation}"
-    except (ImportError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-    if model.config._attn_implementation != attention:
-        raise CheckpointError(f"{key}: {type(model).__name__} cannot use {attention} ({reason}); set it to auto")
 
 
 def freeze(model: Any, patterns: Sequence[str], key: str) -> None:

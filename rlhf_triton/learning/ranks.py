@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_triton.errors import REPORTED, RlhfError
+from rlhf_triton.errors import REPORTED, RankFailed, RlhfError
 from rlhf_triton.learning.launch import end_job
 from rlhf_triton.python_backend.models.card import RankOutOfMemory
 
@@ -37,10 +37,6 @@ LEAVE_S = 2.0  # for which rank 0 waits at the end; a rank that died will never 
 KEPT = 1000  # newest operations in the store: no rank is ever that far behind
 END = "end"
 LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
-
-
-class RankFailed(RlhfError):
-    """Another rank failed in an operation of all ranks; the message repeats its error."""
 
 
 class RankLost(Exception):

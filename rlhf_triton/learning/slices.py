@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 from rlhf_triton.checkpoints.tensor_file import STORED_AS, layout, raw_bytes
 from rlhf_triton.digests import digest_of
 from rlhf_triton.learning.ranks import AnyRanks, Ranks
-from rlhf_triton.store.durable import sync_file
+from rlhf_triton.store.durable import errno_of, sync_file
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process has no group
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache
@@ -55,9 +54,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         yield
     except dcp.api.CheckpointException as failed:
         rank, (error, _) = next(iter(failed.failures.items()))
-        found = re.search(r"os error (\d+)", str(error))  # the errno is only in the text of Rust's I/O error
-        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-        raise OSError(number, f"rank {rank}: {type(error).__name__}: {error}", str(folder)) from failed
+        raise OSError(errno_of(error), f"rank {rank}: {type(error).__name__}: {error}", str(folder)) from failed
 
 
 def stored_shapes(folder: Path) -> dict[str, torch.Size]:

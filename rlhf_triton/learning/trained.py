@@ -18,7 +18,8 @@ from torch.optim import AdamW, Optimizer
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained import Resume, TrainedSection, decisive_settings, resume_marks
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankFailed, dealt
+from rlhf_triton.errors import RankFailed
+from rlhf_triton.learning.ranks import ALONE, AnyRanks, dealt
 from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
 from rlhf_triton.learning.sharding import sync_gradients
 from rlhf_triton.learning.slices import read_tensors, stored_shapes, write_slices
@@ -27,6 +28,7 @@ from rlhf_triton.python_backend.models.card import Halving
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 
+BETAS = (0.9, 0.95)
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
 Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
 """Returns, for the rows of a micro-batch, its share of the minibatch's loss, and its statistics.
@@ -46,13 +48,13 @@ class Trained:
         ranks: AnyRanks = ALONE,
         *,
         section: str,
-        total_steps: int = 0,
+        total_steps: int,
     ) -> None:
         """
         Args:
             model: prepared, on its device, and sharded if there are several ranks.
             section: key of `settings`.
-            total_steps: length of the learning-rate schedule if `max_steps` is None.
+            total_steps: length of the learning-rate schedule.
 
         Raises:
             CheckpointError: the model does not support gradient checkpointing.
@@ -257,6 +259,6 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], settings: OptimizerSectio
     if settings.kind == "adamw_8bit":  # its state consists of plain tensors; torchao's are of its own tensor classes
         from bitsandbytes.optim import AdamW8bit  # not a dependency
 
-        return AdamW8bit(groups, lr=settings.lr, betas=settings.betas)
+        return AdamW8bit(groups, lr=settings.lr, betas=BETAS)
     # Fused: one pass over the weights instead of one per operation.
-    return AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    return AdamW(groups, lr=settings.lr, betas=BETAS, fused=True)

@@ -285,11 +285,16 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))  # the errno is only in the text of Rust's I/O error
-        if found is None:
+        number = errno_of(error)
+        if number is None:
             raise
-        number = int(found[1])
         raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Return the errno of an error; of Rust's I/O errors, from the text, which alone has it. None if it has none."""
+    found = re.search(r"os error (\d+)", str(error))
+    return error.errno if isinstance(error, OSError) else int(found[1]) if found else None
 
 
 def refusal(folder: Path) -> OSError | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.digests import Hasher, brief, digest_of
+from rlhf_triton.digests import brief, digest_of, json_digest
 from rlhf_triton.errors import reason_of
 
 STATE_FILE = "state.json"
@@ -26,7 +26,7 @@ def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
 def sealed(state: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of state.json, given the digest of each file by relative path."""
     data = {**state, "files": dict(files)}
-    return {**data, DIGEST: _digest_of(data)}
+    return {**data, DIGEST: json_digest(data)}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -37,8 +37,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
-        own = str(data[DIGEST])
-        intact = own == _digest_of(data)
+        intact = data[DIGEST] == json_digest({name: value for name, value in data.items() if name != DIGEST})
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {reason_of(error)}") from error
     if not intact:
@@ -61,8 +60,3 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, A
         if found != expected:
             raise DamagedCheckpoint(f"{path} is damaged: digest {brief(found)}, {STATE_FILE} says {brief(expected)}")
     return state
-
-
-def _digest_of(data: Mapping[str, Any]) -> str:
-    content = {name: value for name, value in data.items() if name != DIGEST}
-    return Hasher(json.dumps(content, sort_keys=True).encode()).digest()

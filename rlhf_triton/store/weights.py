@@ -25,7 +25,7 @@ from typing import Any
 
 from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, head_files, stored_adapters
 from rlhf_triton.checkpoints.safetensors_header import read_header
-from rlhf_triton.digests import Hasher, brief, digest_of
+from rlhf_triton.digests import brief, digest_of, json_digest
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import make_folder, read_json, write_json
@@ -208,12 +208,12 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Digest of the files' digests: equal for versions of equal content."""
-        return _digest_of(self.files)
+        return json_digest(self.files)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of manifest.json."""
         content = asdict(self)
-        return {**content, "seal": _digest_of(content)}
+        return {**content, "seal": json_digest(content)}
 
 
 class WeightsStore:
@@ -271,7 +271,7 @@ class WeightsStore:
             if data is None:
                 raise WeightsError(f"version {version} is not in the weights store")
             seal = data.pop("seal")
-            if seal != _digest_of(data):
+            if seal != json_digest(data):
                 raise WeightsError(f"version {version}: {MANIFEST_FILE} is damaged: its content differs from its seal")
             return Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -446,10 +446,6 @@ def weights_files(folder: Path) -> list[Path]:
 def tensor_types(path: Path) -> dict[str, list[Any]]:
     """Return `{name: [dtype, shape]}` of a safetensors file. Raises ValueError if it is damaged."""
     return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
-
-
-def _digest_of(content: Mapping[str, Any]) -> str:
-    return Hasher(json.dumps(content, sort_keys=True).encode()).digest()
 
 
 def _read_number(path: Path) -> int | None:

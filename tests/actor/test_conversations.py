@@ -345,7 +345,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Agents, tokeni
     found = [talk_in_rows(agents("Countdown", tokenizer), replies, each)[0] for each in (asked(turns=3), plain)]
     assert len(found[0]) == num_rows
     ends = [conversation[-1] for conversation in found]
-    scorer = Scorer(None, tokenizer, rows_per_request=1)
+    scorer = Scorer(None, tokenizer)
     scorer.reward = ServedModel(components=("a",))
     scorer.sends_sentences = True
     (chat, text), sentences, _ = scorer._texts(ends, 1)
@@ -732,7 +732,7 @@ def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Agents):
     prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
     sample = sample_of(prompt, PolicyTurn(tokens, ended=True))
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
-    scorer = Scorer(None, THOUGHTS, rows_per_request=1)
+    scorer = Scorer(None, THOUGHTS)
     scorer.reward = ServedModel(components=("a",))
     assert scorer._texts([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
     said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0]

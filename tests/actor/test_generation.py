@@ -294,13 +294,6 @@ def test_slot_decoding_is_checked_again_in_its_own_precision(
     assert written_by.uses_slots == decodes
 
 
-def test_flash_attention_is_not_used_for_slots():
-    """It would copy the whole cache for each token."""
-    written_by = generation(make_model("llama"))
-    written_by._model.config._attn_implementation_internal = "flash_attention_2"
-    assert not written_by._is_proven(make_prompts(3))
-
-
 def test_non_finite_logits_are_an_error():
     model = make_model("llama")
     written_by = generation(model)

@@ -439,29 +439,3 @@ def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(tmp_path: Path, 
     found, expected = plain_tensors(policy.model), plain_tensors(widened.model)
     assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.device
-def test_checks_in_float32_do_without_flash_attention(llama: Path, monkeypatch: pytest.MonkeyPatch):
-    """It has no float32 kernels; everything else uses it. A stand-in under its name, because it needs CUDA."""
-    from transformers import AttentionInterface, PreTrainedModel
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    default = make_policy(llama, precision="bfloat16", lora_rank=2)
-    calls: list[Any] = []
-
-    def flash(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(module)
-        assert torch.is_autocast_enabled(query.device.type)  # under which FlashAttention casts its inputs
-        return sdpa_attention_forward(module, query, *args, **kwargs)
-
-    for interface, function in ((AttentionInterface, flash), (AttentionMaskInterface, sdpa_mask)):
-        monkeypatch.setitem(interface._global_mapping, "flash_attention_2", function)
-    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True, raising=False)
-    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _, name, **__: name)
-    policy = make_policy(llama, precision="bfloat16", lora_rank=2, policy_attention="flash_attention_2")
-    assert policy.model.config._attn_implementation == "flash_attention_2"
-    rollout = rows_of(policy.generate(PROMPTS, seed=1))
-    assert calls
-    assert torch.equal(tokens_of(rollout), tokens_of(rows_of(default.generate(PROMPTS, seed=1))))

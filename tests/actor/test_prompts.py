@@ -424,30 +424,10 @@ def test_file_weights_hold_over_every_window(tmp_path: Path):
         assert all(len(set(own[start : start + 11])) == 11 for start in range(0, len(own) - 11, 11))
 
 
-def curriculum(tmp_path: Path) -> list[PromptFileSection]:
-    paths = {name: numbered(tmp_path, name, 9) for name in "abc"}
-    return [
-        PromptFileSection(path=paths["a"], weight=3, until_step=6),
-        PromptFileSection(path=paths["b"]),
-        PromptFileSection(path=paths["c"], from_step=4, until_step=5),
-        PromptFileSection(path=paths["a"], weight=0.5, from_step=9),
-    ]
-
-
-def test_a_curriculum_changes_the_files_by_step(tmp_path: Path):
-    whole = drawn(inputs_of(*curriculum(tmp_path)), *range(1, 13))
-    counts = [Counter(prompt[0] for prompt in whole[start : start + 4]) for start in range(0, 48, 4)]
-    assert [counts[step - 1] for step in (1, 2, 3, 6)] == [{"a": 3, "b": 1}] * 4
-    assert counts[3] + counts[4] in ({"a": 5, "b": 2, "c": 1}, {"a": 5, "b": 1, "c": 2})
-    assert counts[6] == counts[7] == {"b": 4}
-    assert sum(counts[8:11], Counter()) == {"a": 4, "b": 8}
-    own = [prompt for prompt in whole if prompt[0] == "a"]
-    assert len(set(own[:9])) == 9  # the second entry of the path goes on where the first ended
-
-
 @pytest.mark.parametrize("limits", [{}, {"too_long": "skip", "max_tokens": 2}])
 def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, limits: dict[str, Any]):
-    files = curriculum(tmp_path)
+    weights = {"a": 3.0, "b": 1.0, "c": 0.5}
+    files = [PromptFileSection(path=numbered(tmp_path, name, 9), weight=each) for name, each in weights.items()]
     write_prompts(files[1].path, [f"b{i}" for i in (1, 10, 2, 20, 3, 30, 4, 5)])  # some of 3 tokens
     uninterrupted = inputs_of(*files, **limits)
     whole = drawn(uninterrupted, *range(1, 13))

@@ -73,45 +73,36 @@ def rows_of(*rows: list[int]) -> list[Conversation]:
 class Asked:
     """A scorer that rewards a row with its number, and records the rows by request."""
 
-    def __init__(self, rows_per_request: int, *, groupwise: bool) -> None:
-        self.reward, self.rows_per_request = ServedModel(groupwise=groupwise), rows_per_request
+    def __init__(self, *, groupwise: bool) -> None:
+        self.reward = ServedModel(groupwise=groupwise)
         self.rows: list[list[int]] = []
-        self.first = asyncio.Event()
 
     async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
         self.rows.append([int(row[0].tokens[0]) for row in rows])
-        self.first.set()
         return [(replace(row[0], score=rewarded(float(row[0].tokens[0]))),) for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("order", "rows_per_request", "group_size", "requests"),
-    [  # rows that end in this order, None: when the first request was answered
-        ([3, 0, 4, 1, 2], 8, 1, [[3, 0, 4, 1, 2]]),
-        ([3, 0, 4, 1, 2], 2, 1, [[3, 0], [4, 1], [2]]),
-        ([3, 0, 5, 2, 1, 4], 4, 2, [[2, 3, 0, 1], [4, 5]]),
-        ([3, 0, 5, 2, 1, 4], 3, 2, [[2, 3], [0, 1], [4, 5]]),
-        ([0, None, 1], 8, 1, [[0], [1]]),
-        ([2, 1, 3, None, 0], 8, 2, [[2, 3], [0, 1]]),
+    ("order", "group_size", "requests"),
+    [  # rows that end in this order
+        ([3, 0, 4, 1, 2], 1, [[3], [0], [4], [1], [2]]),
+        ([3, 0, 5, 2, 1, 4], 2, [[2, 3], [0, 1], [4, 5]]),
     ],
 )
-async def test_rows_that_end_together_share_requests_and_a_group_is_in_one(
-    order: list[int | None], rows_per_request: int, group_size: int, requests: list[list[int]]
+async def test_a_row_or_a_group_is_a_request_as_soon_as_it_has_ended(
+    order: list[int], group_size: int, requests: list[list[int]]
 ):
-    asked, loop = Asked(rows_per_request, groupwise=group_size > 1), asyncio.get_running_loop()
+    asked, loop = Asked(groupwise=group_size > 1), asyncio.get_running_loop()
     ready = loop.create_future()
     ready.set_result(None)
-    ended = [loop.create_future() for row in order if row is not None]
+    ended = [loop.create_future() for _ in order]
     scoring = GroupScoring(asked, None, ready, group_size=group_size)  # type: ignore[arg-type]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
     groups = [asyncio.create_task(scoring.scored(part)) for part in parts]
     for index in order:
-        if index is None:
-            await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
-        else:
-            ended[index].set_result(one_row(index))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)  # in this order
+        ended[index].set_result(one_row(index))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # in this order
     found = [*itertools.chain(*await asyncio.wait_for(asyncio.gather(*groups), PATIENCE_S))]
     assert asked.rows == requests
     assert [row.score.reward for (row,) in found] == list(range(len(ended)))
@@ -152,15 +143,15 @@ class Client:
         return self.answer
 
 
-def scorer_of(client: Client, tokenizer: Any, *, rows_per_request: int = 8, with_critic: bool = False) -> Scorer:
-    return Scorer(client, tokenizer, rows_per_request=rows_per_request, with_critic=with_critic)  # type: ignore[arg-type]
+def scorer_of(client: Client, tokenizer: Any, *, with_critic: bool = False) -> Scorer:
+    return Scorer(client, tokenizer, with_critic=with_critic)  # type: ignore[arg-type]
 
 
 def score(
-    client: Client, tokenizer: Any, rows: Sequence[samples.SampledRow], *, texts: bool = False, size: int = 8
+    client: Client, tokenizer: Any, rows: Sequence[samples.SampledRow], *, texts: bool = False
 ) -> list[samples.SampledRow]:
     client.rows = [row.tokens.tolist() for row in rows]
-    scorer = scorer_of(client, tokenizer, rows_per_request=size)
+    scorer = scorer_of(client, tokenizer)
     scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
     return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
 
@@ -189,12 +180,12 @@ def in_groups(
 
 @pytest.mark.parametrize(
     ("groupwise", "group_size", "groups"),
-    [(True, 2, [[0, 0]] * 3), (True, 1, [[0, 1, 2]] * 2), (False, 2, [[None] * 3] * 2)],
+    [(True, 2, [[0, 0]] * 3), (True, 1, [[0]] * 6), (False, 2, [[None]] * 6)],
 )
 def test_the_scorer_sends_the_group_of_each_row_and_splits_none(
     tokenizer: Any, groupwise: bool, group_size: int, groups: Any
 ):
-    client, rows = in_groups(tokenizer, groupwise, group_size, 6, rows_per_request=3)
+    client, rows = in_groups(tokenizer, groupwise, group_size, 6)
     assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
     assert not any(map(failure_of, rows))
 
@@ -213,10 +204,10 @@ def test_values_are_those_of_one_demanded_version(tokenizer: Any, versions: list
     """A server that broke its promise would mix two critics in one advantage."""
     client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
     scorer = scorer_of(client, tokenizer, with_critic=True)
-    scorer.sends_sentences = texts
+    scorer.reward, scorer.sends_sentences = ServedModel(groupwise=True), texts
     mixed = pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by")
     with mixed if versions != [[4], [4]] else contextlib.nullcontext():
-        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
+        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), 2, versions=VersionRange(4)))
     assert client.versions == VersionRange(4)
 
 
@@ -232,7 +223,7 @@ class Critic(Client):
 
 
 def test_all_rows_of_a_conversation_have_values_or_it_has_failed(tokenizer: Any):
-    scorer = Scorer(Critic({}), tokenizer, rows_per_request=8, with_rewards=False)  # type: ignore[arg-type]
+    scorer = Scorer(Critic({}), tokenizer, with_rewards=False)  # type: ignore[arg-type]
     one, other = (tuple(a_sample(tokens) for tokens in rows) for rows in (([3, 5], [1, 4, 6]), ([2, 5, 6], [1, 7])))
     whole, failed = asyncio.run(scorer.score([one, other]))
     assert [row.score.values.tolist() for row in whole] == [[3, 5], [1, 4, 6]]
@@ -275,12 +266,11 @@ def test_rewards_of_tokens_are_placed_where_the_server_says(tokenizer: Any):
     }
     names = {"reward_components": '["model", "length"]', "reward_weights": "[2.0, 3.0]", "process": "step"}
     client = Client(answer, **names)
-    for size in (8, 1):
-        one, other = score(client, tokenizer, rows, size=size)
-        assert are_scored([one, other]) == [True, False]
-        assert one.score.steps.nonzero()[0].tolist() == one.score.ends.nonzero()[0].tolist() == [first + 1, last]
-        assert one.score.steps[one.score.ends].tolist() == [1.0, 0.5]  # times the model's weight
-        assert (one.score.outcome, other.score.failure) == (6.0, "why")
+    one, other = score(client, tokenizer, rows)
+    assert are_scored([one, other]) == [True, False]
+    assert one.score.steps.nonzero()[0].tolist() == one.score.ends.nonzero()[0].tolist() == [first + 1, last]
+    assert one.score.steps[one.score.ends].tolist() == [1.0, 0.5]  # times the model's weight
+    assert (one.score.outcome, other.score.failure) == (6.0, "why")
     assert client.asked["prompt_lengths"] == [first]
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
     client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
@@ -350,7 +340,7 @@ class Swapping:
     Row i of version v has the score 100 v + i.
     """
 
-    reward, rows_per_request = ServedModel(groupwise=True), 8
+    reward = ServedModel(groupwise=True)
 
     def __init__(self, *answers: Sequence[int | None]) -> None:
         self.left = [*answers]

@@ -22,7 +22,6 @@ LEAST_PAUSE_S = 10.0  # between the step after a kill and the next kill
 LOOK_EVERY_S = 0.1
 LONGEST_UNTIL_S = 600.0  # until the next step after a kill
 ROWS = 16  # responses per step
-MOST_REQUESTS = 32  # in flight
 
 
 def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
@@ -41,7 +40,7 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
             "checkpoint_every": 20,
             "keep_checkpoints": 3,
             "validation_size": 0,
-            "client": {"max_in_flight": MOST_REQUESTS, "deadline_s": 20},
+            "client": {"deadline_s": 20},
         },
     }
     return make_run(folder, checkpoints, **sections).path

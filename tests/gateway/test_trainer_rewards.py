@@ -17,7 +17,7 @@ from fake_reward import FakeReward, gateway
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import Sample, load_function
 from rlhf_triton.tools.gateway import trainer_rewards
-from rlhf_triton.tools.gateway.trainer_rewards import RewardUnavailable, compute_score, rewards_of, trl_reward
+from rlhf_triton.tools.gateway.trainer_rewards import compute_score, rewards_of, trl_reward
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, caplog: p
         compute_score("d", "r", "g", info)
     columns = {"answer": ["a"], "seen": [{1, 2}]}
     for _ in range(2):
-        with pytest.raises(RewardUnavailable):
+        with pytest.raises(RlhfError):
             trl_reward(["p"], ["c"], **columns)
     told = [message for message in caplog.messages if "column" in message]
     assert told == ["reward functions do not receive the column seen: set cannot be sent as JSON"]
@@ -72,7 +72,7 @@ def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_verl_gets_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch):
     def call(server: FakeReward) -> float:
         info = {"question": "2+3=", "num_turns": np.int64(1)}
-        with pytest.raises(RewardUnavailable, match="has no tokens"):
+        with pytest.raises(RlhfError, match="has no tokens"):
             compute_score("sums", "refuse", "5", info)
         with pytest.raises(KeyError, match="prompt_key"):
             compute_score("sums", "5", "5", {})
@@ -90,13 +90,13 @@ def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch,
         if answer == "failed":  # the server's last word on this row
             assert trl_reward(["a"], ["b"]) == [None]
         else:
-            with pytest.raises(RewardUnavailable, match="503"):
+            with pytest.raises(RlhfError, match="503"):
                 trl_reward(["a"], ["b"])
-        with pytest.raises(RewardUnavailable):
+        with pytest.raises(RlhfError):
             compute_score("sums", "5", "5", {"question": "2+3="})
 
     play(monkeypatch, call, client={"max_outage_s": 0}, retries=0)
-    with pytest.raises(RewardUnavailable, match="no answer"):  # the gateway is gone too
+    with pytest.raises(RlhfError, match="no answer"):  # the gateway is gone too
         trl_reward(["a"], ["b"])
 
 
@@ -129,7 +129,7 @@ def test_the_key_reaches_no_other_address(way: str, ask: Callable[[str], Any], m
     for thread in threads:
         thread.start()
     try:
-        with pytest.raises((RewardUnavailable, RlhfError), match="302"):
+        with pytest.raises(RlhfError, match="302"):
             ask(url)
     finally:
         for server, thread in zip(servers, threads, strict=True):
@@ -149,7 +149,7 @@ def judge_at(url: str) -> Any:
 
 def test_a_key_is_required(monkeypatch: pytest.MonkeyPatch):
     def call(server: FakeReward) -> list[float | None]:
-        with pytest.raises(RewardUnavailable, match="401: no valid key") as refused:
+        with pytest.raises(RlhfError, match="401: no valid key") as refused:
             trl_reward(["a"], ["b"])
         assert "no answer for" not in str(refused.value)  # no reason to wait
         monkeypatch.setenv("REWARD_GATEWAY_KEY", "sesame")
@@ -186,7 +186,7 @@ def test_a_wrong_address_fails_at_once(url: str, answer: bytes | None, told: str
         thread.start()
         try:
             monkeypatch.setenv("REWARD_GATEWAY_URL", url.replace("URL", f"127.0.0.1:{other.server_address[1]}"))
-            with pytest.raises(RewardUnavailable, match=told) as failed:
+            with pytest.raises(RlhfError, match=told) as failed:
                 trl_reward(["a"], ["b"])
         finally:
             other.shutdown()

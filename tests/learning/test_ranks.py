@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_triton.learning.ranks import KEPT, Operations, RankFailed, Ranks
+from rlhf_triton.errors import RankFailed
+from rlhf_triton.learning.ranks import KEPT, Operations, Ranks
 from tests.support.ranks import on_ranks
 
 

@@ -394,17 +394,6 @@ def test_damage_anywhere_in_a_file_is_found(tmp_path: Path):
             journal.load(entry)
 
 
-@pytest.mark.parametrize("kind", ["entry", "result"])
-def test_a_repeat_with_other_content_is_refused(journal: Journal, kind: str):
-    accepted = train(journal, 1, 0.5)
-    if kind == "result":
-        done(journal, accepted)
-        (entries_folder(journal) / accepted.name).unlink()
-    assert train(journal, 1, 0.5) == accepted
-    with conflict("step: 1 of run 'run' was already sent with other content"):
-        train(journal, 1, 0.25)
-
-
 def test_a_damaged_step_that_is_repeated_gets_the_result_of_the_sidecar(journal: Journal):
     entry = train(journal, 1)
     (entries_folder(journal) / entry.name).write_bytes(b"?")

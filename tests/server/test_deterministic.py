@@ -52,7 +52,6 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
             "update_epochs": 2,
             "kl_coef": 0.1,
             "kl_target": 0.01,
-            "kl_horizon": 100,
             "rewards_normalization": "running",
             "rewards_clip": 2,
             "missing_eos_penalty": 0.5,
@@ -138,7 +137,7 @@ def test_kills_of_all_processes_leave_the_run_bit_identical(calm: System, tmp_pa
         last = int(read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]["step"])
         assert [newest(run, room) for room in ("actor", "critic")] == [last, last]
         assert f"stopped after step {last}, whose checkpoint is written" in actor.log_path.read_text()
-        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="rlhf_triton.actor")
+        actor = run.start("actor-again", module="rlhf_triton.actor")
         wait_for(lambda: run.journal.last_step() > last, actor)
         kill_rank(actor, 0)
         finish(actor)

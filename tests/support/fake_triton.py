@@ -96,9 +96,16 @@ def client_of(
     retries: int = RETRIES,
     retry_reserve: int = RETRY_RESERVE,
     train_deadline_s: float = TRAIN_DEADLINE_S,
+    max_in_flight: int = 256,
     **changes: Any,
 ) -> TritonClient:
     """A client of these servers with `changes` of its settings."""
     settings = ClientSection(**{"deadline_s": 120.0, "servers": [server.url for server in servers], **changes})
-    limits = {"retries": retries, "retry_reserve": retry_reserve, "train_deadline_s": train_deadline_s}
-    return TritonClient("unused:1", settings, **limits)
+    return TritonClient(
+        "unused:1",
+        settings,
+        retries=retries,
+        retry_reserve=retry_reserve,
+        train_deadline_s=train_deadline_s,
+        max_in_flight=max_in_flight,
+    )

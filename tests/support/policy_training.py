@@ -50,7 +50,7 @@ def train(policy: Policy, rows: Sequence[SampledRow]) -> None:
 
 def states(policy: Policy) -> RunState:
     """Return the state of a run that trains `policy`."""
-    kl = KLControl(0.1, target=None, horizon=1)
+    kl = KLControl(0.1, target=None)
     return RunState(policy, RewardShaper(RewardsSection(), max_new_tokens=8), kl, one_prompt())
 
 

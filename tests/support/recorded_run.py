@@ -84,7 +84,7 @@ class RecordedRun:
         state = RunState(
             policy,
             self._shaper,
-            KLControl(0.0, target=None, horizon=1),
+            KLControl(0.0, target=None),
             one_prompt(),
         )
         client: Any = Unreached()

@@ -16,6 +16,7 @@ from tiny_checkpoints import VOCAB
 
 from rlhf_triton.config import RunConfig, TrainerSection
 from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import ServingRecord, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.sidecar import run_sidecar
@@ -98,6 +99,10 @@ class Rig:
         self.instances: list[Instance] = []
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of critic_metrics.jsonl."""
+        return read_jsonl(self.config.run.dir / "critic_metrics.jsonl")
 
     def serve(self, name: str = "critic_0") -> Instance:
         instance = Instance(self.store, name)

@@ -172,12 +172,12 @@ def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path):
 
 
 def test_settings_without_effect(config: Path):
-    found = findings(str(config), "actor.kl.horizon=9")["settings"]
+    found = findings(str(config), "actor.validation.every=9", "actor.validation.size=0")["settings"]
     assert (found.level, found.text) == (
         Level.WARNING,
-        "without effect in this run: actor.kl.horizon (actor.kl.target is not set)",
+        "without effect in this run: actor.validation.every, actor.validation.prompts (actor.validation.size is 0)",
     )
-    assert "settings" not in findings(str(config), "actor.kl.horizon=9", "actor.kl.target=1")
+    assert "settings" not in findings(str(config), "actor.validation.every=9")
 
 
 def test_what_is_wrong_with_a_configuration_has_a_line_each(config: Path, tmp_path: Path):

@@ -61,25 +61,14 @@ def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Pat
             folder.load(1, update)
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted", "message"),
-    [
-        ({"lora_rank": 2}, {"lora_rank": 3}, "was saved with trainer.lora_rank: 2, not 3; restore it"),
-        ({"lora_rank": 2}, {}, "was saved with trainer.lora_rank: 2, not 0"),
-        ({"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",)}, "trainer.lora_targets: all-linear, not"),
-        ({}, {"freeze": ["score"]}, r"was saved with trainer.freeze: \[\], not \['score'\]; restore it"),
-    ],
-)
-def test_a_checkpoint_of_other_trained_weights_is_refused(
-    critic: Path, folder: CheckpointFolder, saved: dict[str, Any], wanted: dict[str, Any], message: str
-):
+def test_a_checkpoint_of_other_trained_weights_is_refused(critic: Path, folder: CheckpointFolder):
     first, update = (
         CriticUpdate(build_critic(critic, section, seed=0), section)
-        for section in (settings(**saved), settings(**wanted))
+        for section in (settings(lora_rank=2), settings(lora_rank=3))
     )
     folder.save(first, state(1, first))
     before = weights(update)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"was saved with trainer\.lora_rank: 2, not 3; restore it"):
         folder.load(1, update)
     assert torch.equal(weights(update), before)
 

@@ -168,7 +168,7 @@ def test_the_token_budget_never_changes_the_result(checkpoint: Path, global_batc
 def test_rows_make_ceil_n_over_global_batch_steps_in_the_order_received(checkpoint: Path):
     update, reports = trained(checkpoint, [payload(12)], global_batch_size=5, epochs=2)
     assert reports[0].optimizer_steps == update.trained.optimizer_step == 6
-    assert reports[0].lr == settings().optimizer.learning_rate(5)
+    assert reports[0].lr == settings().optimizer.learning_rate(5, total_steps=1000)
     # Three payloads of 5, 5 and 2 rows are the same three batches.
     whole, parts = list(split_rows(payload(12))), []
     for rows in (whole[:5], whole[5:10], whole[10:]):

@@ -127,7 +127,6 @@ def permuted(tensors: dict[str, torch.Tensor]) -> None:
 POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "not finite": (nan, r"up_proj\.weight has values that are not finite"),
     "a permuted head": (permuted, "not published: its accuracy 0."),
-    "a negated head": (lambda tensors: tensors["score.weight"].neg_(), "not published: its accuracy 0.0000 is below"),
     "a head of zeros": (lambda tensors: tensors["score.weight"].zero_(), "not published: its accuracy 0.0000 is below"),
 }
 
@@ -146,15 +145,6 @@ def test_a_poisoned_version_is_refused(run: Run, capsys: Output, kind: str):
         capsys.readouterr()
         assert run.tool("publish", str(changed(run, change)), gate=None) == 0
         assert "accuracy" not in capsys.readouterr().out
-
-
-def test_a_version_that_an_instance_refuses_is_rolled_back(run: Run, capsys: Output):
-    run.instance.refuses.add(1)
-    assert run.tool("publish", str(changed(run, better))) == 2
-    assert "version 1 was refused by reward_model_0" in capsys.readouterr().err
-    assert (run.store.current(), run.instance.served) == (0, [0])
-    assert run.tool("publish", str(changed(run, better))) == 0
-    assert (run.store.current(), run.instance.served) == (2, [0, 2])
 
 
 def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: Output):
@@ -179,7 +169,6 @@ def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: O
 BAD_PAIRS = {
     "": "has no pair",
     "{": "line 1 is not JSON in UTF-8",
-    "[1]": "line 1 is not an object with `chosen` and `rejected`",
     '{"chosen": "a"}': 'line 1: rejected: must be a list of {"role": …, "content": …}, got None; it and `prompt`, if',
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "must both be texts or both",
     '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": []}': "the chat template rejects the messages",

@@ -16,11 +16,11 @@ from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer import trained_critic
 from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
-from rlhf_triton.trainer.verification import VersionRejected, holds_weights, verify_version
+from rlhf_triton.trainer.verification import holds_weights, verify_version
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors
@@ -163,7 +163,7 @@ def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
         spoil()
         try:
             verify_version(store, 0 if len(seen) == 3 else 2, update.critic)
-        except VersionRejected as error:
+        except WeightsError as error:
             seen.append(str(error))
     return seen
 

@@ -1,6 +1,5 @@
 """`trainer.sidecar`: exactly once, in order, answered when served; what cannot be served or trained is an error."""
 
-import json
 import threading
 import time
 import urllib.request
@@ -15,14 +14,14 @@ from sidecar_rig import PATIENCE_S, Rig, overflowing, payload, until
 import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
-from rlhf_triton.config import MonitoringSection
+from rlhf_triton.config.sections import MonitoringSection
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import load_critic
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.disk_retry import StoppedWaiting
 from rlhf_triton.trainer.publish import Publisher, Reload
 from rlhf_triton.wire.contract import ContractError
 
@@ -128,7 +127,7 @@ def test_a_stop_while_no_instance_serves_loses_nothing(
     entry = rig.send(2)
     until(lambda: rig.store.current() == 2)
     error = rig.stop()
-    assert isinstance(error, StoppedWaiting)
+    assert isinstance(error, RlhfError)
     assert "waiting until version 2 is served" in str(error)
     instance.paused.clear()
     assert rig.start().answer(entry).weights_version == 2
@@ -230,10 +229,6 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make: Callable[..., Ri
 
 
 # ---- what cannot be trained or served ----
-
-
-def metrics(rig: Rig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (rig.config.run.dir / "critic_metrics.jsonl").read_text().splitlines()]
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -354,7 +349,7 @@ def test_what_does_not_fit_is_trained_in_smaller_micro_batches(rig: Rig, straigh
         assert result.loss_mean == pytest.approx(wanted.loss_mean, rel=1e-5)
     assert_trained_alike(rig.weights(3), straight.weights(3))
     rig.stop()
-    counts = [line["out_of_memory/trainer.token_budget"] for line in metrics(rig) if "loss_mean" in line]
+    counts = [line["out_of_memory/trainer.token_budget"] for line in rig.metrics() if "loss_mean" in line]
     assert counts[0] >= 1
     assert counts[1:] == [0, 0]  # it stays halved
 
@@ -373,7 +368,7 @@ def test_batches_skipped_for_memory_are_skipped_in_a_replay(
     assert (third.error, third.weights_version) == (None, 2)
     served = rig.weights()
     rig.kill()
-    trained, failed, partly = metrics(rig)
+    trained, failed, partly = rig.metrics()
     assert (trained["step"], failed["error"]) == (1, second.error)
     assert failed["out_of_memory/trainer.token_budget"] >= 1
     assert (partly["optimizer_steps"], partly["skipped_steps"]) == (1, 1)

@@ -5,7 +5,6 @@ tests: damage that cannot be repaired, disks that are really full, and which che
 """
 
 import errno
-import json
 import logging
 import shutil
 import threading
@@ -32,17 +31,18 @@ from hypothesis.stateful import (
 from safetensors import SafetensorError
 from sidecar_rig import PATIENCE_S, Killed, Rig, until
 from small_disk import SmallDisk, small_disk
-from versions import reseal
+from versions import flip, reseal
 
 import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import disk_errors, refusal
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
-from rlhf_triton.trainer.disk_retry import StoppedWaiting, until_done
+from rlhf_triton.trainer.disk_retry import until_done
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES: list[tuple[type, str]] = [
@@ -68,13 +68,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
 
 
-def flip(path: Path) -> None:
-    """Change one byte in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
@@ -86,10 +79,6 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
     ("state.json", cut),
     (SHARD, Path.unlink),
 ]
-
-
-def metrics(rig: Rig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (rig.config.run.dir / "critic_metrics.jsonl").read_text().splitlines()]
 
 
 class Disturbed(RuleBasedStateMachine):
@@ -219,7 +208,7 @@ class Disturbed(RuleBasedStateMachine):
         try:
             self.stop()
             rig, served, versions = self.rig, self.rig.instances[0].served, list(range(len(self.published)))
-            lines = [line["step"] for line in metrics(rig)]
+            lines = [line["step"] for line in rig.metrics()]
             assert served == sorted(set(served))
             assert rig.store.versions()[-1] == rig.store.current() == served[-1] == versions[-1]
             assert self.asked <= {*rig.checkpoints.steps()}
@@ -390,7 +379,7 @@ def test_a_damaged_entry_fails_only_its_caller(
     assert not torch.equal(after, straight.weights(3))
     aside = rig.journal.root / "run" / "set_aside"
     assert (aside / "1" / "00000002.train").read_bytes() == lost
-    assert [(line["step"], line["error"]) for line in metrics(rig) if "error" in line] == [(2, results[0].error)]
+    assert [(line["step"], line["error"]) for line in rig.metrics() if "error" in line] == [(2, results[0].error)]
     assert rig.train(2) == results[:1]  # sent again
     rig.kill()
     assert rig.start().train(3) == results[1:]  # replayed
@@ -548,10 +537,7 @@ def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings
     rig.serve()
     rig.start().train(1)
     rig.stop()
-    file = rig.store.folder(0) / "model.safetensors"
-    data = file.read_bytes()
-    file.unlink()  # it is read-only
-    file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    flip(rig.store.folder(0) / "model.safetensors")
     error = rig.start().ended()
     assert isinstance(error, WeightsError)
     assert "version 0: model.safetensors has digest" in str(error)
@@ -613,7 +599,7 @@ def test_a_full_disk_delays_the_start_and_a_stop_ends_the_wait(disk: SmallDisk, 
         with pytest.raises(OSError, match="No space left on device"):
             rig.send(2)
         error = rig.stop()  # its last checkpoint cannot be written
-        assert isinstance(error, StoppedWaiting)
+        assert isinstance(error, RlhfError)
         for part in ("writing the checkpoint of step 1", "No space left on device", "nothing is lost"):
             assert part in str(error)
         assert list(rig.checkpoints.root.glob(".*")) == []

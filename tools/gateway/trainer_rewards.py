@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_triton.backoff import backoff_s
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.opener import opener_for
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,6 @@ NOT_THE_GATEWAY = (
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
 
 
-class RewardUnavailable(RuntimeError):
-    """There is no reward; the message has the gateway's reason."""
-
-
 def trl_reward(
     prompts: Sequence[str | Messages], completions: Sequence[str | Messages], **columns: Any
 ) -> list[float | None]:
@@ -46,7 +43,7 @@ def trl_reward(
 
     Columns of the data set reach reward functions as `sample.metadata`.
 
-    Raises RewardUnavailable if no server answers for `WAIT_S` seconds, or if the gateway refuses the request.
+    Raises RlhfError if no server answers for `WAIT_S` seconds, or if the gateway refuses the request.
     """
     shared = {name: values for name, values in columns.items() if _is_column(name, values, len(prompts))}
     rows = []
@@ -81,7 +78,7 @@ def compute_score(
         prompt_key: key of `extra_info` with the prompt, a text or messages, which verl does not pass otherwise.
         url: the gateway's address; default: REWARD_GATEWAY_URL.
 
-    Raises RewardUnavailable if there is no reward, KeyError if `extra_info` has no prompt.
+    Raises RlhfError if there is no reward, KeyError if `extra_info` has no prompt.
     """
     info = dict(extra_info or {})
     if prompt_key not in info:
@@ -91,14 +88,14 @@ def compute_score(
     row = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "response": solution_str, "metadata": columns}
     (reward,), (error,) = rewards_of([row], url)
     if reward is None:
-        raise RewardUnavailable(error)
+        raise RlhfError(error)
     return reward
 
 
 def rewards_of(
     rows: Sequence[Mapping[str, Any]], url: str | None = None, prompts: Sequence[Any] = ()
 ) -> tuple[list[float | None], list[str | None]]:
-    """Return rewards and errors of rows in the form of the gateway's `/v1/rewards`. Raises RewardUnavailable.
+    """Return rewards and errors of rows in the form of the gateway's `/v1/rewards`. Raises RlhfError.
 
     `prompts`: the prompt of each row; consecutive rows with equal ones share a request, for groupwise functions.
     """
@@ -107,7 +104,7 @@ def rewards_of(
     for chunk in _chunks(rows, prompts or range(len(rows))):
         reply = _post({"inputs": chunk}, url or os.environ.get("REWARD_GATEWAY_URL", ""))
         if len(reply["rewards"]) != len(chunk) or any(isinstance(reward, list) for reward in reply["rewards"]):
-            raise RewardUnavailable("the reward model has several rewards per row: set reward.attribute_weights")
+            raise RlhfError("the reward model has several rewards per row: set reward.attribute_weights")
         rewards += reply["rewards"]
         errors += reply["errors"]
     return rewards, errors
@@ -122,10 +119,10 @@ def _chunks(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> list[S
 
 
 def _post(body: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the gateway's reply; wait while no server answers. Raises RewardUnavailable."""
+    """Return the gateway's reply; wait while no server answers. Raises RlhfError."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:  # shows no password
-        raise RewardUnavailable(
+        raise RlhfError(
             "REWARD_GATEWAY_URL must be the gateway's address, for example http://host:8100; its key belongs into "
             "REWARD_GATEWAY_KEY"
         )
@@ -143,7 +140,7 @@ def _post(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             cause = f"{url}: {error.code}: {_message(error)}"
             if error.code not in (503, 504):
-                raise RewardUnavailable(cause) from error
+                raise RlhfError(cause) from error
         except (OSError, http.client.IncompleteRead) as error:
             cause = f"{url}: {error}"
         except (
@@ -152,13 +149,13 @@ def _post(body: Mapping[str, Any], url: str) -> dict[str, Any]:
             KeyError,
             TypeError,
         ) as error:  # it answers, but not as a gateway
-            raise RewardUnavailable(f"{url}: the reply has no rewards; {NOT_THE_GATEWAY}") from error
+            raise RlhfError(f"{url}: the reply has no rewards; {NOT_THE_GATEWAY}") from error
         pause_s = backoff_s(FIRST_PAUSE_S, attempt)
         if time.monotonic() + pause_s > give_up:
             break
         logger.warning("no rewards yet, trying again: %s", cause)
         time.sleep(pause_s)
-    raise RewardUnavailable(f"{cause}; no answer for {WAIT_S:g} s")
+    raise RlhfError(f"{cause}; no answer for {WAIT_S:g} s")
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_triton.errors import RankFailed
 from rlhf_triton.process import how_ended
 from rlhf_triton.python_backend.models.card import on_rank
 from rlhf_triton.python_backend.models.placement import device_of
-from rlhf_triton.python_backend.models.tensor_parallel import OtherRankLost, RankGroup, existing, release
+from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, existing, release
 from rlhf_triton.python_backend.serving.ranks.loaders import Model
 from rlhf_triton.python_backend.serving.ranks.process import load_part
 from rlhf_triton.workers.pool import interpreter
@@ -73,7 +74,7 @@ class ServingRanks:
         try:
             self._send(op="load", key=key, loader=loader, folder=str(folder), options=options, served=served_key)
             model = load_part(self._group, loader, folder, served, options)
-        except OtherRankLost as error:  # not the checkpoint's fault: the caller must not see it as refused
+        except RankFailed as error:  # not the checkpoint's fault: the caller must not see it as refused
             self._end(f"the ranks could not load {folder.name}: {error}")
             raise
         except Exception:
@@ -134,7 +135,7 @@ class ServingRanks:
                     for each in (data, *payload):
                         connection.send_bytes(each)
                 except OSError as error:
-                    raise OtherRankLost(str(error)) from error
+                    raise RankFailed(str(error)) from error
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         reason = f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}"

@@ -33,7 +33,7 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
 
     Raises:
         CheckpointError: the model cannot be loaded on this rank or on another one.
-        OtherRankLost: another rank has ended.
+        RankFailed: another rank has ended.
     """
     model: Any = None
     try:

@@ -281,8 +281,8 @@ from rlhf_triton.config import ClientSection
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main(url, how):
-    settings = ClientSection(deadline_s=60, max_in_flight=3)
-    async with TritonClient(url, settings) as client:
+    settings = ClientSection(deadline_s=60)
+    async with TritonClient(url, settings, max_in_flight=3) as client:
         asking = [asyncio.create_task(client.rewards([np.asarray([3, 4])])) for _ in range(5)]
         asking.append(asyncio.create_task(client.train({"tokens": np.zeros((1, 2), int)}, run_id="r", step=1)))
         await asyncio.sleep(0.2)
