@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STANDARDISATION_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std", "do_normalize", "var", "pooling")
 LANGUAGE_MODELS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -325,16 +324,14 @@ def load_weights(model: Any, folder: Path) -> None:
             own[name].copy_(sharded_like(tensor, own[name]))
 
 
-def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> Any:
+def twin(model: Any, info: CheckpointInfo) -> Any:
     """Return a module of the same class, configuration and dtypes as `model`, with the weights of `info`.
-
-    With `group`, `model` is its skeleton, and the module is this rank's part of the new weights, on its device.
 
     Raises:
         CheckpointError: the architecture, names or shapes differ.
     """
-    _check_same_architecture(model.config.to_dict(), info)
-    return _with_tensors(model, stored_tensors(info), info.folder, group)
+    check_same_architecture(model.config.to_dict(), info)
+    return _with_tensors(model, stored_tensors(info), info.folder)
 
 
 def twin_with_head(
@@ -356,7 +353,7 @@ def twin_with_head(
             f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
             f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
         )
-    _check_same_architecture(_config(origin, 1).to_dict(), info)
+    check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
     own, place = model.state_dict(), ModelHead(model)
@@ -385,17 +382,18 @@ def check_finite(module: torch.nn.Module) -> None:
         raise CheckpointError(f"{name} has values that are not finite")
 
 
-def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path, group: RankGroup | None = None) -> Any:
+def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
     # Constructing the class again would hold the GIL of a serving process five times as long. The copy first shares
     # every tensor with `model`. The strict assignment then replaces the tensors in the checkpoint, while computed
     # tensors (rotary frequencies) stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    if group is not None:
-        group.attach(module)
     # Each tensor is converted before it goes to the GPU, which so holds no more than the new version beside the old.
-    place = (lambda _, tensor, dtype: tensor.to(model.device, dtype)) if group is None else group.part
-    _assign(module, {name: place(name, tensor, dtypes.get(name)) for name, tensor in tensors.items()}, folder)
+    placed = {name: tensor.to(model.device, dtypes.get(name)) for name, tensor in tensors.items()}
+    try:
+        module.load_state_dict(placed, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder} does not fit the served model: {reason_of(error)}") from error
     return module
 
 
@@ -527,7 +525,7 @@ def _load(
                 f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
                 f"may be of another layer; rename or remove {odd}"
             )
-    model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=DTYPES[dtype])
+    model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=getattr(torch, dtype))
     heads = set() if with_head else ModelHead(model).names
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
@@ -644,7 +642,8 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
         )
 
 
-def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+def check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+    """Raise CheckpointError if a checkpoint's config.json says another architecture than that of the served model."""
     folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
@@ -657,10 +656,3 @@ def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> N
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
                 "a different architecture needs a reload through Triton"
             )
-
-
-def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    try:
-        module.load_state_dict(tensors, strict=True, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder} does not fit the served model: {reason_of(error)}") from error

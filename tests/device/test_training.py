@@ -104,7 +104,7 @@ def test_log_probs_wait_once_a_micro_batch_and_for_the_inspection_of_shared_mask
     most = len(policy.trained.plan(batch.lengths.tolist())) * WAITS_OF_A_REFERENCE + num_shared(policy, batch)
     assert trace.num_waits <= most, trace.where
     served = load_language_model(checkpoint, device="cuda:1", dtype="bfloat16", banned_token_ids=[3, 4])
-    trace = traced(lambda: served.logprobs([np.arange(5, 5 + n) for n in (4, 7, 1)]))
+    trace = traced(lambda: served.launch([np.arange(5, 5 + n) for n in (4, 7, 1)])())
     assert trace.num_waits <= WAITS_OF_A_REFERENCE, trace.where
 
 

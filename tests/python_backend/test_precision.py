@@ -153,7 +153,7 @@ def test_a_served_reference_computes_as_the_actor_does(
     )
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     for row in rollout:
-        found, start = served.logprobs([row.tokens])[0], row.prompt.tokens.size
+        found, start = served.launch([row.tokens])()[0], row.prompt.tokens.size
         (expected,) = policy.logprobs([row])
         np.testing.assert_allclose(found[start - 1 : len(row.tokens) - 1], expected[start:], atol=1e-5, rtol=0)
 

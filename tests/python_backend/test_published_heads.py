@@ -881,7 +881,7 @@ def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
         with pytest.raises(CheckpointError, match=rf"which of its 2 labels \({', '.join(labels)}\).*attribute_weights"):
             load_process_reward(tmp_path)
     steps = load_process_reward(tmp_path, score="logit", attribute_weights=None if good is not None else weights)
-    odds = [scores[-1] for scores in steps.token_scores(given)]
+    odds = [scores[-1] for scores in steps.launch_token_scores(given)()]
     np.testing.assert_allclose(odds, logits @ np.float32(weights), atol=1e-4)
     change_config(tmp_path, {"label2id": {labels[0]: 1, labels[1]: 0}})
     with pytest.raises(CheckpointError, match=r"id2label .* and label2id .* contradict each other"):
@@ -900,7 +900,7 @@ def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):
             logits = torch.stack([shape.formula(hidden[: i + 1], 0, t) for i in range(given.size)])
         right_scores = logits.softmax(-1)[:, 1] if score == "auto" else logits.sigmoid()[:, 0]
         model = load_process_reward(tmp_path / shape.architecture, score=score)
-        np.testing.assert_allclose(model.token_scores([given, given[:3]])[0], right_scores, atol=1e-5)
+        np.testing.assert_allclose(model.launch_token_scores([given, given[:3]])()[0], right_scores, atol=1e-5)
 
 
 # ---- what has no score of one text ----

@@ -681,4 +681,4 @@ def test_checkpoints_that_score_no_tokens(tmp_path: Path):
         load_process_reward(tmp_path / "three")
     weighted = load_process_reward(tmp_path / "three", attribute_weights=[-1, 0, 1])
     own = logits(AutoModelForTokenClassification, tmp_path / "three", [5, 6, 7]).numpy()
-    near(weighted.token_scores([np.asarray([5, 6, 7])])[0], own[:, 2] - own[:, 0])
+    near(weighted.launch_token_scores([np.asarray([5, 6, 7])])()[0], own[:, 2] - own[:, 0])
