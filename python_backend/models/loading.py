@@ -43,7 +43,7 @@ from rlhf_triton.checkpoints.inspection import (
     stable_length,
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_family, check_tensors
-from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 from rlhf_triton.checkpoints.tensor_file import STORED_DTYPES
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
@@ -95,7 +95,7 @@ def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:
 
 def _head_tensors(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
     """Return the head's tensors, in memory of their own: mapped ones may be unaligned, which changes the last bits."""
-    return {name: tensor.clone() for name, tensor in _mapped_tensors(info).items() if head.owns(name)}
+    return {name: tensor.clone() for name, tensor in map_tensors(info.folder, info.tensors).items() if head.owns(name)}
 
 
 def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
@@ -309,7 +309,7 @@ def load_weights(model: Any, folder: Path) -> None:
         saved, report = type(model).from_pretrained(
             None,
             config=copy.deepcopy(model.config),
-            state_dict=map_tensors(info.files),
+            state_dict=map_tensors(info.folder, info.tensors),
             dtype=model.dtype,
             output_loading_info=True,
         )
@@ -403,7 +403,7 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    tensors = _mapped_tensors(info)
+    tensors = map_tensors(info.folder, info.tensors)
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
@@ -411,29 +411,18 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
         return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
 
 
-def _mapped_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
-    with as_checkpoint_error(info.folder):
-        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
-        return {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
-
-
-def map_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """Return all tensors of safetensors files, memory-mapped copy-on-write: processes share unmodified pages.
+def map_tensors(folder: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return tensors of a folder's safetensors files, memory-mapped copy-on-write: processes share unmodified pages.
 
     The safetensors library is not used here, because its version 0.8.0 leaks two numbers per tensor that it passes to
     torch, and a serving process loads many versions.
     """
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with as_checkpoint_error(file):
-            mapped = _mapped(file)
-            tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
-    return tensors
-
-
-def _mapped(file: Path) -> mmap.mmap:
-    with file.open("rb") as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    mapped: dict[str, mmap.mmap] = {}
+    with as_checkpoint_error(folder):
+        for file in {info.file for info in infos.values()}:
+            with (folder / file).open("rb") as stream:
+                mapped[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return {name: _view(mapped[info.file], info) for name, info in infos.items()}
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:

@@ -290,7 +290,6 @@ def load_reward(
     info = inspect_checkpoint(folder)
     head = placed_head(info, reward_head(info), pooling)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
-    is_separate = attribute_weights == "separate"
     weights = None
     if not isinstance(attribute_weights, str) and attribute_weights is not None:
         weights = attribute_weights_of(info, head, attribute_weights)
@@ -319,7 +318,7 @@ def load_reward(
         pooling=None if head.form.pooled else _pooling(info, head, outputs, pooling),
         weights=None if weights is None else weights.to(device),
         probability=probability,
-        num_outputs=head.num_labels if is_separate else 1,
+        num_outputs=head.num_labels if attribute_weights == "separate" else 1,
         constants=constants_for(info, standardization),
         skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
         origin=info,
