@@ -1,5 +1,6 @@
 """The served models against plain transformers: the same numbers row by row, or the model is refused."""
 
+import functools
 import gc
 import itertools
 import json
@@ -94,6 +95,7 @@ QUICK = {"bert", "big_bird", "convbert", "deberta-v2", "fnet", "llama", "mixtral
 
 
 families = pytest.mark.parametrize("family", CONFIGS)
+near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE)
 quiet_transformers()
 
 
@@ -119,7 +121,7 @@ def assert_alone_and_together(
     planned = plan_micro_batches([row.size for row in rows], token_budget=40, max_rows=8)
     for batch in [order, order[::-1], *planned, *([i] for i in order)]:
         for i, found in zip(batch, score([rows[i] for i in batch]), strict=True):
-            np.testing.assert_allclose(found, expected[i], atol=TOLERANCE)
+            near(found, expected[i])
 
 
 @torch.no_grad()
@@ -181,7 +183,7 @@ def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_pat
     assert critic.limits.max_length == 14  # (5 + 2 * 1) * 2
     short, long = rows_of(14, 30)
     critic.values([long])
-    np.testing.assert_allclose(critic.values([short])[0], directly(model, short), atol=TOLERANCE)
+    near(critic.values([short])[0], directly(model, short))
     assert critic.model.base_model.attention_type == "original_full"
     model.config.attention_type = "original_full"
     model.save_pretrained(tmp_path)
@@ -520,7 +522,7 @@ ROLES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=TOLERANCE)
+        near(one, other)
 
 
 @models
@@ -536,7 +538,7 @@ def test_a_row_scores_as_in_transformers_whatever_was_scored_before_or_beside_it
             logits = theirs(input_ids=torch.from_numpy(row)[None]).logits[0]
         if role == "reference":
             logits = torch.tensor([*logits[:-1].log_softmax(-1)[range(row.size - 1), row[1:]], 0.0])
-        np.testing.assert_allclose(found[: logits.numel()], logits.reshape(-1).numpy(), atol=TOLERANCE)
+        near(found[: logits.numel()], logits.reshape(-1).numpy())
     served = load(tmp_path)
     assert_close(served.launch(MIXED)(), expected)
     assert_close(served.launch(MIXED[::-1])(), expected[::-1])

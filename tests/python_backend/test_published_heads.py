@@ -163,7 +163,7 @@ class Shape:
     family: str
     architecture: str
     head: dict[str, tuple[int, ...]]
-    formula: Formula
+    formula: Formula | None = None  # default: the layers of the head at the last token, with ReLU between them
     config: dict[str, Any] = field(default_factory=dict)  # further keys of config.json
     settings: dict[str, Any] = field(default_factory=dict)  # of `load_reward`
     root: str | None = None  # of the body's names, instead of transformers' own
@@ -172,6 +172,10 @@ class Shape:
     file: str | None = None  # of the head, if it has one of its own
     values: dict[str, list[float]] = field(default_factory=dict)  # of tensors that are not random
 
+    def __post_init__(self):
+        if self.formula is None:
+            self.formula = layers(*(name.removesuffix(".weight") for name in self.head if name.endswith(".weight")))
+
 
 LLAMA, QWEN = "LlamaForSequenceClassification", "Qwen2ForRewardModel"
 BEAVER = {**one("score_head", bias=True), "normalizer.mean": (1,), "normalizer.var": (1,), "normalizer.count": (1,)}
@@ -179,23 +183,17 @@ MOMENTS = {"normalizer.mean": [0.5], "normalizer.var": [4.0], "normalizer.count"
 GATED = {"reward_transform_matrix": (4, 4), "gating.logit_scale": (1,)}
 BATCH_NORM = {f"gating.layers.{i}.{p}": (8,) for i in (2, 5) for p in ("weight", "bias", "running_mean", "running_var")}
 LDL = {**mlp("regression_layer.network", H, 8, 8, 30), **mlp("gating_layer.network", H, 8, 8, 3, step=3)}
-V_HEAD = layers("v_head.summary.0", "v_head.summary.2")
 SHAPES = {
-    "Skywork-Reward": Shape("llama", LLAMA, one("score"), layers("score"), dtype=torch.bfloat16),
-    "GRM-ft": Shape("gemma2", "Gemma2ForSequenceClassification", one("score"), layers("score"), dtype=torch.float16),
-    "GRM-sftreg": Shape(
-        "llama", "GRewardModel", mlp("v_head.summary", H, 24, 1), V_HEAD, root="model.model", language=True
-    ),
+    "Skywork-Reward": Shape("llama", LLAMA, one("score"), dtype=torch.bfloat16),
+    "GRM-ft": Shape("gemma2", "Gemma2ForSequenceClassification", one("score"), dtype=torch.float16),
+    "GRM-sftreg": Shape("llama", "GRewardModel", mlp("v_head.summary", H, 24, 1), root="model.model", language=True),
     "GRM, three layers": Shape(
         "gemma2",
         "GRewardModel",
         mlp("v_head.summary", H, 24, 24, 1),
-        layers("v_head.summary.0", "v_head.summary.2", "v_head.summary.4"),
         config={"vhead_layer_type": "mlp", "vhead_num_neurons": 24, "vhead_num_layers": 2},
     ),
-    "GRM, linear": Shape(
-        "llama", "X", one("v_head.summary", bias=True), layers("v_head.summary"), config={"vhead_layer_type": "linear"}
-    ),
+    "GRM, linear": Shape("llama", "X", one("v_head.summary", bias=True), config={"vhead_layer_type": "linear"}),
     "ArmoRM": Shape(
         "llama",
         "LlamaForRewardModelWithGating",
@@ -237,8 +235,8 @@ SHAPES = {
         lambda h, _, t: (linear(h[-1], t, "score")[::2] * torch.tensor([0.3, 0.74, 0.46, 0.47, -0.33])).sum()[None],
         settings={"attribute_weights": [0.3, 0, 0.74, 0, 0.46, 0, 0.47, 0, -0.33, 0]},
     ),
-    "INF-ORM": Shape("llama", "INFORMForSequenceClassification", mlp("score", H, H, 1), layers("score.0", "score.2")),
-    "Qwen2.5-Math-RM": Shape("qwen2", QWEN, mlp("score", H, H, 1), layers("score.0", "score.2"), language=True),
+    "INF-ORM": Shape("llama", "INFORMForSequenceClassification", mlp("score", H, H, 1)),
+    "Qwen2.5-Math-RM": Shape("qwen2", QWEN, mlp("score", H, H, 1), language=True),
     "an MLP of another activation": Shape(
         "qwen2",
         QWEN,
@@ -246,13 +244,11 @@ SHAPES = {
         layers("score.0", "score.2", activation=F.selu),
         config={"score_activation": "SELU"},
     ),
-    "with a dropout": Shape("qwen2", QWEN, mlp("score", H, 8, 8, 1, step=3), layers("score.0", "score.3", "score.6")),
-    "Skywork-o1-PRM": Shape(
-        "qwen2", "Qwen2ForPrmModel", one("v_head.summary", bias=True), layers("v_head.summary"), language=True
-    ),
-    "Eurus-RM": Shape("mistral", "EurusRewardModel", one("regression_head"), layers("regression_head")),
-    "Starling-34B": Shape("llama", LLAMA, one("v_head"), layers("v_head"), root="transformer"),
-    "DeepSpeed-Chat": Shape("opt", "RewardModel", one("v_head"), layers("v_head"), root="rwtransformer"),
+    "with a dropout": Shape("qwen2", QWEN, mlp("score", H, 8, 8, 1, step=3)),
+    "Skywork-o1-PRM": Shape("qwen2", "Qwen2ForPrmModel", one("v_head.summary", bias=True), language=True),
+    "Eurus-RM": Shape("mistral", "EurusRewardModel", one("regression_head")),
+    "Starling-34B": Shape("llama", LLAMA, one("v_head"), root="transformer"),
+    "DeepSpeed-Chat": Shape("opt", "RewardModel", one("v_head"), root="rwtransformer"),
     "beaver": Shape(
         "llama",
         "LlamaForScore",
@@ -269,14 +265,11 @@ SHAPES = {
         config={"score_type": "cost", "do_normalize": True},
         values=MOMENTS,
     ),
-    "beaver, raw": Shape(
-        "llama", "LlamaForScore", BEAVER, layers("score_head"), config={"do_normalize": False}, values=MOMENTS
-    ),
+    "beaver, raw": Shape("llama", "LlamaForScore", BEAVER, config={"do_normalize": False}, values=MOMENTS),
     "oasst-pythia": Shape(
         "gpt_neox",
         "GPTNeoXRewardModel",
         one("out_proj", bias=True),
-        layers("out_proj"),
         config={"model_type": "gpt_neox_reward_model", "pooling": "last"},
     ),
     "oasst-pythia, mean": Shape(
@@ -297,7 +290,6 @@ SHAPES = {
         "qwen2",
         "Qwen2ForCausalLM",
         one("v_head.summary", bias=True),
-        layers("v_head.summary"),
         language=True,
         file="value_head.safetensors",
     ),
@@ -309,11 +301,9 @@ SHAPES = {
         lambda h, _, t: linear(h[-1], t, "score")[1:],
         settings={"attribute_weights": [0, 1]},
     ),
-    "trlX": Shape("gpt_neox", "X", mlp("v_head", H, 32, 1), layers("v_head.0", "v_head.2"), language=True),
-    "reward_head": Shape("llama", "X", one("reward_head"), layers("reward_head"), language=True),
-    "a decoder's classifier": Shape(
-        "llama", LLAMA, one("classifier", bias=True), layers("classifier"), dtype=torch.float16
-    ),
+    "trlX": Shape("gpt_neox", "X", mlp("v_head", H, 32, 1), language=True),
+    "reward_head": Shape("llama", "X", one("reward_head"), language=True),
+    "a decoder's classifier": Shape("llama", LLAMA, one("classifier", bias=True), dtype=torch.float16),
 }
 
 
@@ -484,7 +474,7 @@ def bare(name: str) -> str:
 def test_of_two_heads_value_head_prefix_says_which_is_read(
     tmp_path: Path, pair: tuple[str, str], rename: Callable[[str], str]
 ):
-    shape = Shape("llama", LLAMA, {**one(pair[0]), **one(pair[1], bias=True)}, layers())
+    shape = Shape("llama", LLAMA, {**one(pair[0]), **one(pair[1], bias=True)})
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
     renamed(tmp_path, rename)
@@ -557,7 +547,7 @@ COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "r
 @pytest.mark.parametrize(("root", "other"), quick(COPIES, *COPIES[::2]))
 @pytest.mark.parametrize("name", ["v_head", "score"])
 def test_a_second_copy_of_body_or_head_is_harmless_if_it_is_equal(tmp_path: Path, root: str, other: str, name: str):
-    shape = Shape("llama", "GPTRewardModel", one(name), layers(name), root=root, language=name == "v_head")
+    shape = Shape("llama", "GPTRewardModel", one(name), root=root, language=name == "v_head")
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
     inside = {key.removeprefix(f"{root}."): each for key, each in stored.items() if key.startswith(f"{root}.")}
@@ -585,9 +575,9 @@ UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
         ("cls", bare, None),
     ),
     ("model.score", str, None),
-    ("my_head", str, Shape("llama", "X", mlp("my_head", H, 8, 1), layers("my_head.0", "my_head.2"))),
-    ("net.top", str, Shape("llama", "X", mlp("net.top", H, 8, 1, step=3), layers("net.top.0", "net.top.3"))),
-    ("my_layer", bare, Shape("llama", "X", mlp("my_layer", H, 1), layers("my_layer.0"))),
+    ("my_head", str, Shape("llama", "X", mlp("my_head", H, 8, 1))),
+    ("net.top", str, Shape("llama", "X", mlp("net.top", H, 8, 1, step=3))),
+    ("my_layer", bare, Shape("llama", "X", mlp("my_layer", H, 1))),
 ]
 
 
@@ -595,7 +585,7 @@ UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
 def test_a_head_of_an_unknown_name_is_named_with_the_remedy(
     tmp_path: Path, name: str, rename: Callable[[str], str], given: Shape | None
 ):
-    shape = given or Shape("llama", "X", one(name), layers(name))
+    shape = given or Shape("llama", "X", one(name))
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
     beside = {} if name == "lm_head" else {"lm_head.bias": torch.ones(VOCAB)}
@@ -611,7 +601,7 @@ def test_a_head_of_an_unknown_name_is_named_with_the_remedy(
 
 @pytest.mark.parametrize("family", ["distilbert", "electra"])
 def test_the_layers_of_a_class_with_its_own_pooling_are_never_left_out(tmp_path: Path, family: str):
-    model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}, layers()), num_labels=1))
+    model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}), num_labels=1))
     large(model).save_pretrained(tmp_path)
     change_config(tmp_path, {"architectures": ["RewardModel"]})
     for pooling, message in (("auto", r"how its head .* pools is unknown"), ("last", "does not use")):
@@ -742,7 +732,7 @@ def test_an_unusual_key_of_config_json_changes_no_score_or_is_named(
 ):
     monkeypatch.setattr(loading, "OWN_PATHS", {})
     kind = SEQUENCE_CLASSES[family]
-    shape = Shape(family, kind, one("classifier" if family == "bert" else "score", bias=family == "bert"), layers())
+    shape = Shape(family, kind, one("classifier" if family == "bert" else "score", bias=family == "bert"))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
     monkeypatch.setattr(loading, "OWN_PATHS", {})
@@ -784,7 +774,7 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(
     tmp_path: Path, family: str, kind: Any, scale: str, caplog: pytest.LogCaptureFixture
 ):
     """Near-initial weights tell a causal body from another one, too."""
-    shape = Shape(family, "", {}, layers())
+    shape = Shape(family, "", {})
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = kind.from_config(tiny(shape, num_labels=1, **OF_BASE_MODELS.get(family, {}))).eval()
@@ -820,7 +810,7 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(
 
 def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Write a classifier; return rows and its logits."""
-    shape = Shape("llama", LLAMA, one("score", len(labels)), layers("score"))
+    shape = Shape("llama", LLAMA, one("score", len(labels)))
     body = save(folder, shape)
     change_config(folder, {"id2label": dict(enumerate(labels))})
     return rows(shape), right(shape, body, stored_in(folder))
@@ -885,9 +875,7 @@ def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
 
 
 def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):
-    qwen = Shape(
-        "qwen2", "Qwen2ForProcessRewardModel", mlp("score", H, H, 2), layers("score.0", "score.2"), language=True
-    )
+    qwen = Shape("qwen2", "Qwen2ForProcessRewardModel", mlp("score", H, H, 2), language=True)
     for shape, score in ((qwen, "auto"), (SHAPES["Skywork-o1-PRM"], "probability")):
         body, given = save(tmp_path / shape.architecture, shape), rows(shape)[0]
         t = stored_in(tmp_path / shape.architecture)
@@ -903,50 +891,48 @@ def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):
 
 UNSERVED: dict[str, tuple[Shape, list[str]]] = {
     "PairRM": (
-        Shape("deberta-v2", "DebertaV2PairRM", {"head_layer.1.weight": (H, 2 * H)}, layers(), root="pretrained_model"),
+        Shape("deberta-v2", "DebertaV2PairRM", {"head_layer.1.weight": (H, 2 * H)}, root="pretrained_model"),
         ["compares two candidates in one row"],
     ),
-    "SteamSHP": (Shape("t5", "T5ForConditionalGeneration", {}, layers()), ["is an encoder-decoder"]),
+    "SteamSHP": (Shape("t5", "T5ForConditionalGeneration", {}), ["is an encoder-decoder"]),
     "a layer norm in the head": (
-        Shape("llama", LLAMA, {**mlp("score", H, 8, 1, step=3), "score.1.weight": (8,)}, layers()),
+        Shape("llama", LLAMA, {**mlp("score", H, 8, 1, step=3), "score.1.weight": (8,)}),
         ["score.0, score.1, score.3"],
     ),
     "InternLM2": (
-        Shape("llama", "InternLM2ForRewardModel", one("v_head"), layers(), config={"model_type": "internlm2"}),
+        Shape("llama", "InternLM2ForRewardModel", one("v_head"), config={"model_type": "internlm2"}),
         ["transformers has no internlm2 models"],
     ),
     "pair-preference-model": (
-        Shape("llama", "LlamaForCausalLM", {}, layers(), language=True),
+        Shape("llama", "LlamaForCausalLM", {}, language=True),
         ["its weights have no head", "reward.logit"],
     ),
     "a head that is wider than the body": (
-        Shape("llama", "X", {"v_head.summary.weight": (1, 24)}, layers()),
+        Shape("llama", "X", {"v_head.summary.weight": (1, 24)}),
         ["v_head.summary.weight", r"has shape \[1, 24\]"],
     ),
     "a head of a class that is wider than the body": (
-        Shape(
-            "bert", "BertForSequenceClassification", {"classifier.weight": (1, 24), "classifier.bias": (1,)}, layers()
-        ),
+        Shape("bert", "BertForSequenceClassification", {"classifier.weight": (1, 24), "classifier.bias": (1,)}),
         ["classifier.weight", r"has shape \[1, 24\]", rf"\[num_labels, {H}\]"],
     ),
     "an activation that is unknown": (
-        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"head_activation": "snake"}),
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), config={"head_activation": "snake"}),
         ["head_activation is 'snake'"],
     ),
     "an encoder under a linear head": (
-        Shape("electra", "ElectraForSequenceClassification", one("score"), layers()),
+        Shape("electra", "ElectraForSequenceClassification", one("score")),
         ["which token", "pooling"],
     ),
     "layers under the name of a class's one layer": (
-        Shape("bert", "BertForSequenceClassification", mlp("classifier", H, 8, 1), layers()),
+        Shape("bert", "BertForSequenceClassification", mlp("classifier", H, 8, 1)),
         ["which token", "pooling"],
     ),
     "a decoder's class that reads both ways, of another name": (
-        Shape("gemma3_text", "RewardModel", one("score"), layers(), config={"use_bidirectional_attention": True}),
+        Shape("gemma3_text", "RewardModel", one("score"), config={"use_bidirectional_attention": True}),
         ["which token", "pooling"],
     ),
     "the mean of what is not linear": (
-        Shape("qwen2", QWEN, mlp("score", H, 8, 1), layers(), config={"pooling": "mean"}),
+        Shape("qwen2", QWEN, mlp("score", H, 8, 1), config={"pooling": "mean"}),
         ["pooling: mean needs a linear head"],
     ),
 }
@@ -999,7 +985,7 @@ HEAD_KEYS: list[tuple[str, Any]] = [
     ("key", "value"), quick(HEAD_KEYS, *HEAD_KEYS[::3]), ids=[f"{key}-{value}" for key, value in HEAD_KEYS]
 )
 def test_what_config_json_says_of_a_head_is_done_or_refused(tmp_path: Path, family: str, key: str, value: Any):
-    shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"), layers())
+    shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"))
     save(tmp_path, shape)
     change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
     with refused(match=rf"says {key}: {re.escape(repr(value))}, which the head score"):
@@ -1020,7 +1006,7 @@ UNREAD = json.loads(Path(__file__).with_name("published_keys.json").read_text())
 
 @pytest.mark.parametrize("family", quick(UNREAD["of a family"], "llama", "gptj", "bloom", "gemma3_text"))
 def test_irrelevant_config_keys_are_accepted_silently(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
-    save(tmp_path, Shape(family, "", one("score"), layers()))
+    save(tmp_path, Shape(family, "", one("score")))
     change_config(tmp_path, {**UNREAD["read by nothing"], **UNREAD["of a family"][family]})
     load_reward(tmp_path)
     assert "keys that nothing reads" not in caplog.text
@@ -1032,7 +1018,7 @@ def test_irrelevant_config_keys_are_accepted_silently(tmp_path: Path, family: st
 
 @pytest.mark.parametrize("config", UNREAD["without effect"], ids=str)
 def test_what_changes_nothing_in_config_json_is_accepted(tmp_path: Path, config: dict[str, Any]):
-    shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True), layers())
+    shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
     change_config(tmp_path, config)
@@ -1044,7 +1030,7 @@ def test_what_changes_nothing_in_config_json_is_accepted(tmp_path: Path, config:
 
 def test_a_model_type_that_transformers_reads_as_another_one_is_read_so(tmp_path: Path):
     """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
-    shape = Shape("mistral", "MistralForSequenceClassification", one("score"), layers())
+    shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
     change_config(tmp_path, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4})
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
@@ -1070,7 +1056,7 @@ STRAYS = [
 def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
     tmp_path: Path, family: str, prefix: str, name: str, change: str
 ):
-    save(tmp_path, Shape(family, "", one("score"), layers()))
+    save(tmp_path, Shape(family, "", one("score")))
     stored = stored_in(tmp_path)
     tensor = stored[f"{prefix}{name}"] if change == "twice" else stored.pop(f"{prefix}{name}")
     beside = {"moved": {name: tensor}, "lost": {}, "twice": {name: 2 * tensor}, "elsewhere": {f"base.{name}": tensor}}
