@@ -324,16 +324,6 @@ def load_weights(model: Any, folder: Path) -> None:
             own[name].copy_(sharded_like(tensor, own[name]))
 
 
-def twin(model: Any, info: CheckpointInfo) -> Any:
-    """Return a module of the same class, configuration and dtypes as `model`, with the weights of `info`.
-
-    Raises:
-        CheckpointError: the architecture, names or shapes differ.
-    """
-    check_same_architecture(model.config.to_dict(), info)
-    return _with_tensors(model, stored_tensors(info), info.folder)
-
-
 def twin_with_head(
     model: Any, origin: CheckpointInfo, info: CheckpointInfo, group: RankGroup | None = None
 ) -> Any | None:
@@ -362,7 +352,7 @@ def twin_with_head(
     tensors |= {f"{place.path}.{name}": tensor for name, tensor in head.state_dict().items()}
     if not own.keys() <= tensors.keys():
         return None
-    return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
+    return with_tensors(model, {name: tensors[name] for name in own}, info.folder)
 
 
 def _shown(head: Head | None) -> str:
@@ -382,7 +372,12 @@ def check_finite(module: torch.nn.Module) -> None:
         raise CheckpointError(f"{name} has values that are not finite")
 
 
-def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
+def with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
+    """Return a module of the same class, configuration and dtypes as `model`, with the tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
     # Constructing the class again would hold the GIL of a serving process five times as long. The copy first shares
     # every tensor with `model`. The strict assignment then replaces the tensors in the checkpoint, while computed
     # tensors (rotary frequencies) stay shared.

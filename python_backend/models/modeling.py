@@ -39,8 +39,9 @@ from rlhf_triton.python_backend.models.loading import (
     load_token_model,
     placed_head,
     read_head,
-    twin,
+    stored_tensors,
     twin_with_head,
+    with_tensors,
 )
 from rlhf_triton.python_backend.models.readout import (
     POOLS,
@@ -243,10 +244,10 @@ class CriticModel:
             CheckpointError: names or shapes differ from this critic's, or the file is damaged.
         """
         info = inspect_checkpoint(folder)
+        check_same_architecture(self.model.config.to_dict(), info)
         if self._group is None:
-            model = twin(self.model, info)
+            model = with_tensors(self.model, stored_tensors(info), folder)
         else:  # only transformers can split the layers
-            check_same_architecture(self.model.config.to_dict(), info)
             head = None if info.head is None else read_head(info, placed_head(info, info.head, "last"))
             dtype = str(self.model.dtype).removeprefix("torch.")
             model = load_token_model(info, head, dtype, self._group).to(self._group.device)
