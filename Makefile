@@ -2,9 +2,7 @@
 # constraints.txt or pyproject.toml changed.
 PYTHON ?= python3
 SEED ?= 0
-DEVICE_TESTS ?= tests/device tests/actor tests/trainer tests/python_backend/test_models.py \
-	tests/python_backend/test_tensor_parallel.py tests/python_backend/test_published_heads.py::$(PUBLISHED)
-PUBLISHED := test_a_published_shape_scores_by_its_formula_and_a_damaged_one_never_otherwise
+DEVICE_TESTS ?= tests/device tests/actor tests/trainer tests/python_backend
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
@@ -33,8 +31,8 @@ test: $(INSTALLED)
 test-all: $(INSTALLED_RLVR) test-device
 	$(PYTEST) -n 2 --dist worksteal
 
-# On simulated cards (tests/support/simulated_cuda): each code path that differs there once. Of actor and trainer, the
-# tests marked `device`. Needs g++.
+# On simulated cards (tests/support/simulated_cuda): each code path that differs there once: tests/device, and of
+# the other folders the tests marked `device`. Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
 	PYTHONPATH=$(CURDIR)/tests/support/simulated_cuda/startup:$(CURDIR)/tests/support \

@@ -32,6 +32,7 @@ from rlhf_triton.actor.policy.loading import (
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.checkpoints.inspection import fingerprint_weights
 from rlhf_triton.checkpoints.language_models import check_language_model
+from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
@@ -252,7 +253,7 @@ class Policy:
         self.ranks.announce("gather_weights")
         MergedWeights(self.causal(self.model)).write(merged)
         try:
-            tensors = map_tensors([merged])
+            tensors = map_tensors(folder, read_header(merged))
             for tied in causal.all_tied_weights_keys:
                 tensors.pop(tied, None)
             causal.save_pretrained(folder, state_dict=tensors)

@@ -91,12 +91,6 @@ def named_layers(model: Any, lora: Lora, output: nn.Module) -> list[str]:
     return found
 
 
-def plain_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model under their names without adapters; the adapters' own tensors are left out."""
-    tensors = model.state_dict(keep_vars=True)
-    return {_plain(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-
-
 def _plain(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
@@ -119,7 +113,9 @@ class MergedWeights(Mapping[str, Tensor]):
             dtype: of all tensors of floating-point numbers but those of `head`; default: at least float32, as the head.
         """
         self._dtype, self._head = dtype, set() if head is None else {id(parameter) for parameter in head.parameters()}
-        self.plain = plain_tensors(model)
+        tensors = model.state_dict(keep_vars=True)
+        self.plain = {_plain(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+        """The tensors without those of the adapters, which are not merged in."""
         self.adapted = {  # peft adapts the experts of a mixture by parameter, other layers by module
             f"{_plain(path)}.{getattr(layer, 'parameter_name', 'weight')}": layer
             for path, layer in model.named_modules()
@@ -256,16 +252,11 @@ def load_trained(model: Any, tensors: dict[str, Tensor], source: Path, section: 
         CheckpointError: names or shapes differ from the model's adapters.
     """
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_trained({name: p.shape for name, p in own.items()}, shapes, source, section)
-    for name, parameter in own.items():
-        parameter.data.copy_(tensors[name])
-
-
-def check_trained(own: Mapping[str, Size], stored: Mapping[str, Size], source: Path, section: str) -> None:
-    """Compare the shapes of a model's trainable parameters with those of stored ones, as `load_trained` does."""
-    if own != stored:
+    shapes, stored = ({name: each.shape for name, each in found.items()} for found in (own, tensors))
+    if shapes != stored:
         raise CheckpointError(
             f"the adapters in {source} do not match {section}.lora_rank and {section}.lora_targets; restore "
             "these settings, or start a run in another folder (run.dir)"
         )
+    for name, parameter in own.items():
+        parameter.data.copy_(tensors[name])

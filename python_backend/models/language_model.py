@@ -53,17 +53,13 @@ class LanguageModel:
         with self._computing():
             check_causal(model)
 
-    def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
-
-        Runs one forward pass, padded to `width`. Index t is the log-prob of token t+1: -inf if that token is banned,
-        and 0 at the row's last index, which has no next token.
-        """
-        return self.launch(rows, width)()
-
     @torch.no_grad()
     def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
-        """Launch the forward pass of `logprobs`; return a function that waits for its results."""
+        """Launch a forward pass, padded to `width`; return a function that waits for its results.
+
+        These are log-probs float32 `[length_i]` of each token row (int64 `[length_i]`). Index t is the log-prob of
+        token t+1: -inf if that token is banned, and 0 at the row's last index, which has no next token.
+        """
         lengths = np.array([row.size for row in rows])
         ids = padded_rows(rows, width or int(lengths.max()), np.int64)
         inside = np.arange(ids.shape[1])[None] < lengths[:, None]
@@ -126,14 +122,14 @@ def load_language_model(
         dtype: precision of forward passes, with the same meaning as `actor.policy.precision`.
         temperature: sampling temperature, > 0.
         banned_token_ids: ids that are never sampled.
-        group: load this rank's part of the model, on its device instead of `device`.
+        group: load this rank's part of the model; `device` is then its own.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or contains no causal LM.
     """
     info = inspect_checkpoint(folder)
     stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # without a conversion the file stays memory-mapped
-    model = load_causal_model(info, stored, group).to(device if group is None else group.device)
+    model = load_causal_model(info, stored, group).to(device)
     return LanguageModel(
         model,
         temperature=temperature,

@@ -43,7 +43,7 @@ from rlhf_triton.checkpoints.inspection import (
     stable_length,
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_family, check_tensors
-from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 from rlhf_triton.checkpoints.tensor_file import STORED_DTYPES
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STANDARDISATION_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std", "do_normalize", "var", "pooling")
 LANGUAGE_MODELS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -96,7 +95,7 @@ def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:
 
 def _head_tensors(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
     """Return the head's tensors, in memory of their own: mapped ones may be unaligned, which changes the last bits."""
-    return {name: tensor.clone() for name, tensor in _mapped_tensors(info).items() if head.owns(name)}
+    return {name: tensor.clone() for name, tensor in map_tensors(info.folder, info.tensors).items() if head.owns(name)}
 
 
 def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
@@ -310,7 +309,7 @@ def load_weights(model: Any, folder: Path) -> None:
         saved, report = type(model).from_pretrained(
             None,
             config=copy.deepcopy(model.config),
-            state_dict=map_tensors(info.files),
+            state_dict=map_tensors(info.folder, info.tensors),
             dtype=model.dtype,
             output_loading_info=True,
         )
@@ -323,18 +322,6 @@ def load_weights(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for name, tensor in saved.state_dict().items():
             own[name].copy_(sharded_like(tensor, own[name]))
-
-
-def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> Any:
-    """Return a module of the same class, configuration and dtypes as `model`, with the weights of `info`.
-
-    With `group`, `model` is its skeleton, and the module is this rank's part of the new weights, on its device.
-
-    Raises:
-        CheckpointError: the architecture, names or shapes differ.
-    """
-    _check_same_architecture(model.config.to_dict(), info)
-    return _with_tensors(model, stored_tensors(info), info.folder, group)
 
 
 def twin_with_head(
@@ -356,7 +343,7 @@ def twin_with_head(
             f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
             f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
         )
-    _check_same_architecture(_config(origin, 1).to_dict(), info)
+    check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
     own, place = model.state_dict(), ModelHead(model)
@@ -365,7 +352,7 @@ def twin_with_head(
     tensors |= {f"{place.path}.{name}": tensor for name, tensor in head.state_dict().items()}
     if not own.keys() <= tensors.keys():
         return None
-    return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
+    return with_tensors(model, {name: tensors[name] for name in own}, info.folder)
 
 
 def _shown(head: Head | None) -> str:
@@ -385,17 +372,23 @@ def check_finite(module: torch.nn.Module) -> None:
         raise CheckpointError(f"{name} has values that are not finite")
 
 
-def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path, group: RankGroup | None = None) -> Any:
+def with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
+    """Return a module of the same class, configuration and dtypes as `model`, with the tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
     # Constructing the class again would hold the GIL of a serving process five times as long. The copy first shares
     # every tensor with `model`. The strict assignment then replaces the tensors in the checkpoint, while computed
     # tensors (rotary frequencies) stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    if group is not None:
-        group.attach(module)
     # Each tensor is converted before it goes to the GPU, which so holds no more than the new version beside the old.
-    place = (lambda _, tensor, dtype: tensor.to(model.device, dtype)) if group is None else group.part
-    _assign(module, {name: place(name, tensor, dtypes.get(name)) for name, tensor in tensors.items()}, folder)
+    placed = {name: tensor.to(model.device, dtypes.get(name)) for name, tensor in tensors.items()}
+    try:
+        module.load_state_dict(placed, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder} does not fit the served model: {reason_of(error)}") from error
     return module
 
 
@@ -405,7 +398,7 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
     """
-    tensors = _mapped_tensors(info)
+    tensors = map_tensors(info.folder, info.tensors)
     if info.adapters is None:
         return tensors
     base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
@@ -413,29 +406,18 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
         return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
 
 
-def _mapped_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
-    with as_checkpoint_error(info.folder):
-        mapped = {file: _mapped(info.folder / file) for file in {tensor.file for tensor in info.tensors.values()}}
-        return {name: _view(mapped[tensor.file], tensor) for name, tensor in info.tensors.items()}
-
-
-def map_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """Return all tensors of safetensors files, memory-mapped copy-on-write: processes share unmodified pages.
+def map_tensors(folder: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return tensors of a folder's safetensors files, memory-mapped copy-on-write: processes share unmodified pages.
 
     The safetensors library is not used here, because its version 0.8.0 leaks two numbers per tensor that it passes to
     torch, and a serving process loads many versions.
     """
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with as_checkpoint_error(file):
-            mapped = _mapped(file)
-            tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
-    return tensors
-
-
-def _mapped(file: Path) -> mmap.mmap:
-    with file.open("rb") as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    mapped: dict[str, mmap.mmap] = {}
+    with as_checkpoint_error(folder):
+        for file in {info.file for info in infos.values()}:
+            with (folder / file).open("rb") as stream:
+                mapped[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return {name: _view(mapped[info.file], info) for name, info in infos.items()}
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
@@ -527,7 +509,7 @@ def _load(
                 f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
                 f"may be of another layer; rename or remove {odd}"
             )
-    model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=DTYPES[dtype])
+    model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=getattr(torch, dtype))
     heads = set() if with_head else ModelHead(model).names
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
     lacking = sorted(report["missing_keys"] - heads - computed)
@@ -644,7 +626,8 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
         )
 
 
-def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+def check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
+    """Raise CheckpointError if a checkpoint's config.json says another architecture than that of the served model."""
     folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
@@ -657,10 +640,3 @@ def _check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> N
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
                 "a different architecture needs a reload through Triton"
             )
-
-
-def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    try:
-        module.load_state_dict(tensors, strict=True, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder} does not fit the served model: {reason_of(error)}") from error

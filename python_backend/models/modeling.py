@@ -34,12 +34,14 @@ from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, merged
 from rlhf_triton.python_backend.models.loading import (
     attribute_weights_of,
     check_finite,
+    check_same_architecture,
     load_classifier,
     load_token_model,
     placed_head,
     read_head,
-    twin,
+    stored_tensors,
     twin_with_head,
+    with_tensors,
 )
 from rlhf_triton.python_backend.models.readout import (
     POOLS,
@@ -131,16 +133,14 @@ class RewardModel:
             scores = scores if self._pool is None else self._pool(scores, lengths)
         return to_host(torch.cat([self._scores(scores), scores], dim=1))
 
-    def token_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Return a score float32 `[length_i]` at every token of each row (int64 `[length_i]`), of a linear head.
-
-        Runs one forward pass, padded to `width`.
-        """
-        return self.launch_token_scores(rows, width)()
-
     @torch.no_grad()
-    def launch_token_scores(self, rows: Sequence[np.ndarray], width: int | None) -> Callable[[], list[np.ndarray]]:
-        """Launch the forward pass of `token_scores`; return a function that waits for its results."""
+    def launch_token_scores(
+        self, rows: Sequence[np.ndarray], width: int | None = None
+    ) -> Callable[[], list[np.ndarray]]:
+        """Launch a forward pass, padded to `width`; return a function that waits for its results.
+
+        These are a score float32 `[length_i]` at every token of each row (int64 `[length_i]`), of a linear head.
+        """
         ids, attention, _ = collate(rows, self.model.device, width)
         return _by_rows(self._scores(self._outputs(ids, attention)).squeeze(-1), rows)
 
@@ -186,8 +186,6 @@ class CriticModel:
         group: RankGroup | None = None,
     ) -> None:
         self._group = group
-        # What `with_weights` copies; the model itself unless it is one rank's part.
-        self._template: Any = model if group is None else group.skeleton(model) if like is None else like._template
         self.model = model.eval()
         self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
         known = None if like is None else like._token_head
@@ -246,13 +244,14 @@ class CriticModel:
             CheckpointError: names or shapes differ from this critic's, or the file is damaged.
         """
         info = inspect_checkpoint(folder)
-        return CriticModel(
-            twin(self._template, info, self._group),
-            constants=info.constants,
-            note=self.note,
-            like=self,
-            group=self._group,
-        )
+        check_same_architecture(self.model.config.to_dict(), info)
+        if self._group is None:
+            model = with_tensors(self.model, stored_tensors(info), folder)
+        else:  # only transformers can split the layers
+            head = None if info.head is None else read_head(info, placed_head(info, info.head, "last"))
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            model = load_token_model(info, head, dtype, self._group).to(self._group.device)
+        return CriticModel(model, constants=info.constants, note=self.note, like=self, group=self._group)
 
 
 def _by_rows(outputs: Tensor, rows: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
@@ -282,7 +281,7 @@ def load_reward(
             scores. Needed for A > 1.
         probability: return the sigmoid of the score, or of the sum.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
-        group: load this rank's part of the model, on its device instead of `device`.
+        group: load this rank's part of the model; `device` is then its own.
         like: a model that was loaded with the same settings; load other weights of it.
 
     Raises:
@@ -292,7 +291,6 @@ def load_reward(
     info = inspect_checkpoint(folder)
     head = placed_head(info, reward_head(info), pooling)
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
-    is_separate = attribute_weights == "separate"
     weights = None
     if not isinstance(attribute_weights, str) and attribute_weights is not None:
         weights = attribute_weights_of(info, head, attribute_weights)
@@ -301,7 +299,6 @@ def load_reward(
             f"{info.folder}: which of its {head.num_labels} outputs ({', '.join(info.label_names)}) is the reward? "
             "Give reward.attribute_weights, one weight per output"
         )
-    device = device if group is None else str(group.device)
     # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
     known: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
     if head.form.pooled and group is not None:
@@ -322,7 +319,7 @@ def load_reward(
         pooling=None if head.form.pooled else _pooling(info, head, outputs, pooling),
         weights=None if weights is None else weights.to(device),
         probability=probability,
-        num_outputs=head.num_labels if is_separate else 1,
+        num_outputs=head.num_labels if attribute_weights == "separate" else 1,
         constants=constants_for(info, standardization),
         skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
         origin=info,
@@ -354,7 +351,7 @@ def load_critic(
     A head on each token (token classification, value head, a decoder's `score`), linear or with several layers, becomes
     the value head; several attributes are merged into their sum, weighted by `attribute_weights` (default 1/A each). A
     checkpoint without a head, or with a pooling or a gate of its own, gets a value head that returns 0. With `group`,
-    loads this rank's part of the model on its device instead of `device`.
+    loads this rank's part of the model; `device` is then its own.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
@@ -373,7 +370,7 @@ def load_critic(
             head = merged(head, attribute_weights_of(info, found, attribute_weights))
             note += f", its {found.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
-    model = load_token_model(info, head, dtype, group).to(device if group is None else group.device)
+    model = load_token_model(info, head, dtype, group).to(device)
     return CriticModel(model, constants=constants, note=note, group=group)
 
 

@@ -4,7 +4,6 @@ Embeddings and heads stay whole on every rank. Forward passes only, and each run
 """
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,28 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
-from transformers.distributed.sharding_utils import DtensorShardOperation
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.checkpoints.tensor_parallel import plan_key
 from rlhf_triton.errors import RankFailed
 
 # All ranks start a forward pass together, so waiting this long means that one of them hangs.
 FORWARD_TIMEOUT = timedelta(seconds=120)
 # For a vote, ranks wait for the slowest one to load its part.
 VOTE_TIMEOUT = timedelta(hours=1)
-VOTE_BYTES = 1000  # of the reason why a rank refuses
 MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the last dimension has more than one rank
 
 
 class RankGroup:
-    """This process's membership in a group of ranks, and the layout of the model that the group has loaded."""
+    """This process's membership in a group of ranks."""
 
     _depth = 0  # of nested `together`
     _voted_down = False
@@ -74,8 +69,6 @@ class RankGroup:
             [alone, alone, alone, everyone], self.device.type, mesh=ranks, mesh_dim_names=MESH
         )
         self._mesh = TransformersDeviceMesh(whole, whole)
-        self._plan: dict[str, str] = {}
-        self._parts: dict[str, DtensorShardOperation] = {}  # parameter -> how to cut this rank's part out of it
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -127,57 +120,20 @@ class RankGroup:
                 None, distributed_config=DistributedConfig(tp_size=self.size), output_loading_info=True, **arguments
             )
         model.__class__ = kind
-        self._make_local(model)
-        return model, report
-
-    def skeleton(self, model: Any) -> Any:
-        """Return a copy of the loaded model without weights, to make others from by `attach`.
-
-        Copying the model itself would be a race with its forward pass, which takes biases away from layers for a while.
-        """
-        memo: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
-        memo |= {id(each): nn.Parameter(torch.empty_like(each, device="meta"), False) for each in model.parameters()}
-        return copy.deepcopy(model, memo)
-
-    def attach(self, module: Any) -> None:
-        """Give the layers of a copied model forward functions of their own.
-
-        `copy.deepcopy` copies functions by reference, and those of the layers use the original's weights.
-        """
-        for name, each in module.named_modules():
-            each.__dict__.pop("forward", None)
-            if style := self._plan.get(plan_key(name)):
-                ALL_PARALLEL_STYLES[style].install_forward(each, self._mesh.get_mesh("tp"))
-
-    def part(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Return this rank's part of the parameter `name` on its device."""
-        cut = self._parts.get(name)
-        return (
-            tensor.to(self.device, dtype) if cut is None else cut.shard_tensor(tensor, device=self.device, dtype=dtype)
-        )
-
-    def _make_local(self, model: Any) -> None:
-        """Replace each distributed tensor by this rank's part of it: the layers compute with the parts in any case."""
-        self._plan = dict(model.tp_plan)
-        model._mesh_manager = model._device_mesh = None  # so that the model can be copied
-        for path, module in model.named_modules():
+        for module in model.modules():  # the layers compute with the parts in any case
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
-                    self._parts[f"{path}.{name}"] = DtensorShardOperation(parameter)
                     module._parameters[name] = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
+        return model, report
 
     def _gather_reasons(self, reason: str) -> dict[int, str]:
         """Return the reasons of all ranks that gave one; every rank calls this with its own, "" for success."""
-        own = torch.zeros(VOTE_BYTES, dtype=torch.uint8)
-        text = " ".join(reason.split()).encode()[:VOTE_BYTES]
-        own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        votes = [torch.empty_like(own) for _ in range(self.size)]
+        votes = [""] * self.size
         try:
-            dist.all_gather(votes, own, group=self._voters)
+            dist.all_gather_object(votes, reason, group=self._voters)
         except RuntimeError as error:
             raise RankFailed(str(error)) from error
-        texts = [bytes(vote.tolist()).rstrip(b"\0").decode(errors="replace") for vote in votes]
-        return {rank: text for rank, text in enumerate(texts) if text}
+        return {rank: " ".join(vote.split()) for rank, vote in enumerate(votes) if vote}
 
 
 def existing(device: str) -> torch.device:

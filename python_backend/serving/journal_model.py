@@ -107,19 +107,14 @@ class JournalServer:
         while not self._stop.wait(0.005):
             with self._lock:
                 waiting = list(self._waiting)
-            finished = [item for item in waiting if self._try_to_settle(*item)]
-            if finished:
-                with self._lock:
-                    self._waiting = [item for item in self._waiting if item not in finished]
-
-    def _try_to_settle(self, call: Call, entry: Entry, since: float) -> bool:
-        """Return `_reply_if_done`'s result; after an unexpected error False, so that the call is tried again."""
-        try:
-            return self._reply_if_done(call, entry, since)
-        except Exception as error:  # thread edge: if the waiter died, no caller would ever get a reply
-            log_error(f"journal: {entry.name}: {type(error).__name__}: {error}")
-            self._stop.wait(1.0)
-            return False
+            for item in waiting:
+                try:
+                    if self._reply_if_done(*item):
+                        with self._lock:
+                            self._waiting.remove(item)
+                except Exception as error:  # thread edge: if the waiter died, no caller would ever get a reply
+                    log_error(f"journal: {item[1].name}: {type(error).__name__}: {error}")
+                    self._stop.wait(1.0)  # and the call is tried again
 
     def _reply_if_done(self, call: Call, entry: Entry, since: float) -> bool:
         """Reply if there is a result, fail the call if none can be expected; return whether a response was sent."""

@@ -208,16 +208,12 @@ def given_ends(index: int, metadata: Mapping[str, Any], first: int, last: int) -
 
 def response_start(index: int, text: str, metadata: Mapping[str, Any]) -> int:
     """Return where the response begins in a sentence: by `response` or `prompt` in the metadata, otherwise 0."""
-    for key, fits in ((RESPONSE_KEY, text.endswith), (PROMPT_KEY, text.startswith)):
+    for key, fits, side in ((RESPONSE_KEY, text.endswith, "end"), (PROMPT_KEY, text.startswith, "start")):
         part = metadata.get(key)
-        if part is None:
-            continue
-        if not isinstance(part, str) or not fits(part):
-            raise ContractError(
-                f"{METADATA}[{index}].{key}: {str(part)[:80]!r} is not the {'end' if key == RESPONSE_KEY else 'start'} "
-                "of the sentence"
-            )
-        return len(text) - len(part) if key == RESPONSE_KEY else len(part)
+        if isinstance(part, str) and fits(part):
+            return len(text) - len(part) if side == "end" else len(part)
+        if part is not None:
+            raise ContractError(f"{METADATA}[{index}].{key}: {str(part)[:80]!r} is not the {side} of the sentence")
     return 0
 
 

@@ -89,10 +89,9 @@ class TorchProcess:
             with self.on_all_ranks(version.model, rows, width):
                 found = forward(version.model, rows, width)()
             return lambda: found
-        halved = self._memory.count
         parts = self._memory.in_parts(lambda part: forward(version.model, part, width), rows)
-        if self._memory.count > halved:
-            self._troubles.add((0, self._memory.count - halved))
+        if halved := self._memory.new():
+            self._troubles.add((0, halved))
             self._troubles.publish()
         return lambda: [output for part in parts for output in part()]
 

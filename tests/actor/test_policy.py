@@ -31,7 +31,6 @@ from rlhf_triton.config import PolicySection
 from rlhf_triton.python_backend.models.adapters import (
     Lora,
     MergedWeights,
-    plain_tensors,
     trained_tensors,
     with_adapters,
     with_merged_layers,
@@ -436,6 +435,6 @@ def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(tmp_path: Path, 
     monkeypatch.setattr("rlhf_triton.actor.policy.loading.stored_dtypes", lambda _: {"F32"})
     widened, later = loaded(folder, monkeypatch, **lora)
     assert (dtypes, later) == ([narrow], [wide])
-    found, expected = plain_tensors(policy.model), plain_tensors(widened.model)
+    found, expected = MergedWeights(policy.model).plain, MergedWeights(widened.model).plain
     assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

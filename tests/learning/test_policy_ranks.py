@@ -124,9 +124,9 @@ def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[t
     return [work(ranks, folder, *run) for run in runs]
 
 
-def session(ranks: AnyRanks, folder: Path, case: str) -> dict[str, Any] | None:
+def session(ranks: AnyRanks, folder: Path, case: str, **others: Any) -> dict[str, Any] | None:
     """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
-    config = RunConfig(actor=settings_of(folder, case))
+    config = RunConfig(actor=settings_of(folder, case, **others))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
         adapters.write_tensors = None  # type: ignore[assignment]  # only rank 0 writes a file
@@ -201,7 +201,7 @@ def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> lis
 
 
 def weights_of(policy: Policy) -> list[np.ndarray]:
-    return [p.detach().clone().numpy() for p in policy.sampler.parameters()]
+    return [p.detach().clone().float().cpu().numpy() for p in policy.sampler.parameters()]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Every head of a reward model and a critic against plain transformers or torch, alone, batched, and after a swap."""
 
+import functools
 import hashlib
 import json
 import re
@@ -28,6 +29,7 @@ from tests.support.settings import trainer_section
 
 TOLERANCE = 1e-5
 CAUSAL = {"llama": True, "qwen2": True, "gpt2": True, "opt": True, "gptj": True, "bert": False, "deberta-v3": False}
+near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE)
 quiet_transformers()
 
 
@@ -141,9 +143,9 @@ def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
         together = reward.score(MIXED)
         assert (together.dtype, together.shape) == (np.float32, right.shape)
         assert np.ptp(right) > 20 * TOLERANCE  # a constant would pass for anything
-        np.testing.assert_allclose(together, right, atol=TOLERANCE)
-        np.testing.assert_allclose(reward.score(MIXED, POSITIONS), right, atol=TOLERANCE)
-        np.testing.assert_allclose(np.concatenate([reward.score([row]) for row in MIXED]), right, atol=TOLERANCE)
+        near(together, right)
+        near(reward.score(MIXED, POSITIONS), right)
+        near(np.concatenate([reward.score([row]) for row in MIXED]), right)
     before = served.score(MIXED)
     if kind != "mixtral":  # its experts are stored one by one, and only transformers knows how to join them
         for slow in ("load_token_model", "load_classifier"):
@@ -170,7 +172,7 @@ def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved
     is_pooled = critic.note.endswith("has its own pooling: the value head starts at 0")
     assert is_pooled == (kind in ("bert", "deberta-v3", "roberta", "attributes, weighted"))
     zero = np.full_like(expected[:, :1], -critic.mean / critic.std)
-    np.testing.assert_allclose(last_values(critic), zero if is_pooled else expected, atol=TOLERANCE)
+    near(last_values(critic), zero if is_pooled else expected)
     folder = saved(critic, tmp_path / "1")
     for again in (load_critic(folder), critic.with_weights(folder)):
         np.testing.assert_array_equal(last_values(again), last_values(critic))
@@ -196,8 +198,8 @@ def test_the_last_token_is_at_length_minus_1_also_where_it_is_the_padding_id(tmp
     row = MIXED[4].copy()
     row[5 if at == "inside" else -1] = 0
     score = model.get_submodule("score")(hidden_states(model.base_model, row)).detach().numpy()
-    np.testing.assert_allclose(load_reward(tmp_path).score([*MIXED, row])[-1], score[-1], atol=TOLERANCE)
-    np.testing.assert_allclose(directly(model, row), score[-1 if at == "inside" else -2], atol=TOLERANCE)
+    near(load_reward(tmp_path).score([*MIXED, row])[-1], score[-1])
+    near(directly(model, row), score[-1 if at == "inside" else -2])
     assert abs(score[-2, 0] - score[-1, 0]) > 1e-3
 
 
@@ -300,7 +302,7 @@ def test_causality_is_measured_and_without_a_mask_the_values_are_those_under_hug
         expected = head(hidden)[..., 0].cpu()
     body.register_forward_pre_hook(lambda _, args, given: seen.append(given.get("attention_mask")), with_kwargs=True)
     for values, theirs, length in zip(critic.values(MIXED), expected, lengths, strict=True):
-        np.testing.assert_allclose(values, theirs[:length], atol=TOLERANCE)
+        near(values, theirs[:length])
     masks = [mask if mask is None else int(mask.sum()) for mask in seen]
     assert masks == [None if is_causal else int(lengths.sum())]
     training = critic.forward(ids, attention)
@@ -318,7 +320,7 @@ def test_a_saved_critic_is_an_ordinary_checkpoint(tmp_path: Path, family: str):
     model, report = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
     assert not [*report["missing_keys"], *report["unexpected_keys"]]
     for values, row in zip(critic.values(MIXED), MIXED, strict=True):
-        np.testing.assert_allclose(values, (directly(model.eval(), row)[:, 0] - 0.5) / 2, atol=TOLERANCE)
+        near(values, (directly(model.eval(), row)[:, 0] - 0.5) / 2)
     assert json.loads((folder / "config.json").read_text())["architectures"] == [type(model).__name__]
 
 

@@ -4,6 +4,7 @@ The server's module is the stand-in among the tests: which forward pass runs wit
 outside.
 """
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -26,12 +27,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs, training_inputs
 from scoring_rig import started
+from served_model import served_model
 from triton_python_backend_utils import InferenceResponse, Request
 
 from rlhf_triton.python_backend.serving import scheduling
 from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
 from rlhf_triton.store.journal_entry import Result
-from rlhf_triton.tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
+from rlhf_triton.tools.render_configs import render_configs
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import (
     AFTER_CRITIC,
@@ -565,30 +567,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> L
 @pytest.fixture(scope="module")
 def models(run: LiveRun) -> Iterator[dict[str, Any]]:
     """Each model, loaded from its rendered configuration into this process."""
-    interval = sys.getswitchinterval()
-    loaded: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for model, text in render_configs(run.config).items():
-            if model in ENSEMBLES:
-                continue
-            module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
-            for importer in (
-                module,
-                importlib.import_module("rlhf_triton.python_backend.serving.torch_scoring"),
-            ):  # it cannot be taken back
-                patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
-            config = parse_config(model, text)
-            declared = {output.name for output in config.output} - {UNNAMED}
-            assert declared == set(OUTPUTS[model]), model
-            loaded[model] = module.TritonPythonModel()
-            parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
-            arguments = {"model_config": json.dumps({"name": model, "parameters": parameters})}
-            loaded[model].initialize({**arguments, "model_instance_name": f"{model}_0_0"})
-        assert set(loaded) == set(OUTPUTS)
-        yield loaded
-        for model in loaded.values():
-            getattr(model, "finalize", lambda: None)()
-    sys.setswitchinterval(interval)
+    assert render_configs(run.config).keys() - ENSEMBLES == OUTPUTS.keys()
+    with contextlib.ExitStack() as stack:
+        yield {model: stack.enter_context(served_model(run.config, model)) for model in OUTPUTS}
 
 
 def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:

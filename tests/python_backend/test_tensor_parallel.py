@@ -63,7 +63,7 @@ def outputs(model: Any) -> np.ndarray:
     """All outputs of a forward pass over `ROWS`, in one array."""
     if isinstance(model, CriticModel):
         return np.concatenate(model.values(ROWS, 32))
-    return np.concatenate(model.score(ROWS, 32) if hasattr(model, "score") else model.logprobs(ROWS, 32))
+    return np.concatenate(model.score(ROWS, 32) if hasattr(model, "score") else model.launch(ROWS, 32)())
 
 
 def assert_same(ranks: ServingRanks, split: Any, whole: Any) -> None:

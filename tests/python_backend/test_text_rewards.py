@@ -5,6 +5,7 @@ The oracle is transformers: its text classification pipeline, or a plain forward
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ REPLY = "Good day."
 LONG = " ".join(TEXTS)
 WORDS = LONG.split()
 families = pytest.mark.parametrize("family", CHATS)
+near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE, rtol=0)
 quiet_transformers()
 
 
@@ -107,6 +109,11 @@ def classify(folder: Path, texts: list[Any]) -> list[float]:
     return [found["score"] for found in classifier(texts, **settings)]
 
 
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text without special tokens."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 @torch.no_grad()
 def score_ids(folder: Path, ids: list[int]) -> float:
     """What the pipeline's model says of ids that the tokenizer's own chat template gave."""
@@ -125,9 +132,9 @@ def test_a_text_scores_as_in_the_pipeline_and_without_special_tokens_as_in_the_r
     texts = [*TEXTS, "y", *([] if family == "qwen2" else [""])]
     rows, rewards = score(tmp_path, texts)
     assert rows == [tokenizer(text)["input_ids"] for text in texts]
-    np.testing.assert_allclose(rewards, classify(tmp_path, texts), atol=TOLERANCE, rtol=0)
+    near(rewards, classify(tmp_path, texts))
     bare, scores = score(tmp_path, TEXTS[:1], add_special_tokens=False)
-    assert bare == [tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]]
+    assert bare == [plain_ids(tokenizer, TEXTS[0])]
     assert not {*tokenizer.all_special_ids} & {*bare[0]}
     assert (abs(rewards[0] - scores[0]) > TOLERANCE) == (family != "qwen2")
     model = load_reward(tmp_path)
@@ -144,7 +151,7 @@ def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
     assert rows[0] == rows[1] == (templated if own else tokenizer(rendered)["input_ids"])
     expected = score_ids(tmp_path, templated) if own else classify(tmp_path, [rendered])[0]
     plain = classify(tmp_path, ["No chat."])[0]
-    np.testing.assert_allclose(rewards, [expected, expected, plain], atol=TOLERANCE, rtol=0)
+    near(rewards, [expected, expected, plain])
     assert rows == score(tmp_path, [rendered, rendered, "No chat."])[0]  # or rendered by the client
 
 
@@ -175,9 +182,7 @@ def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
         with pytest.raises(ContractError, match=r"sentences\[0\]: \d+ (tokens|characters), the model takes 64"):
             read(tmp_path, [huge[0]], takes_pairs=True, text_pairs=texts_array([huge[1]]))
     given = [{"text": first, "text_pair": second} for first, second in pairs]
-    np.testing.assert_allclose(
-        model.score(tokens, types=types)[:, 0], classify(tmp_path, given), atol=TOLERANCE, rtol=0
-    )
+    near(model.score(tokens, types=types)[:, 0], classify(tmp_path, given))
 
 
 @pytest.mark.parametrize("head", ["reward", "critic"])
@@ -266,12 +271,12 @@ def test_a_padding_token_that_ends_texts_is_skipped_as_in_the_pipeline(tmp_path:
     texts = [*TEXTS, "", "</s></s>"]
     rows, rewards = score(tmp_path, texts)
     assert rows[0] == tokenizer(texts[0])["input_ids"][:-1]
-    np.testing.assert_allclose(rewards, classify(tmp_path, texts), atol=TOLERANCE, rtol=0)
+    near(rewards, classify(tmp_path, texts))
     bare = [texts[0], f"{texts[0]}</s>", f"{texts[0]}</s></s>"]  # the pipeline's model skips padding of any origin
     kept, rewards = score(tmp_path, bare, add_special_tokens=False)
-    assert kept == [tokenizer(texts[0], add_special_tokens=False)["input_ids"]] * 3
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in bare]
-    np.testing.assert_allclose(rewards, [score_ids(tmp_path, row) for row in ids], atol=TOLERANCE, rtol=0)
+    assert kept == [plain_ids(tokenizer, texts[0])] * 3
+    ids = [plain_ids(tokenizer, text) for text in bare]
+    near(rewards, [score_ids(tmp_path, row) for row in ids])
     assert [load_reward(tmp_path, pooling=each).skipped_pad_id for each in ("last", "mean")] == [None, None]
 
 
@@ -352,9 +357,7 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path):
     assert dropped_ids(loaded) == {*ids}
     assert reply_text(loaded, reply) == "<think>Good day.<|im_start|>"
     parts = "<think>A.<|im_end|><|im_start|>B.</s><pad>"  # as of gpt-oss, where <|end|> also ends a part of a reply
-    assert reply_text(loaded, tokenizer(f"{parts}.<|return|><|im_end|>", add_special_tokens=False)["input_ids"]) == (
-        f"{parts}."
-    )
+    assert reply_text(loaded, plain_ids(tokenizer, f"{parts}.<|return|><|im_end|>")) == f"{parts}."
 
 
 @families
@@ -368,7 +371,7 @@ def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, fami
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.pad_token_id == token in tokenizer.all_special_ids
     text = f"the {pad} the {pad} words"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = plain_ids(tokenizer, text)
     assert reply_text(tokenizer, ids) == tokenizer.decode(ids)
     special = special_tokens(tokenizer, 7)
     assert token not in special.banned_ids
@@ -433,10 +436,6 @@ def serve() -> Iterator[Callable[..., Ask]]:
 def logits(kind: Any, folder: Path, ids: list[int]) -> torch.Tensor:
     """transformers' own outputs `[S, A]` of one row."""
     return kind.from_pretrained(str(folder), dtype=torch.float32).eval()(input_ids=torch.tensor([ids])).logits[0]
-
-
-def near(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
 
 
 def assert_refused(ask: Ask, cases: list[tuple[dict[str, Any], str]]) -> None:
@@ -516,9 +515,9 @@ def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path):
 
 def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tuple[list[int], list[int]]:
     """Ids and the labelled positions, as TRL's PRMTrainer makes them of prompt, completions and separator."""
-    ids, labelled = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]], []
+    ids, labelled = [tokenizer.bos_token_id, *plain_ids(tokenizer, prompt)], []
     for step in steps:
-        ids += tokenizer(step, add_special_tokens=False)["input_ids"]
+        ids += plain_ids(tokenizer, step)
         ids += tokenizer.encode(separator, add_special_tokens=False)
         labelled.append(len(ids) - 1)
     return ids, labelled
@@ -552,8 +551,8 @@ def test_steps_of_a_chat_begin_as_its_template_does(
     messages = CHAT if per_token else MESSAGES
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=not per_token, return_dict=False)
     if not per_token:
-        ids += tokenizer(REPLY, add_special_tokens=False)["input_ids"]
-        ids += tokenizer(process["separator"], add_special_tokens=False)["input_ids"]
+        ids += plain_ids(tokenizer, REPLY)
+        ids += plain_ids(tokenizer, process["separator"])
     near(got["step_rewards"][0, -1], logits(AutoModelForTokenClassification, tmp_path, ids)[-1, 0])
 
 
@@ -681,4 +680,4 @@ def test_checkpoints_that_score_no_tokens(tmp_path: Path):
         load_process_reward(tmp_path / "three")
     weighted = load_process_reward(tmp_path / "three", attribute_weights=[-1, 0, 1])
     own = logits(AutoModelForTokenClassification, tmp_path / "three", [5, 6, 7]).numpy()
-    near(weighted.token_scores([np.asarray([5, 6, 7])])[0], own[:, 2] - own[:, 0])
+    near(weighted.launch_token_scores([np.asarray([5, 6, 7])])()[0], own[:, 2] - own[:, 0])

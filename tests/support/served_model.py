@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.tools.render_configs import MODULES, parse_config, render_configs
+from rlhf_triton.tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
 
 
 @contextlib.contextmanager
@@ -19,10 +19,12 @@ def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
     interval = sys.getswitchinterval()
     rendered = parse_config(model, render_configs(config)[model])
     parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
-    served = importlib.import_module(MODULES[model]).TritonPythonModel()
+    module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
+    served = module.TritonPythonModel()
     with pytest.MonkeyPatch.context() as patch:
         torch_scoring = importlib.import_module("rlhf_triton.python_backend.serving.torch_scoring")
-        patch.setattr(torch_scoring, "keep_freed_memory", lambda: None)  # it cannot be taken back
+        for importer in (module, torch_scoring):  # it cannot be taken back
+            patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
         patch.setattr(torch_scoring.signal, "alarm", lambda seconds: None)  # after the device was lost
         served.initialize(
             {

@@ -1,17 +1,17 @@
-"""One rank of a served model other than rank 0: `python -m <this module> FD PARENT RANK …`.
+"""One rank of a served model other than rank 0.
 
-Follows rank 0, the model's own process, which sends one message per load and per forward pass over the socket `FD`.
-Waits for messages, never in a collective, so a model may be idle for any length of time. Ends when rank 0 ends.
+Runs as `python -m <this module> FD PARENT RANK SIZE THREADS DEVICE RENDEZVOUS`. Follows rank 0, the model's own
+process, which sends one message per load and per forward pass over the socket `FD`. Waits for messages, never in a
+collective, so a model may be idle for any length of time. Ends when rank 0 ends.
 """
 
-import argparse
 import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
     model: Any = None
     try:
         with group.together(), staging(group.device):  # a new thread would start on the first GPU
-            model = load_model(loader, folder, served, {**options, "group": group})
+            model = load_model(loader, folder, served, {**options, "group": group, "device": str(group.device)})
     except Exception:
         if model is not None:
             release(model.model)
@@ -88,29 +88,25 @@ class Rank:
         return self._models[key]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Follow rank 0 until it closes the socket; return 0."""
-    parser = argparse.ArgumentParser("rlhf_triton.python_backend.serving.ranks.process")
-    for name in ("fd", "parent", "rank", "size", "threads"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("device")
-    parser.add_argument("rendezvous", type=Path)
-    args = parser.parse_args(argv)
-    if not die_with_parent(args.parent):  # with rank 0, even while this process is stuck in a collective
-        return 0
+def main() -> None:
+    """Follow rank 0 until it closes the socket."""
+    fd, parent, number, size, threads = map(int, sys.argv[1:6])
+    device, rendezvous = sys.argv[6:]
+    if not die_with_parent(parent):  # with rank 0, even while this process is stuck in a collective
+        return
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
     quiet_transformers()
     keep_freed_memory()
-    torch.set_num_threads(args.threads)
-    connection = Connection(args.fd)
-    rank = Rank(RankGroup(args.rank, args.size, args.device, args.rendezvous))
+    torch.set_num_threads(threads)
+    connection = Connection(fd)
+    rank = Rank(RankGroup(number, size, device, Path(rendezvous)))
     while True:
         try:
             message = json.loads(connection.recv_bytes())
         except EOFError:
-            return 0
+            return
         try:
-            with on_rank(args.rank, args.device, "token_budget"):
+            with on_rank(number, device, "token_budget"):
                 rank.execute(message, connection.recv_bytes)
         except RankOutOfMemory as error:
             connection.send_bytes(str(error).encode())  # rank 0 reports it
@@ -118,4 +114,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,9 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of actor and trainer, run only the tests that take a path of their own on a card."""
+    """Run the tests in `tests/device`, and of all others only those that take a path of their own on a card."""
     given = list(items)
-    items[:] = [i for i in given if i.path.parent.name not in ("actor", "trainer") or i.get_closest_marker("device")]
+    items[:] = [i for i in given if i.path.parent.name == "device" or i.get_closest_marker("device")]
     config.hook.pytest_deselected(items=[item for item in given if item not in items])
 
 
