@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import reward_functions
-from bad_requests import DEFECTS, HANG_S, Answer, Request, bad_requests, grpc_sender, post, send_http
+from bad_requests import DEFECTS, HANG_S, Answer, Request, bad_requests, call, grpc_sender, send_http
 from fake_vllm import FakeVllm
 from gateway_attacks import ATTACKS, GATEWAY_KEY, HEADERS, LEFT_OPEN
 from hypothesis import strategies as st
@@ -92,7 +92,7 @@ class GoodClient:
 
     def _run(self) -> None:
         while not self._end.wait(PAUSE_S):
-            answer = post(*self._request)
+            answer = call(*self._request)
             self.longest_wait_s = max(self.longest_wait_s, answer.seconds)
             self.answers += 1
             if answer.status != "200":

@@ -5,8 +5,10 @@ and processes.
 import contextlib
 import dataclasses
 import json
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,8 +39,6 @@ from rlhf_triton.trainer.publish import initialise_stores
 from tests.support.settings import nested
 
 POSITIONS = 128
-TRAINING_KEY = "open sesame"
-KEY = {"x-triton-training-key": TRAINING_KEY}
 TEXTS = (
     "Return the number of items in the list.",
     "The parser reads a line and returns its words.",
@@ -236,6 +236,14 @@ class LiveRun:
         path = self.config.run.dir / "critic_metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a counter or gauge of the server's; 0 before its first event."""
+        with urllib.request.urlopen(f"http://{self.config.server.metrics_url}/metrics", timeout=120) as answer:
+            text = answer.read().decode()
+        shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        found = re.search(rf"^rlhf_{name}{{{re.escape(shown)}}} (\S+)", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
     def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
         """Return the metrics of updates; wait for that of step `up_to`, which is written after the answer."""
 
@@ -325,14 +333,6 @@ class System:
         """Stop both processes, in parallel."""
         with ThreadPoolExecutor(2) as executor:
             list(executor.map(stop_process, (self.sidecar, self.server)))
-
-
-@dataclasses.dataclass
-class FinishedRun(System):
-    """A system on which an actor has run to its end."""
-
-    exit_code: int
-    actor_log: str
 
 
 def start_system(run: LiveRun) -> System:
