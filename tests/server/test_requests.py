@@ -14,10 +14,8 @@ from bad_requests import call
 from bare_client import Refused, ask, ask_all
 from live_system import (
     POSITIONS,
-    Checkpoints,
     System,
-    direct_rewards,
-    direct_values,
+    assert_answer,
     identity,
     random_rows,
     reload_model,
@@ -34,7 +32,6 @@ from rlhf_triton.store.control_key import GRPC_HEADER, HEADER, control_key
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
-TOLERANCE = 1e-5
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
 NUM_CONCURRENT = 64
 TIMEOUT_S = 120.0
@@ -49,24 +46,18 @@ def mixed_rows(count: int, *, seed: int, longest: int = 128) -> list[np.ndarray]
     return random_rows(np.random.default_rng(seed).integers(1, longest + 1, count).tolist(), seed=seed)
 
 
-def assert_scores(system: System, checkpoints: Checkpoints, rows: list[np.ndarray], answers: list[Any]) -> None:
-    """`answers[i]` are the outputs of row i, padded to any S: the values are those of the version that it names."""
+def assert_scores(system: System, rows: list[np.ndarray], answers: list[Any]) -> None:
+    """`answers[i]` are the outputs of row i, padded to any S."""
     assert not [answer for answer in answers if isinstance(answer, Refused)]
-    versions = [int(answer["weights_version"][0, 0]) for answer in answers]
-    rewards = np.asarray([answer["rewards"][0, 0] for answer in answers])
-    np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
-    direct = {version: direct_values(system.run.store.folder(version), rows) for version in {*versions}}
-    for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
-        expected = direct[versions[i]][i]
-        np.testing.assert_allclose(answer["values"][0, : row.size], expected, atol=TOLERANCE, rtol=0)
-        assert not answer["values"][0, row.size :].any()
+    for row, answer in zip(rows, answers, strict=True):
+        assert_answer(system.run, [row], answer)
 
 
-def test_rows_score_equally_alone_and_padded_in_one_request(live: System, checkpoints: Checkpoints):
+def test_rows_score_equally_alone_and_padded_in_one_request(live: System):
     rows = random_rows(LENGTHS, seed=1)
     answers = [ask(live.run.url, CRITIC_INFER, scoring_inputs([row])) for row in rows]
     assert [answer["values"].shape for answer in answers] == [(1, row.size) for row in rows]
-    assert_scores(live, checkpoints, rows, answers)
+    assert_scores(live, rows, answers)
     rows = random_rows(LENGTHS[::-1], seed=2)
     answer = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows, width=140))  # wider than the model's 128 positions
     assert {name: (array.shape, array.dtype) for name, array in answer.items()} == {
@@ -75,11 +66,10 @@ def test_rows_score_equally_alone_and_padded_in_one_request(live: System, checkp
         "values": ((12, 140), np.float32),
         "weights_version": ((12, 1), np.int64),
     }
-    by_row = [{name: array[i : i + 1] for name, array in answer.items()} for i in range(len(rows))]
-    assert_scores(live, checkpoints, rows, by_row)
+    assert_answer(live.run, rows, answer)
 
 
-def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, checkpoints: Checkpoints):
+def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System):
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = {model: settled_statistics(control, model) for model in (REWARD_MODEL, CRITIC)}
@@ -90,11 +80,10 @@ def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, che
         alone = ask_all(live.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
         assert mean_batch(between, settled_statistics(control, REWARD_MODEL)) > 2
     assert between.inference_count - before[REWARD_MODEL].inference_count == NUM_CONCURRENT
-    assert_scores(live, checkpoints, rows, answers)
-    rewards = [answer["rewards"][0, 0] for answer in alone if not isinstance(answer, Refused)]
-    np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
+    assert_scores(live, rows, answers)
+    assert_scores(live, rows, alone)
     mixed = [scoring_inputs([row]) if i % 2 else {"tokens": row[None]} for i, row in enumerate(rows)]
-    assert_scores(live, checkpoints, rows, ask_all(live.run.url, [(CRITIC_INFER, inputs) for inputs in mixed]))
+    assert_scores(live, rows, ask_all(live.run.url, [(CRITIC_INFER, inputs) for inputs in mixed]))
 
 
 def mean_batch(before: Any, after: Any) -> float:
@@ -139,7 +128,7 @@ def test_full_queue_and_passed_deadline_are_503(live: System):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_nemo_aligners_requests_work_unchanged(live: System, checkpoints: Checkpoints):
+def test_nemo_aligners_requests_work_unchanged(live: System):
     """PyTriton's FuturesModelClient. Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1."""
 
     def client(model: str) -> FuturesModelClient:  # one per endpoint; PyTriton warns where little of 60 s is left
@@ -158,7 +147,7 @@ def test_nemo_aligners_requests_work_unchanged(live: System, checkpoints: Checkp
         assert reward.infer_batch(sentences=sentences).result(timeout=TIMEOUT_S)["rewards"].shape == (2, 1)
     for rows, answer in zip(batches, answers, strict=True):
         assert (answer["rewards"].shape, answer["values"].shape) == ((4, 1), (4, width))
-        assert_scores(live, checkpoints, rows, [{k: v[i : i + 1] for k, v in answer.items()} for i in range(4)])
+        assert_answer(live.run, rows, answer)
     assert (trained["loss_mean"].shape, trained["loss_mean"].dtype) == ((1,), np.float32)
     assert np.isfinite(trained["loss_mean"]).all()
     assert saved["status"].tolist() == [0]
@@ -207,7 +196,7 @@ BAD_SCORING = [
 ]
 
 
-def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoints):
+def test_a_bad_scoring_request_fails_alone(live: System):
     """Sent at once with good rows, so that they share batches."""
     rows = random_rows(range(3, 35), seed=6)
     bad = [(CRITIC_INFER, arrays) for arrays, _ in BAD_SCORING]
@@ -215,10 +204,7 @@ def test_a_bad_scoring_request_fails_alone(live: System, checkpoints: Checkpoint
     for answer, (_, sentence) in zip(answers[: len(bad)] + answers[-len(bad) :], BAD_SCORING * 2, strict=True):
         assert isinstance(answer, Refused)
         assert (answer.code, sentence in answer.message) == ("400", True), (sentence, answer.message)
-    good = answers[len(bad) : -len(bad)]
-    assert not [answer for answer in good if isinstance(answer, Refused)]
-    found = [answer["rewards"][0, 0] for answer in good]
-    np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE)
+    assert_scores(live, rows, answers[len(bad) : -len(bad)])
 
 
 def test_within_critic_infer_a_demanded_version_is_the_critics_and_not_the_rewards(live: System):

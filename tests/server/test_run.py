@@ -46,7 +46,6 @@ from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import load_config
 from rlhf_triton.critic_client import CriticClient
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.journal import Entry
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
@@ -266,9 +265,6 @@ def test_the_critics_client_and_the_example_that_trains_with_it(
 # ---- a run with a served reference, spans and lines of JSON ----
 
 
-REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-
-
 @dataclasses.dataclass
 class Served(System):
     """The run of `live` but for its reference and its lines: three PPO steps."""
@@ -326,16 +322,6 @@ def test_one_trace_leads_from_the_step_to_the_reload(served: Served):
         assert not any(span.failed for span in spans)
     assert len({span.trace for span in served.received.named("step")}) == 3
     assert len(served.received.named("validation")) == 2
-
-
-def test_a_repeated_step_may_belong_to_another_trace(live: System):
-    """The context is stored with the journal's entry, but it is not content that a repeat must share."""
-    step = live.run.next_step()
-    request = {**training_inputs(seed=1), **identity("test", step)}
-    contexts = (REMOTE, REMOTE.replace("a", "c"), "malformed")
-    answers = [ask(live.run.url, CRITIC_TRAIN, request, headers={"traceparent": each}) for each in contexts]
-    assert len({int(answer["weights_version"][0]) for answer in answers}) == 1
-    assert live.run.journal.traceparent(Entry(step, 0, "train")) == REMOTE
 
 
 # ---- the reference ----

@@ -2,8 +2,11 @@
 and processes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import signal
@@ -22,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -36,9 +40,11 @@ from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
 from rlhf_triton.trainer.publish import initialise_stores
+from rlhf_triton.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 from tests.support.settings import nested
 
 POSITIONS = 128
+TOLERANCE = 1e-5  # of what a server computes
 TEXTS = (
     "Return the number of items in the list.",
     "The parser reads a line and returns its words.",
@@ -129,33 +135,42 @@ def make_checkpoints(folder: Path) -> Checkpoints:
 # ---- expected outputs: transformers' own forward pass ----
 
 
-def by_length(rows: Sequence[np.ndarray]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """The rows of each length, which share a forward pass without padding: their positions and `[n, length]`."""
-    for length in sorted({row.size for row in rows}):
-        found = [i for i, row in enumerate(rows) if row.size == length]
-        yield found, torch.from_numpy(np.stack([rows[i] for i in found]))
+@functools.cache
+def loaded(kind: type[PreTrainedModel], folder: Path) -> Any:
+    return kind.from_pretrained(str(folder), dtype=torch.float32).eval()
+
+
+@functools.cache
+def logits_of(kind: type[PreTrainedModel], folder: Path, row: bytes) -> torch.Tensor:
+    """The logits of a row of tokens, without padding."""
+    with torch.no_grad():
+        return loaded(kind, folder)(input_ids=torch.frombuffer(bytearray(row), dtype=torch.int64)[None]).logits[0]
 
 
 def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
     """Return rewards `[B]` of transformers' own forward pass without padding, standardised as in the checkpoint."""
-    model = LlamaForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
-    constants = model.config.reward_standardization
-    scores = np.empty(len(rows))
-    with torch.no_grad():
-        for found, tokens in by_length(rows):
-            scores[found] = model(input_ids=tokens).logits[:, 0].numpy()
-    return (scores - constants["mean"]) / constants["std"]
+    constants = loaded(LlamaForSequenceClassification, folder).config.reward_standardization
+    scores = [float(logits_of(LlamaForSequenceClassification, folder, row.tobytes())) for row in rows]
+    return (np.asarray(scores) - constants["mean"]) / constants["std"]
 
 
 def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the values `[length_i]` of each row by transformers' own forward pass without padding."""
-    model = LlamaForTokenClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
-    values = [np.empty(0, np.float32)] * len(rows)
-    with torch.no_grad():
-        for found, tokens in by_length(rows):
-            for i, row in zip(found, model(input_ids=tokens).logits[:, :, 0].numpy(), strict=True):
-                values[i] = row
-    return values
+    return [logits_of(LlamaForTokenClassification, folder, row.tobytes())[:, 0].numpy() for row in rows]
+
+
+def assert_answer(run: LiveRun, rows: Sequence[np.ndarray], answer: Mapping[str, np.ndarray]) -> None:
+    """The answer has values and rewards of one version of each model, which it names; or only some of these."""
+    if VALUES in answer:
+        (version,) = {*answer[WEIGHTS_VERSION].ravel().tolist()}
+        direct = direct_values(run.store.folder(version), rows)
+        for row, ours, expected in zip(rows, answer[VALUES], direct, strict=True):
+            np.testing.assert_allclose(ours[: row.size], expected, atol=TOLERANCE, rtol=0)
+            assert not ours[row.size :].any()
+    if REWARDS in answer:
+        (version,) = {*answer[REWARD_VERSION].ravel().tolist()}
+        expected = direct_rewards(run.reward_store.folder(version), rows)
+        np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=TOLERANCE, rtol=0)
 
 
 def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
@@ -205,6 +220,11 @@ class LiveRun:
     def store(self) -> WeightsStore:
         """The critic's versions."""
         return WeightsStore(self.config.run.weights_dir)
+
+    @property
+    def reward_store(self) -> WeightsStore:
+        """The versions of a live reward model."""
+        return WeightsStore(self.config.run.reward_weights_dir)
 
     @property
     def journal(self) -> Journal:
@@ -411,7 +431,7 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
         if time.monotonic() > deadline:
             logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
             raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def validations_of(folder: Path) -> list[Any]:
