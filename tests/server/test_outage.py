@@ -97,8 +97,8 @@ def pair(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Pair]:
     made = Pair(tmp_path, checkpoints)
     yield made
     made.system.sidecar.process.kill()  # it would wait for the servers, which are gone
-    for server in made.servers.values():
-        stop_process(server)
+    for child in (made.system.sidecar, *made.servers.values()):
+        stop_process(child)
 
 
 def train(run: LiveRun, step: int) -> int:

@@ -27,8 +27,9 @@ from live_system import (
     training_inputs,
     wait_for,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sidecar_rig import Rig
+from tiny_checkpoints import add_tensors
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.control_plane import ControlPlane
@@ -61,19 +62,6 @@ def assert_serves(run: LiveRun, version: int) -> np.ndarray:
     assert answer[WEIGHTS_VERSION][0, 0] == version
     assert_answer(run, ROWS, answer)
     return answer[VALUES]
-
-
-def changed(run: LiveRun, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """The checkpoint of version 0 with other weights."""
-    shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def publish(run: LiveRun, folder: Path, *overrides: str) -> int:
-    return main(["publish", "--model", "reward", "--config", str(run.path), str(folder), *overrides])
 
 
 @pytest.fixture
@@ -149,8 +137,9 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
             if i == 1:
                 ask(run.url, CRITIC_SAVE, {"dummy_var": np.zeros(1, np.int64)})
                 wait_for(lambda: num_saves() > saves)
-                new = changed(run, tmp_path / "new", lambda tensors: tensors["score.weight"].mul_(1.5))
-                assert publish(run, new) == 0
+                new = Path(shutil.copytree(run.config.reward.model, tmp_path / "new"))
+                add_tensors(new, {"score.weight": 1.5 * load_file(new / WEIGHTS_FILE)["score.weight"]})
+                assert main(["publish", "--model", "reward", "--config", str(run.path), str(new)]) == 0
                 wait_for(lambda: run.reward_store.current() in rewards.versions(name=REWARD_VERSION))
     assert (len(load.versions()) > NUM_STEPS, len(rewards.versions(name=REWARD_VERSION))) == (True, 2)
     for each, rows in ((load, ROWS), (large, many), (rewards, ROWS)):

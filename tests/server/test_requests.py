@@ -288,18 +288,18 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("model", NUMBERS)
-def test_training_needs_the_key(live: System, training_key: str, model: str):
+def test_training_and_saving_need_the_key(live: System, training_key: str):
     """In a header, which may be spelled as HTTP allows; scoring needs none."""
-    arrays = GOOD if model == CRITIC_TRAIN else SAVE
     before = live.run.journal.last_step()
-    for headers in ({}, {"x-triton-training-key": "open barley"}):
-        with pytest.raises(Refused, match="HTTP 400: header x-triton-training-key: missing or wrong"):
-            ask(live.run.url, model, arrays, headers=headers)
-    body = {"parameters": {"x-triton-training-key": 5}, "inputs": [NUMBERS[model]]}
-    assert "header x-triton-training-key: missing or wrong" in refused_json(live, model, body, {})
+    for model, arrays in ((CRITIC_TRAIN, GOOD), (CRITIC_SAVE, SAVE)):
+        for headers in ({}, {"x-triton-training-key": "open barley"}):
+            with pytest.raises(Refused, match="HTTP 400: header x-triton-training-key: missing or wrong"):
+                ask(live.run.url, model, arrays, headers=headers)
+        body = {"parameters": {"x-triton-training-key": 5}, "inputs": [NUMBERS[model]]}
+        assert "header x-triton-training-key: missing or wrong" in refused_json(live, model, body, {})
+        with pytest.raises(Refused, match="this critic belongs to run 'test'"):  # with the key, content is looked at
+            ask(live.run.url, model, {**arrays, **OTHER_RUN}, headers={"X-Triton-Training-Key": training_key})
     assert live.run.journal.last_step() == before
-    ask(live.run.url, model, arrays, headers={"X-Triton-Training-Key": training_key})
     assert ask(live.run.url, CRITIC_INFER, ROW)["rewards"].shape == (1, 1)
 
 
