@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from small_disk import small_disk
 
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
-from rlhf_triton.client.control_plane import ControlPlaneError, ModelServers
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelServers
 from rlhf_triton.config import load_config
 from rlhf_triton.digests import digest_of
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
@@ -169,9 +168,8 @@ def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
 
 def num_answered(run: LiveRun, model: str) -> int:
     """Requests that a server has answered, by its own count."""
-    with urllib.request.urlopen(f"http://{run.url}/v2/models/{model}/stats", timeout=120) as answer:
-        (stats,) = json.load(answer)["model_stats"]
-    return int(stats["inference_stats"]["success"]["count"])
+    with ControlPlane(run.config.server.grpc_url) as control:
+        return control.statistics(model).success_count
 
 
 @pytest.mark.slow

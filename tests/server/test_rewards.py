@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane
-from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.render_configs import parse_config, render_configs
 from rlhf_triton.wire.contract import (
     CRITIC_INFER,
@@ -77,7 +77,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     folder = tmp_path_factory.mktemp("mixed")
     prompts = folder / "prompts.jsonl"
     lines = [{"text": " ".join(text.split()[:3]), "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(prompts, lines)
     actor = {"prompts_path": str(prompts), "validation_prompts": str(prompts), "steps": 2, "max_failed_fraction": 0.25}
     ours = dataclasses.replace(
         checkpoints,

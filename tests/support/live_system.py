@@ -34,7 +34,7 @@ from rlhf_triton.config import ActorSection, RunConfig, TrainerSection, load_con
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.control_key import GRPC_HEADER, control_key
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server.child import Child
@@ -121,7 +121,7 @@ def make_checkpoints(folder: Path) -> Checkpoints:
     """Write all the checkpoints and prompts that a run needs."""
     ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"text": " ".join(text.split()[:3])}) + "\n" for text in TEXTS))
+    write_jsonl(prompts, ({"text": " ".join(text.split()[:3])} for text in TEXTS))
     return Checkpoints(
         make_checkpoint(folder / "reward", "reward", ours, seed=1),
         make_checkpoint(folder / "critic", "critic", ours, seed=2),
@@ -188,17 +188,16 @@ def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict
     return {"tokens": tokens, "sequence_lengths": np.asarray([[row.size] for row in rows], np.int64)}
 
 
-def training_inputs(*, seed: int, rows: int = 4, width: int = 12, **changes: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a padded training payload: tokens [N, S]; returns, prev_values, mask [N, S-1]."""
+def training_inputs(*, seed: int, width: int = 12) -> dict[str, np.ndarray]:
+    """Return a padded training payload of four rows: tokens [4, S]; returns, prev_values, mask [4, S-1]."""
     generator = np.random.default_rng(seed)
-    shape = (rows, width - 1)
-    payload = {
-        "tokens": generator.integers(0, 100, (rows, width), dtype=np.int64),
+    shape = (4, width - 1)
+    return {
+        "tokens": generator.integers(0, 100, (4, width), dtype=np.int64),
         "returns": generator.normal(size=shape).astype(np.float32),
         "prev_values": generator.normal(size=shape).astype(np.float32) * 0.1,
         "mask": np.ones(shape, np.float32),
     }
-    return {**payload, **changes}
 
 
 def identity(run_id: str, step: int) -> dict[str, np.ndarray]:

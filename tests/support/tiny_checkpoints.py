@@ -1,6 +1,7 @@
 """Random Hugging Face checkpoints of a few thousand weights, one of each family, made in milliseconds."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,14 @@ def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels
     """Save a checkpoint of `family` (a key of [MORE_]CONFIGS or MIXTURES) with `head` (of HEADS); return the model."""
     sizes = {**CONFIGS, **MORE_CONFIGS, **MIXTURES}[family]
     given = {"model_type": family.replace("-", "_"), "pad_token_id": 0, **sizes, **settings, "num_labels": num_labels}
+    return save_random(folder, lambda: HEADS[head].from_config(AutoConfig.for_model(**given)), seed=seed)
+
+
+def save_random(folder: Path, make: Callable[[], Any], *, seed: int = 0) -> Any:
+    """Save a new model with random weights; return it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = HEADS[head].from_config(AutoConfig.for_model(**given))
+        model = make()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.eval().save_pretrained(folder)
