@@ -50,9 +50,8 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
 from rlhf_triton.tools.server.health import is_alive
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(

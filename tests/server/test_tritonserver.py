@@ -118,24 +118,24 @@ FORK = multiprocessing.get_context("fork")
 
 
 def claim(section: ServerSection, connection: Connection) -> None:
-    """Claim ports in a process of its own until the other side says so; send what comes of it."""
+    """Claim ports until the process ends; send what comes of it."""
     try:
         check_ports(section)
         connection.send("claimed")
     except ServerStartError as error:
         connection.send(str(error))
-    connection.poll(None)
+    signal.pause()
 
 
 @contextlib.contextmanager
 def claiming(*ports: int, host: str = "127.0.0.1") -> Iterator[str]:
-    """Yield what another process says that claims the ports until the block ends."""
+    """Yield what another process says that claims the ports until the block ends, or this process does."""
     section = ServerSection(host=host, **dict(zip(PORT_KEYS, ports, strict=True)))
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=claim, args=[section, theirs])
+    process = FORK.Process(target=claim, args=[section, theirs], daemon=True)
     process.start()
     yield ours.recv()
-    ours.send("end")
+    process.kill()
     process.join()
 
 

@@ -252,8 +252,7 @@ class LiveRun:
 
     def critic_metrics(self) -> list[dict[str, Any]]:
         """Return the sidecar's metrics of its updates and reloads."""
-        path = self.config.run.dir / "critic_metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return read_jsonl(self.config.run.dir / "critic_metrics.jsonl")
 
     def metric(self, name: str, **labels: str) -> float:
         """Return a counter or gauge of the server's; 0 before its first event."""
