@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import gc
 import inspect
-import os
 import random
 import signal
 import sys
+import time
 import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
@@ -50,13 +50,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
     """Kill the processes that a test which fails has started and left, so that no later one finds them."""
-    begin_s = uptime_s()
+    begin_s = time.time() - 1  # psutil knows the second in which the machine started
     try:
         yield
     except BaseException:
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "multiprocessing" not in " ".join(child.cmdline()) and start_s(child) >= begin_s:
+                if "multiprocessing" not in " ".join(child.cmdline()) and child.create_time() >= begin_s:
                     child.kill()
                     child.wait()
         raise
@@ -74,17 +74,6 @@ def pytest_runtest_teardown() -> Iterator[None]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 gc.collect()
-
-
-def uptime_s() -> float:
-    """The clock of `start_s`."""
-    return float(Path("/proc/uptime").read_text().split()[0])
-
-
-def start_s(process: psutil.Process) -> float:
-    """When the process has started, in seconds since the machine has."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(tryfirst=True)

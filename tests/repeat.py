@@ -1,21 +1,19 @@
 """`python tests/repeat.py`: runs `make test` again and again in fresh clones, some beside busy loops, to find luck.
 
-Each Python in turn gets a clone of HEAD with an environment of its own. Run it on an otherwise idle machine. Prints a
-table, and keeps each run's output in `--out`; exits with 1 if any failed.
+Each Python in turn gets a clone of HEAD with an environment of its own. Run it on an otherwise idle machine. Prints
+pytest's last lines of each run, and keeps its output in runs/repeat; exits with 1 if any run failed.
 """
 
 import argparse
 import contextlib
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = "{:<12}{:>4}{:>6}{:>8}{:>8}{:>9}{:>9}  {}"
+OUT = ROOT / "runs" / "repeat"
 
 
 @contextlib.contextmanager
@@ -30,26 +28,14 @@ def busy_loops(number: int) -> Iterator[None]:
             loop.wait()
 
 
-def outcome(output: str) -> tuple[dict[str, int], list[str]]:
-    """Return the counts in pytest's summary, and the names of the tests that failed or had an error."""
-    (*_, last) = ["", *re.findall(r"^.* in [\d.]+s.*$", output, re.MULTILINE)]
-    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last)
-    names = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return {kind.removesuffix("s"): int(number) for number, kind in counts}, names
-
-
 def main() -> int:
     """Run everything; return 1 if any run failed."""
     parser = argparse.ArgumentParser(description="Run `make test` repeatedly, in fresh clones.")
     parser.add_argument("--pythons", nargs="+", default=["python3.10", "python3.11", "python3.12"], metavar="PYTHON")
     parser.add_argument("--runs", type=int, default=5, help="of each Python; default: 5")
-    parser.add_argument("--busy", type=int, default=2, help="of these runs, how many beside busy loops; default: 2")
-    parser.add_argument("--loops", type=int, default=2, help="busy loops beside such a run; default: 2")
-    parser.add_argument("--target", default="test", help="of make; default: test")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "repeat", help="default: runs/repeat")
+    parser.add_argument("--busy", type=int, default=2, help="of these, how many beside two busy loops; default: 2")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    print(ROW.format("python", "run", "busy", "passed", "failed", "skipped", "seconds", "failed tests"), flush=True)
+    OUT.mkdir(parents=True, exist_ok=True)
     failed = False
     for python in args.pythons:
         with tempfile.TemporaryDirectory(prefix="rlhf-repeat-") as folder:
@@ -58,21 +44,14 @@ def main() -> int:
             make = ["make", "-C", str(clone), f"PYTHON={python}"]
             subprocess.run([*make, ".venv/.installed"], check=True, stdout=sys.stderr)
             for run in range(1, args.runs + 1):
-                is_busy, start = run > args.runs - args.busy, time.monotonic()
-                with busy_loops(args.loops if is_busy else 0):
-                    done = subprocess.run(
-                        [*make, args.target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                    )
-                (args.out / f"{Path(python).name}-{run}.txt").write_text(done.stdout)
-                counts, names = outcome(done.stdout)
+                is_busy = run > args.runs - args.busy
+                with busy_loops(2 if is_busy else 0):
+                    done = subprocess.run([*make, "test"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                (OUT / f"{Path(python).name}-{run}.txt").write_text(done.stdout)
                 failed |= done.returncode != 0
-                numbers = [counts.get(kind, 0) for kind in ("passed", "failed", "skipped")]
-                numbers[1] += counts.get("error", 0)
-                said = " ".join(names) or ("-" if done.returncode == 0 else f"make ended with {done.returncode}")
-                seconds = f"{time.monotonic() - start:.0f}"
-                print(
-                    ROW.format(Path(python).name, run, "yes" if is_busy else "no", *numbers, seconds, said), flush=True
-                )
+                said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                said += done.stdout.splitlines()[-1:]  # the numbers, or why make has ended
+                print(f"{python}, run {run}{', busy' if is_busy else ''}:", *said, sep="\n    ", flush=True)
     return int(failed)
 
 

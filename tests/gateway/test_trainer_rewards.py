@@ -6,13 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_reward import FakeReward, gateway
+from http_server import HttpServer
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import Sample, load_function
@@ -105,37 +105,21 @@ def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch,
 def test_the_key_reaches_no_other_address(way: str, ask: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch):
     keys = []
 
-    class Elsewhere(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            if self.server is not elsewhere:
-                self.send_response(302)
-                self.send_header("Location", other)
-            else:
-                keys.append(self.headers["Authorization"])
-                self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    class Elsewhere(HttpServer):
+        def reply(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+            if self is not elsewhere:
+                return 302, {"Location": elsewhere.url}, b""
+            keys.append(headers["Authorization"])
+            return 200, {}, b""
 
-        do_GET = do_POST
-
-    elsewhere, _ = servers = [ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) for _ in range(2)]
-    threads = [threading.Thread(target=server.serve_forever, args=[0.01]) for server in servers]
-    other, url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
     for name in ("no_proxy", "NO_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
-    if way == "http_proxy":
-        monkeypatch.setenv(way, other)
     monkeypatch.setenv("REWARD_GATEWAY_KEY", "sesame")
-    for thread in threads:
-        thread.start()
-    try:
+    with Elsewhere() as elsewhere, Elsewhere() as asked:
+        if way == "http_proxy":
+            monkeypatch.setenv(way, elsewhere.url)
         with pytest.raises(RlhfError, match="302"):
-            ask(url)
-    finally:
-        for server, thread in zip(servers, threads, strict=True):
-            server.shutdown()
-            thread.join()
-            server.server_close()
+            ask(asked.url)
     assert keys == []
 
 

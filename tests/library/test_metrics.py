@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import triton_python_backend_utils as stub
 from prometheus_client.parser import text_string_to_metric_families
-from span_collector import Collector, Span, collector
+from span_collector import Collector, Span
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring import log_lines, tracing
@@ -231,8 +231,9 @@ REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 @pytest.fixture
 def received() -> Iterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
-    with collector() as server:
+    with Collector() as server:
         yield server
+        server.answering.set()
 
 
 def only(spans: list[Span]) -> Span:

@@ -574,9 +574,8 @@ def test_the_text_of_tokens_is_the_one_that_was_sent_beside_them(metadata: dict[
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[ChatServer]:
-    server = ChatServer()
-    yield server
-    server.stop()
+    with ChatServer() as server:
+        yield server
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.python_backend.models.precision import in_float32
 from rlhf_triton.tools import render_configs
-from tests.python_backend.test_models import LIMIT, MODELS, save
+from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.samples import logprobs_of, tokens_of
 from tests.support.settings import actor_section
 
@@ -226,6 +226,22 @@ def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, 
     with pytest.raises(CheckpointError, match=message):
         policy_of(tmp_path, model, length=LAST[model] + 1)
     policy_of(tmp_path, model, length=LAST[model])
+
+
+@models
+def test_a_policy_generates_up_to_its_position_limit(tmp_path: Path, model: str):
+    policy = policy_of(tmp_path, model, length=LIMIT, min_new_tokens=LIMIT - 6)
+    rollout = rows_of(policy.generate(SHORT_PROMPTS, seed=0, greedy=True))
+    assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]
+    together = logprobs_of(policy, rollout)
+    for i, sample in enumerate(rollout):
+        row, length, start = torch.from_numpy(sample.tokens)[None], len(sample.tokens), len(sample.prompt.tokens)
+        mask = torch.arange(length - 1)[None] >= start - 1
+        alone, _ = policy.token_logprobs(policy.model, row, torch.tensor([length]), mask)
+        torch.testing.assert_close(together[i : i + 1, : length - 1], alone.cpu(), atol=TOLERANCE, rtol=0)
+        logits = policy.model(input_ids=row.to(policy.model.device), use_cache=False).logits.cpu()
+        written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*policy.banned_ids, *policy.eos_ids]), -1e9)
+        assert written.argmax(-1).tolist() == row[0, start:].tolist()
 
 
 # ---- tokens that the model has no embedding for ----

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ from live_system import POSITIONS, Checkpoints, LiveRun, make_run, run_actor, st
 from safetensors.numpy import load_file
 
 from rlhf_triton.config import load_config
-from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
@@ -30,7 +29,7 @@ def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", *
     if "agent" in sections.get("environment", {}):
         rows = [{"id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(16)]
     prompts = folder / "rows.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(prompts, rows)
     environment = {
         **({"class": f"{CLASSES}:{name}"} if name else {}),
         "max_turns": 4,

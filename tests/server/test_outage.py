@@ -4,12 +4,12 @@ import json
 import re
 import signal
 import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from bare_client import Refused, ask
 from critic_load import CriticLoad
@@ -25,12 +25,12 @@ from live_system import (
     training_inputs,
     wait_for,
 )
-from server_pair import Pair
 from small_disk import small_disk
 
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
-from rlhf_triton.client.control_plane import ControlPlaneError, ModelServers
+from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelServers
+from rlhf_triton.config import load_config
 from rlhf_triton.digests import digest_of
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
 from rlhf_triton.store.jsonl import read_jsonl
@@ -40,6 +40,7 @@ from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_
 from rlhf_triton.wire.training_payload import train_payload
 
 pytestmark = pytest.mark.timeout(900)
+SUPPORT = Path(__file__).parents[1] / "support"
 ROWS = random_rows([3, 17], seed=0)
 SAVE = {"dummy_var": np.zeros(1, np.int64)}
 
@@ -47,12 +48,56 @@ SAVE = {"dummy_var": np.zeros(1, np.int64)}
 # ---- two servers ----
 
 
+class Pair:
+    """Two tritonservers on one weights store and one journal, with one sidecar; the second is not started yet."""
+
+    def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
+        other = make_run(folder / "second", checkpoints)
+        run = make_run(folder / "first", checkpoints)
+        urls = [run.config.server.grpc_url, other.config.server.grpc_url]
+        run.path.write_text(run.path.read_text().replace("trainer:\n", f"trainer:\n  servers: {urls}\n"))
+        self.run = LiveRun(run.path, load_config(run.path))
+        self.runs = [self.run, other]
+        self.system = start_system(self.run)
+        self.servers = {0: self.system.server}
+        # As on a second machine with the same volume; it uses the repository rendered for the first.
+        for name in ("weights", "journal", "model_repository"):
+            (other.config.run.dir / name).symlink_to(run.config.run.dir / name)
+
+    def start(self, number: int) -> None:
+        """Start a server that is not running; the sidecar still runs."""
+        run = self.runs[number]
+        state = run.config.run.dir / "server.json"
+        state.unlink(missing_ok=True)
+        self.servers[number] = run.start("server", module="serve_rendered", PYTHONPATH=str(SUPPORT))
+        wait_for(state.is_file, self.servers[number], timeout_s=300.0)
+
+    def drain(self, number: int) -> str:
+        """Stop a server as a rolling update does, and start its successor; return what it logged."""
+        server = self.servers[number]
+        assert server.stop(signal.SIGTERM, 120.0) == 0
+        log = server.log_path.read_text()
+        self.start(number)
+        return log
+
+    def kill(self, number: int) -> None:
+        """Kill all processes of a server at once, as if its machine failed."""
+        server = psutil.Process(self.servers[number].process.pid)
+        whole = [server, *server.children(recursive=True)]
+        for process in whole:
+            process.kill()
+        self.servers[number].process.wait()
+        for process in whole:
+            process.wait(120)
+
+
 @pytest.fixture
 def pair(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Pair]:
     made = Pair(tmp_path, checkpoints)
     yield made
-    made.first.sidecar.process.kill()  # it would wait for the servers, which are gone
-    made.stop()
+    made.system.sidecar.process.kill()  # it would wait for the servers, which are gone
+    for child in (made.system.sidecar, *made.servers.values()):
+        stop_process(child)
 
 
 def train(run: LiveRun, step: int) -> int:
@@ -70,24 +115,24 @@ def served(run: LiveRun) -> int:
 def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.CaptureFixture[str]):
     version = train(pair.run, 1)  # the second server is not there yet: it does not hold up the first
     assert served(pair.run) == version
-    pair.start_second()
-    assert served(pair.other) == version, "ready means: serves CURRENT"
+    pair.start(1)
+    assert served(pair.runs[1]) == version, "ready means: serves CURRENT"
     version = train(pair.run, 2)
-    assert [served(run) for run in (pair.run, pair.other)] == [version, version]
+    assert [served(run) for run in pair.runs] == [version, version]
     records = pair.run.store.serving()
     assert len({record.pid for record in records}) == 2
     assert pair.run.critic_updates(up_to=2)[-1]["served_by"] == {record.name: version for record in records}
 
     ask(pair.run.url, CRITIC_SAVE, SAVE)  # and with it a reload through Triton, on both
-    wait_for(lambda: any(line.get("reason") == "save" for line in pair.run.critic_metrics()), pair.first.sidecar)
+    wait_for(lambda: any(line.get("reason") == "save" for line in pair.run.critic_metrics()), pair.system.sidecar)
     line = [line for line in pair.run.critic_metrics() if line.get("reason") == "save"][-1]
     urls = pair.run.config.trainer.servers
     assert line["served_by"] == {url: version for url in urls}
     old = {record.pid for record in records}
-    wait_for(lambda: not old & {record.pid for record in pair.run.store.serving()}, pair.first.sidecar)  # they unload
+    wait_for(lambda: not old & {record.pid for record in pair.run.store.serving()}, pair.system.sidecar)  # they unload
     assert len(pair.run.store.serving()) == 2
 
-    pair.kill_second()
+    pair.kill(1)
     version = train(pair.run, 3)
     assert served(pair.run) == version, "a dead server delays no other"
     outcomes = ModelServers(urls).versions()
@@ -97,8 +142,8 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     assert weights(["ready", *config, "--server", urls[1]]) == 1
     assert "not ready" in capsys.readouterr().out
 
-    pair.first.stop_sidecar()  # after a while it would have the critic loaded anew, for the server that died
-    pair.start_second()
+    pair.system.stop_sidecar()  # after a while it would have the critic loaded anew, for the server that died
+    pair.start(1)
     wait_for(lambda: len(pair.run.store.serving()) == 2)
     assert weights(["ready", *config, "--server", urls[1]]) == 0
     assert weights(["list", *config]) == 0
@@ -123,18 +168,17 @@ def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
 
 def num_answered(run: LiveRun, model: str) -> int:
     """Requests that a server has answered, by its own count."""
-    with urllib.request.urlopen(f"http://{run.url}/v2/models/{model}/stats", timeout=120) as answer:
-        (stats,) = json.load(answer)["model_stats"]
-    return int(stats["inference_stats"]["success"]["count"])
+    with ControlPlane(run.config.server.grpc_url) as control:
+        return control.statistics(model).success_count
 
 
 @pytest.mark.slow
 def test_failover_loses_no_request_and_waits_without_servers(pair: Pair):
     """The first is the one that training goes to; the last one comes back, and is killed again before Ctrl-C."""
-    servers = (pair.run, pair.other)
-    pair.start_second()
-    pair.first.stop_sidecar()
-    pair.first.start_sidecar()
+    servers = pair.runs
+    pair.start(1)
+    pair.system.stop_sidecar()
+    pair.system.start_sidecar()
     before = [num_answered(server, CRITIC_INFER) for server in servers]
     num_updates = sum("loss_mean" in line for line in pair.run.critic_metrics())
     urls = json.dumps([server.url for server in servers])
@@ -158,25 +202,25 @@ def test_failover_loses_no_request_and_waits_without_servers(pair: Pair):
         words("INFO step 2/")
         scored = [num_answered(server, CRITIC_INFER) - old for server, old in zip(servers, before, strict=True)]
         assert min(scored) > 0, "both get requests; how they share is in tests/library/client/test_pool.py"
-        for server, drain in zip(servers, (pair.drain_first, pair.drain_second), strict=True):
-            assert "s: all requests are answered" in drain()
+        for number, server in enumerate(servers):
+            assert "s: all requests are answered" in pair.drain(number)
             words(f"{server.url} is ready again")
         last = steps(2)
         counts = ("failed_requests", "over_budget", "failed_critic_updates", "outages")
         assert [last[f"client/{name}"] for name in counts] == [0, 0, 0, 0]
         about_servers = [line for line in log().splitlines() if "WARNING" in line and "no response ended" not in line]
         assert not about_servers, "a drain costs no request, so there is nothing to warn of"
-        pair.kill_first()
+        pair.kill(0)
         words(f"{pair.run.url} gets no requests until it is ready again")
         assert steps(3)["client/outages"] == 0
-        pair.kill_second()
+        pair.kill(1)
         words("no healthy server; requests wait for one")
-        pair.start_second()
+        pair.start(1)
         words("a server is healthy again after")
         last = steps(2)
         assert (last["client/outages"], last["client/failed_requests"]) == (1, 0)
         assert last["client/outage_seconds"] > 0
-        pair.kill_second()
+        pair.kill(1)
         wait_for(lambda: log().count("no healthy server; requests wait") == 2, actor)
         actor.process.send_signal(signal.SIGINT)
         assert actor.process.wait(120) == 130
@@ -257,6 +301,6 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
             finally:
                 system.sidecar.process.send_signal(signal.SIGCONT)
                 system.stop()
-            assert {code for *_, code in load.outcomes} == {"200"}
+            assert {*load.outcomes} == {"200"}
             assert run.store.current() == 4
             assert run.store.manifest(4).files[WEIGHTS_FILE] == plain_digest(run, tmp_path)

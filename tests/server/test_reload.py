@@ -1,27 +1,22 @@
 """New weights come into service under load: one version per request, and none that is damaged."""
 
-import asyncio
-import re
 import shutil
-import urllib.request
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from bare_client import BareClient, ask
+from bare_client import ask
 from critic_load import CriticLoad
 from live_system import (
-    KEY,
+    TOLERANCE,
     Checkpoints,
-    FinishedRun,
     LiveRun,
     System,
+    assert_answer,
     direct_rewards,
-    direct_values,
     identity,
     make_run,
     random_rows,
@@ -31,8 +26,9 @@ from live_system import (
     training_inputs,
     wait_for,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sidecar_rig import Rig
+from tiny_checkpoints import add_tensors
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.control_plane import ControlPlane
@@ -53,38 +49,18 @@ from rlhf_triton.wire.contract import (
     WEIGHTS_VERSION,
 )
 
-TOLERANCE = 1e-5
-NUM_ASKING = 16
+PAUSE_S = 0.03  # two cores must start two fresh stubs beside the load
 NUM_STEPS = 3
 ROWS = random_rows([3, 17, 40], seed=0)
 Output = pytest.CaptureFixture[str]
 
 
-def assert_serves(run: LiveRun, version: int) -> list[np.ndarray]:
+def assert_serves(run: LiveRun, version: int) -> np.ndarray:
     """The server serves `version`, and its values are that folder's; returns them."""
     answer = ask(run.url, CRITIC_INFER, scoring_inputs(ROWS), [VALUES, WEIGHTS_VERSION])
-    assert set(answer[WEIGHTS_VERSION].ravel().tolist()) == {version}
-    values = [answer[VALUES][i, : row.size] for i, row in enumerate(ROWS)]
-    for ours, direct in zip(values, direct_values(run.store.folder(version), ROWS), strict=True):
-        np.testing.assert_allclose(ours, direct, atol=TOLERANCE, rtol=0)
-    return values
-
-
-def store_of(run: LiveRun) -> WeightsStore:
-    return WeightsStore(run.config.run.reward_weights_dir)
-
-
-def changed(run: LiveRun, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """The checkpoint of version 0 with other weights."""
-    shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def publish(run: LiveRun, folder: Path, *overrides: str) -> int:
-    return main(["publish", "--model", "reward", "--config", str(run.path), str(folder), *overrides])
+    assert answer[WEIGHTS_VERSION][0, 0] == version
+    assert_answer(run, ROWS, answer)
+    return answer[VALUES]
 
 
 @pytest.fixture
@@ -93,84 +69,50 @@ def reward_version_0_again(live: System) -> Iterator[None]:
     yield
     assert main(["rollback", "--model", "reward", "--config", str(live.run.path), "--to", "0"]) == 0
     answer = ask(live.run.url, REWARD_MODEL, scoring_inputs(ROWS), [REWARDS, REWARD_VERSION])
-    assert set(answer[REWARD_VERSION].ravel().tolist()) == {store_of(live.run).current()}
+    assert answer[REWARD_VERSION][0, 0] == live.run.reward_store.current()
     expected = direct_rewards(live.run.config.reward.model, ROWS)
     np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=TOLERANCE, rtol=0)
 
 
-def metric(run: LiveRun, name: str, model: str) -> float:
-    """A counter or gauge of a model in the server's metrics; 0 before its first event."""
-    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=120) as answer:
-        found = re.search(rf'^rlhf_{name}{{model="{model}"}} (\S+)', answer.read().decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System):
     run = live.run
-    first, pid = run.store.current() or 0, run.store.serving()[0].pid
+    first = run.store.current() or 0
     before = assert_serves(run, first)
-    answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=1), headers=KEY)
+    answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=1))
     after = assert_serves(run, int(answer["weights_version"][0]))
-    assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
+    assert np.abs(after - before).max() > 1e-3
     assert run.critic_updates(up_to=run.journal.last_step())[-1]["reload"] == "swap"
     assert main(["rollback", "--config", str(run.path), "--to", str(first)]) == 0
     assert main(["ready", "--config", str(run.path)]) == 0
     current = run.store.current() or 0
     assert run.store.manifest(current).digest == run.store.manifest(first).digest
     assert_serves(run, current)
-    assert [(record.pid, record.version) for record in run.store.serving()] == [(pid, current)]
+    assert {record.version for record in run.store.serving()} == {current}
 
 
 @pytest.mark.slow
-def test_an_update_changes_the_served_values_through_triton(finished: FinishedRun):
+def test_an_update_changes_the_served_values_through_triton(live: System):
     """With `critic.reload=triton` the instance no longer takes up CURRENT on its own."""
-    run = finished.run
-    finished.stop_sidecar()
+    run = live.run
+    live.stop_sidecar()
     reload_model(run, CRITIC, lambda config: config["parameters"].update(reload={"string_value": "triton"}))
-    finished.start_sidecar("critic.reload=triton")
+    live.start_sidecar("critic.reload=triton")
     before = assert_serves(run, run.store.current() or 0)
     pid = run.store.serving()[0].pid
     answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=2))
     after = assert_serves(run, int(answer["weights_version"][0]))
-    assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
+    assert np.abs(after - before).max() > 1e-3
     assert run.critic_updates(up_to=run.journal.last_step())[-1]["reload"] == "triton"
     assert run.store.serving()[0].pid != pid
     with ControlPlane(run.config.server.grpc_url) as control:
         label = control.active_parameters(CRITIC)[LOAD_LABEL]
     assert label.startswith(f"{run.store.current()}-")
+    live.stop_sidecar()
+    reload_model(run, CRITIC, lambda config: None)
+    live.start_sidecar()
 
 
 # ---- under load ----
-
-
-class Load:
-    """Clients that ask for values and rewards until `done`; has the rows and their answers by version."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.done = url, asyncio.Event()
-        self.values = defaultdict[int, list[tuple[np.ndarray, np.ndarray]]](list)
-        self.rewards = defaultdict[int, list[tuple[np.ndarray, float]]](list)
-
-    async def ask(self, number: int) -> None:
-        """One client; the first sends requests of many forward passes. Raises if a request is refused."""
-        generator = np.random.default_rng(number)
-        async with BareClient(self.url) as client:
-            while not self.done.is_set():
-                count = generator.integers(1, 4) if number else 64
-                rows = random_rows(generator.integers(1, 60, count).tolist(), seed=int(generator.integers(1 << 30)))
-                model = CRITIC_INFER if number % 4 < 3 else REWARD_MODEL
-                answer = await client.infer(model, scoring_inputs(rows))
-                if model == CRITIC_INFER:
-                    (version,) = {*answer[WEIGHTS_VERSION].ravel().tolist()}
-                    self.values[version] += zip(rows, answer[VALUES], strict=True)
-                (version,) = {*answer[REWARD_VERSION].ravel().tolist()}
-                self.rewards[version] += zip(rows, answer[REWARDS][:, 0].tolist(), strict=True)
-                await asyncio.sleep(0.03)  # two cores must start two fresh stubs beside this
-
-
-async def seen(versions: Container[int], version: int) -> None:
-    while version not in versions:
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("reward_version_0_again")
@@ -181,41 +123,31 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_pat
     def num_saves() -> int:
         return sum(line.get("reason") == "save" for line in run.critic_metrics())
 
-    async def change(load: Load) -> None:
+    many = random_rows(range(1, 60), seed=1)  # several forward passes
+    with (
+        CriticLoad(run.url, ROWS, model=CRITIC_INFER, pause_s=PAUSE_S) as load,
+        CriticLoad(run.url, many, model=CRITIC_INFER, clients=1, pause_s=PAUSE_S) as large,
+        CriticLoad(run.url, ROWS, model=REWARD_MODEL, clients=4, pause_s=PAUSE_S) as rewards,
+    ):
         saves = num_saves()
-        async with BareClient(run.url, headers=KEY) as client:
-            for i in range(NUM_STEPS):
-                arrays = {**training_inputs(seed=10 + i), **identity("test", first + i)}
-                await seen(load.values, int((await client.infer(CRITIC_TRAIN, arrays))["weights_version"][0]))
-                if i == 1:
-                    await client.infer(CRITIC_SAVE, {"dummy_var": np.zeros(1, np.int64)})
-                    await asyncio.to_thread(wait_for, lambda: num_saves() > saves)
-                    new = changed(run, tmp_path / "new", lambda tensors: tensors["score.weight"].mul_(1.5))
-                    assert await asyncio.to_thread(publish, run, new) == 0
-                    await seen(load.rewards, store_of(run).current() or 0)
-
-    async def under_load() -> Load:
-        load = Load(run.url)
-        clients = [asyncio.create_task(load.ask(number)) for number in range(NUM_ASKING)]
-        try:
-            await change(load)
-        finally:
-            load.done.set()
-        await asyncio.gather(*clients)
-        return load
-
-    load = asyncio.run(under_load())
-    assert (len(load.values) > NUM_STEPS, len(load.rewards)) == (True, 2)
-    for version, pairs in load.values.items():
-        direct = direct_values(run.store.folder(version), [row for row, _ in pairs])
-        for (row, values), expected in zip(pairs, direct, strict=True):
-            np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
-    for version, scored in load.rewards.items():
-        expected = direct_rewards(store_of(run).folder(version), [row for row, _ in scored])
-        np.testing.assert_allclose([reward for _, reward in scored], expected, atol=TOLERANCE, rtol=0)
+        for i in range(NUM_STEPS):
+            answer = ask(run.url, CRITIC_TRAIN, {**training_inputs(seed=10 + i), **identity("test", first + i)})
+            wait_for(lambda version=answer["weights_version"][0]: version in load.versions())
+            if i == 1:
+                ask(run.url, CRITIC_SAVE, {"dummy_var": np.zeros(1, np.int64)})
+                wait_for(lambda: num_saves() > saves)
+                new = Path(shutil.copytree(run.config.reward.model, tmp_path / "new"))
+                add_tensors(new, {"score.weight": 1.5 * load_file(new / WEIGHTS_FILE)["score.weight"]})
+                assert main(["publish", "--model", "reward", "--config", str(run.path), str(new)]) == 0
+                wait_for(lambda: run.reward_store.current() in rewards.versions(name=REWARD_VERSION))
+    assert (len(load.versions()) > NUM_STEPS, len(rewards.versions(name=REWARD_VERSION))) == (True, 2)
+    for each, rows in ((load, ROWS), (large, many), (rewards, ROWS)):
+        assert {*each.outcomes} == {"200"}
+        for answer in each.answers:
+            assert_answer(run, rows, answer)
     assert main(["ready", "--model", "reward", "--config", str(run.path)]) == 0
-    assert metric(run, "weights_version", REWARD_MODEL) == store_of(run).current()
-    assert metric(run, "weights_taken_up_total", REWARD_MODEL) >= 1
+    assert run.metric("weights_version", model=REWARD_MODEL) == run.reward_store.current()
+    assert run.metric("weights_taken_up_total", model=REWARD_MODEL) >= 1
 
 
 # ---- several processes of the critic ----
@@ -257,6 +189,13 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+def assert_stored(store: WeightsStore, version: int, served: np.ndarray) -> None:
+    """The served values of ROWS are those of a version, whose folder may be an adapter."""
+    critic = load_critic(store.folder(version))
+    for row, ours in zip(ROWS, served, strict=True):
+        np.testing.assert_allclose(ours[: row.size], critic.values([row])[0], atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.slow
 def test_processes_share_the_requests_and_change_versions_together(several: System):
     store, processes = several.run.store, processes_of(several)
@@ -270,15 +209,14 @@ def test_processes_share_the_requests_and_change_versions_together(several: Syst
         count = len(load.answers)
         wait_for(lambda: len(load.answers) > count + 50)
     assert min(shares) > 0.1 * sum(shares)
-    assert {outcome for *_, outcome in load.outcomes} == {"200"}
-    assert {number for number, _ in load.answers[count + 20 :]} == {version}
-    assert len({number for number, _ in load.answers}) > NUM_STEPS // 2
+    assert {*load.outcomes} == {"200"}
+    assert load.versions(count + 20) == {version}
+    assert len(load.versions()) > NUM_STEPS // 2
     is_adapter = several.run.config.trainer.publish.format == "adapter"
     assert [store.manifest(number).base for number in (0, version)] == [None, 0 if is_adapter else None]
-    for number in {number for number, _ in load.answers}:
-        critic, served = load_critic(store.folder(number)), next(v for each, v in load.answers if each == number)
-        for row, ours in zip(ROWS, served, strict=True):
-            np.testing.assert_allclose(ours[: row.size], critic.values([row])[0], atol=TOLERANCE, rtol=0)
+    for number in load.versions():
+        served = next(answer[VALUES] for answer in load.answers if answer[WEIGHTS_VERSION][0, 0] == number)
+        assert_stored(store, number, served)
     sidecar = psutil.Process(several.sidecar.process.pid)
     # Seen once is enough: others may give other priorities to what runs on their machine.
     wait_for(lambda: sidecar.nice() == min(19, psutil.Process().nice() + 10), several.sidecar)
@@ -295,14 +233,11 @@ def test_a_killed_process_is_replaced(several: System):
         wait_for(lambda: not any(map(is_alive, ended)), timeout_s=120.0)
         wait_for(lambda: len({*processes_of(several)} - {*ended}) == 2, several.server)
         count = len(load.outcomes)
-        wait_for(lambda: len(load.outcomes) > count + 50 and {code for *_, code in load.outcomes[-50:]} == {"200"})
+        wait_for(lambda: len(load.outcomes) > count + 50 and {*load.outcomes[-50:]} == {"200"})
     if several.run.config.critic.tensor_parallel == 2:
-        assert {code for *_, code in load.outcomes} <= {"200", "503", "404"}
-    version, values = load.answers[-1]
-    assert version == several.run.store.current()
-    for row, ours in zip(ROWS, values, strict=True):
-        expected = load_critic(several.run.store.folder(version)).values([row])[0]
-        np.testing.assert_allclose(ours[: row.size], expected, atol=TOLERANCE, rtol=0)
+        assert {*load.outcomes} <= {"200", "503", "404"}
+    assert load.versions(-1) == {several.run.store.current()}
+    assert_stored(several.run.store, several.run.store.current() or 0, load.answers[-1][VALUES])
 
 
 # ---- `rlhf-triton weights` without a server ----
@@ -360,9 +295,3 @@ def test_rollback_serves_old_bytes_under_a_new_number(
     assert main(["rollback", *config, "--to", "4"]) == 2
     assert "CURRENT is now 6, but no serving instance is alive" in capsys.readouterr().err
     assert rig.store.current() == 6
-
-
-def test_commands_report_an_empty_store(tmp_path: Path, capsys: Output):
-    (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/nothing}}")
-    assert main(["list", "--config", str(tmp_path / "run.yaml")]) == 2
-    assert re.search("error: the weights store .* is empty", capsys.readouterr().err)

@@ -18,7 +18,6 @@ from google.protobuf import json_format
 from live_system import (
     TEXTS,
     Checkpoints,
-    FinishedRun,
     System,
     make_run,
     make_tokenizer,
@@ -33,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaForTokenClassification
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane
-from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.render_configs import parse_config, render_configs
 from rlhf_triton.wire.contract import (
     CRITIC_INFER,
@@ -78,7 +77,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     folder = tmp_path_factory.mktemp("mixed")
     prompts = folder / "prompts.jsonl"
     lines = [{"text": " ".join(text.split()[:3]), "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(prompts, lines)
     actor = {"prompts_path": str(prompts), "validation_prompts": str(prompts), "steps": 2, "max_failed_fraction": 0.25}
     ours = dataclasses.replace(
         checkpoints,
@@ -148,9 +147,9 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System):
 
 
 @pytest.fixture
-def serve_reward(finished: FinishedRun) -> Iterator[Callable[..., None]]:
-    """Loads another reward model into the finished run's server, rendered as the configuration would."""
-    config = finished.run.config
+def serve_reward(live: System) -> Iterator[Callable[..., None]]:
+    """Loads another reward model into the live server, rendered as the configuration would."""
+    config = live.run.config
 
     def serve(**settings: Any) -> None:
         data = {**config.reward.model_dump(exclude_unset=True), **settings}
@@ -158,21 +157,19 @@ def serve_reward(finished: FinishedRun) -> Iterator[Callable[..., None]]:
         for model in (REWARD_MODEL, CRITIC_INFER):  # Triton refuses an ensemble that does not fit its models
             message = parse_config(model, rendered[model])
             new = json_format.MessageToDict(message, preserving_proto_field_name=True)
-            reload_model(finished.run, model, lambda config, new=new: (config.clear(), config.update(new)))
+            reload_model(live.run, model, lambda config, new=new: (config.clear(), config.update(new)))
 
     yield serve
     serve()
 
 
 @pytest.mark.slow
-def test_a_process_reward_is_served_and_trained_on(
-    serve_reward: Callable[..., None], finished: FinishedRun, tmp_path: Path
-):
+def test_a_process_reward_is_served_and_trained_on(serve_reward: Callable[..., None], live: System, tmp_path: Path):
     """A token classifier with two labels, as TRL trains them."""
-    url, tokenizer, folder = finished.run.url, make_tokenizer(), tmp_path / "run"
+    url, tokenizer, folder = live.run.url, make_tokenizer(), tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
     tokenizer.save_pretrained(tmp_path)
-    serve_reward(model=tmp_path, process={"separator": " "})
+    serve_reward(model=tmp_path, process={"separator": " "}, store=False)
     prm = LlamaForTokenClassification.from_pretrained(str(tmp_path)).eval()
     row = np.asarray(tokenizer("Open the file, read it")["input_ids"])
     ends = [i for i, token in enumerate(row) if tokenizer.decode([int(token)]).startswith(" ")]
@@ -187,7 +184,7 @@ def test_a_process_reward_is_served_and_trained_on(
         np.testing.assert_array_equal(found["token_rewards"][0, steps], found["step_rewards"][0, : len(steps)])
         assert found["rewards"][0, 0] == pytest.approx(float(found["step_rewards"][0, : len(steps)].min()), abs=1e-6)
     settings = ["actor.steps=2", "actor.algorithm.name=grpo", "actor.algorithm.responses_per_prompt=2"]
-    code, log = run_actor(finished.run, "actor-process", f"run.dir={folder}", *settings)
+    code, log = run_actor(live.run, "actor-process", f"run.dir={folder}", *settings)
     assert code == 0, log
     for line in read_jsonl(folder / "metrics.jsonl"):
         assert 0 < line["train_rollouts/process_rewards"] < 1

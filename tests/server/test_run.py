@@ -19,10 +19,7 @@ import torch
 from bare_client import Refused, ask
 from live_system import (
     ENVIRONMENT,
-    KEY,
-    TRAINING_KEY,
     Checkpoints,
-    FinishedRun,
     LiveRun,
     System,
     direct_rewards,
@@ -37,8 +34,9 @@ from live_system import (
     training_inputs,
     wait_for,
 )
+from server_fixtures import KEY_VARIABLE
 from settled import settled_statistics
-from span_collector import Collector, collector
+from span_collector import Collector
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.policy.policy import Policy
@@ -48,26 +46,23 @@ from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import load_config
 from rlhf_triton.critic_client import CriticClient
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.journal import Entry
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.page import write_page
 from rlhf_triton.tools.server.health import is_alive
+from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
-    finished: FinishedRun, checkpoints: Checkpoints, tmp_path: Path
+    live: System, checkpoints: Checkpoints, tmp_path: Path
 ):
-    assert finished.exit_code == 0, finished.actor_log
-    folder = finished.run.config.run.dir
+    folder = live.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
     assert summary["failed_requests"] == summary["masked_samples"] == 0
     assert np.isfinite([summary[name] for name in ("reward_before", "reward_after", "kl_final", "ev_last")]).all()
-    assert [line["step"] for line in finished.run.critic_metrics() if "loss_mean" in line][:3] == [1, 2, 3]
+    assert [line["step"] for line in live.run.critic_metrics() if "loss_mean" in line][:3] == [1, 2, 3]
     lines = read_jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     numbers = [
@@ -93,18 +88,19 @@ def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
 
 
 @pytest.mark.slow
-def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System):
+def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System, training_key: str, tmp_path: Path):
     live.stop_sidecar()
     step = live.run.next_step()
     arrays = {**training_inputs(seed=50), **identity("test", step)}
     with pytest.raises(Refused) as caught:
-        ask(live.run.url, CRITIC_TRAIN, arrays, headers=KEY)
+        ask(live.run.url, CRITIC_TRAIN, arrays, headers={"x-triton-training-key": training_key})
     assert (caught.value.code, caught.value.message) == (
         "503",
         "no sidecar follows the journal: start `python -m rlhf_triton.trainer`; "
         f"step {step} of run 'test' is in the journal and will be processed: repeat the request to get its result",
     )
-    code, log = run_actor(live.run, "actor")
+    key = f"server.training_key_env={KEY_VARIABLE}"
+    code, log = run_actor(live.run, "actor-alone", f"run.dir={tmp_path}", key)
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert (code, "Traceback" in log, log.rstrip().endswith(sentence)) == (2, False, True)
     assert "no sidecar follows the journal: start `python -m rlhf_triton.trainer`" in sentence
@@ -114,7 +110,8 @@ def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System
     wait_for(lambda: all(entry.kind == "train" for entry in live.run.journal.entries()), live.sidecar)
     assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
     after = {**arrays, **identity("test", live.run.next_step())}
-    assert ask(live.run.url, CRITIC_TRAIN, after, headers=KEY)["weights_version"][0] > 0
+    answer = ask(live.run.url, CRITIC_TRAIN, after, headers={"x-triton-training-key": training_key})
+    assert answer["weights_version"][0] > 0
 
 
 # ---- rlhf-triton run ----
@@ -231,7 +228,7 @@ def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
 
 @pytest.mark.slow
 def test_the_critics_client_and_the_example_that_trains_with_it(
-    live: System, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    live: System, checkpoints: Checkpoints, training_key: str, monkeypatch: pytest.MonkeyPatch
 ):
     path = Path(__file__).resolve().parents[2] / "examples" / "ppo_with_triton_critic.py"
     spec = importlib.util.spec_from_file_location("ppo_with_triton_critic", path)
@@ -239,7 +236,7 @@ def test_the_critics_client_and_the_example_that_trains_with_it(
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    monkeypatch.setenv("TRAINING_KEY", TRAINING_KEY)
+    monkeypatch.setenv("TRAINING_KEY", training_key)
     torch.manual_seed(0)
     done = live.run.next_step() - 1
     history = example.train(str(checkpoints.policy), live.run.url, "test", done=done, steps=3)
@@ -248,7 +245,7 @@ def test_the_critics_client_and_the_example_that_trains_with_it(
     assert live.run.journal.last_step() == done + 3
 
     rows, done = random_rows([3, 17, 40], seed=5), done + 3
-    with CriticClient(live.run.url, run_id="test", training_key=TRAINING_KEY) as critic:
+    with CriticClient(live.run.url, run_id="test", training_key=training_key) as critic:
         version = critic.rewind(done)
         before, scored = critic.values(rows), critic.score(rows)
         for ours, direct in zip(before.values, direct_values(live.run.store.folder(version), rows), strict=True):
@@ -267,12 +264,9 @@ def test_the_critics_client_and_the_example_that_trains_with_it(
 # ---- a run with a served reference, spans and lines of JSON ----
 
 
-REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-
-
 @dataclasses.dataclass
-class Served(FinishedRun):
-    """The run of `finished` but for its reference and its lines: three PPO steps."""
+class Served(System):
+    """The run of `live` but for its reference and its lines: three PPO steps."""
 
     received: Collector
 
@@ -280,7 +274,7 @@ class Served(FinishedRun):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Served]:
     pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
-    with collector() as received:
+    with Collector() as received:
         told = {"trace_endpoint": received.url, "log_format": "json"}
         run = make_run(tmp_path_factory.mktemp("served"), checkpoints, run=told, actor={"kl_reference": "triton"})
         system = start_system(run)
@@ -290,7 +284,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
             # each process sends its spans every 5 s
             last = [(CRITIC_TRAIN, "tritonserver"), ("critic_train: journal", CRITIC_TRAIN), ("reload", "sidecar")]
             wait_for(lambda: all(len({s.trace for s in received.named(*each) if s.parent}) >= 3 for each in last))
-            yield Served(run, system.server, system.sidecar, code, log, received)
+            yield Served(run, system.server, system.sidecar, received)
         finally:
             system.stop()
 
@@ -329,29 +323,19 @@ def test_one_trace_leads_from_the_step_to_the_reload(served: Served):
     assert len(served.received.named("validation")) == 2
 
 
-def test_a_repeated_step_may_belong_to_another_trace(live: System):
-    """The context is stored with the journal's entry, but it is not content that a repeat must share."""
-    step = live.run.next_step()
-    request = {**training_inputs(seed=1), **identity("test", step)}
-    contexts = (REMOTE, REMOTE.replace("a", "c"), "malformed")
-    answers = [ask(live.run.url, CRITIC_TRAIN, request, headers={**KEY, "traceparent": each}) for each in contexts]
-    assert len({int(answer["weights_version"][0]) for answer in answers}) == 1
-    assert live.run.journal.traceparent(Entry(step, 0, "train")) == REMOTE
-
-
 # ---- the reference ----
 
 
 @pytest.mark.slow
-def test_served_reference_gives_the_same_rewards_and_kl(served: Served, finished: FinishedRun):
+def test_served_reference_gives_the_same_rewards_and_kl(served: Served, live: System):
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
     summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
     assert Policy(served.run.config.actor).reference is None
     with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
         assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
-    assert finished.run.config.actor.kl.reference == "actor"
-    ours, theirs = (read_jsonl(run.run.config.run.dir / "metrics.jsonl") for run in (served, finished))
+    assert live.run.config.actor.kl.reference == "actor"
+    ours, theirs = (read_jsonl(run.run.config.run.dir / "metrics.jsonl") for run in (served, live))
     for name in ("rewards", "init_policy_kl", "init_policy_kl_per_sequence", "generation_length", "advantages_std"):
         pairs = [[lines[step][f"train_rollouts/{name}"] for lines in (ours, theirs)] for step in (0, 1)]
         for found, wanted in pairs if name != "advantages_std" else pairs[:1]:

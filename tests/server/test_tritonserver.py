@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,7 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Fa
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import shared_memory
 from rlhf_triton.tools.server.child import stub_failure, tail
-from rlhf_triton.tools.server.ports import check_ports, free_port, with_free_ports
+from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import server_command
@@ -112,44 +114,47 @@ def test_names_are_resolved_for_the_server(tmp_path: Path):
         assert found == [f"--{name}-address={address}" for name in ("http", "grpc", "metrics")]
 
 
-CLAIM = """
-import sys
-from rlhf_triton.config import ServerSection
-from rlhf_triton.tools.server.ports import check_ports
-ports = dict(zip(("http_port", "grpc_port", "metrics_port"), map(int, sys.argv[2:]), strict=True))
-check_ports(ServerSection(host=sys.argv[1], **ports))
-print("claimed", flush=True)
-sys.stdin.read()
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def claim(section: ServerSection, connection: Connection) -> None:
+    """Claim ports until the process ends; send what comes of it."""
+    try:
+        check_ports(section)
+        connection.send("claimed")
+    except ServerStartError as error:
+        connection.send(str(error))
+    signal.pause()
+
+
+@contextlib.contextmanager
+def claiming(*ports: int, host: str = "127.0.0.1") -> Iterator[str]:
+    """Yield what another process says that claims the ports until the block ends, or this process does."""
+    section = ServerSection(host=host, **dict(zip(PORT_KEYS, ports, strict=True)))
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=claim, args=[section, theirs], daemon=True)
+    process.start()
+    yield ours.recv()
+    process.kill()
+    process.join()
 
 
 def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads():
     first, second = ([free_port() for _ in range(3)] for _ in range(2))
-
-    def start(*ports: int, host: str = "127.0.0.1") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CLAIM, host, *map(str, ports)]
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    with start(*first) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "claimed\n"
+    with claiming(*first) as claimed:
+        assert claimed == "claimed"
         for key, ports in {
             "grpc_port": [second[0], first[1], second[2]],
             "metrics_port": [*second[:2], first[0]],
         }.items():
-            _, told = start(*ports).communicate("")
-            assert re.search(
-                rf"port \d+ \(server\.{key}\) on 127\.0\.0\.1 cannot be used: Address already in use", told
-            )
-        claimed, _ = start(*first, host="127.0.0.2").communicate("")  # which the kernel permits
-        assert claimed == "claimed\n"
-        _, told = start(*first, host="0.0.0.0").communicate("")
-        assert "on 0.0.0.0 cannot be used: Address already in use" in told
-        holder.communicate("")
-    claimed, _ = start(*first).communicate("")
-    assert claimed == "claimed\n"
+            with claiming(*ports) as told:
+                assert f"(server.{key}) on 127.0.0.1 cannot be used: Address already in use" in told
+        with claiming(*first, host="127.0.0.2") as told:  # which the kernel permits
+            assert told == "claimed"
+        with claiming(*first, host="0.0.0.0") as told:
+            assert "on 0.0.0.0 cannot be used: Address already in use" in told
+    with claiming(*first) as claimed:
+        assert claimed == "claimed"
 
 
 def test_a_free_port_stays_free_for_the_server_alone():

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
+from tiny_checkpoints import save_random
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -92,7 +92,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_architecture(folder: Path, model_type: str, kind: str, *, seed: int = 0) -> Any:
+def save_architecture(folder: Path, model_type: str, kind: str) -> Any:
     """Save a model of `kind` (of KINDS) and return it; None if transformers has no class for it."""
     config = CONFIG_MAPPING[model_type]
     known = {*config().to_dict(), *config.attribute_map}
@@ -100,10 +100,4 @@ def save_architecture(folder: Path, model_type: str, kind: str, *, seed: int = 0
     made = config(**{**settings, **_SETTINGS.get(model_type, {}), "num_labels": 1})
     if type(made) not in KINDS[kind]:
         return None
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = KINDS[kind][type(made)](made)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 0.0, 0.3)
-    model.eval().save_pretrained(folder)
-    return model
+    return save_random(folder, lambda: KINDS[kind][type(made)](made))

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,21 +21,7 @@ from rlhf_triton.wire import contract
 VOCAB_SIZE, POSITIONS = 300, 128
 KEY_HEADER = "x-triton-training-key"
 EDGES = (0, -1, 1, VOCAB_SIZE, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
-DATATYPES = (
-    "BOOL",
-    "UINT8",
-    "INT8",
-    "INT32",
-    "INT64",
-    "UINT64",
-    "FP16",
-    "BF16",
-    "FP32",
-    "FP64",
-    "BYTES",
-    "NONSENSE",
-    "",
-)
+DATATYPES = ("BOOL", "UINT8", "INT32", "INT64", "BF16", "FP32", "FP64", "BYTES", "NONSENSE", "")
 NAMES = (
     contract.TOKENS,
     contract.SEQUENCE_LENGTHS,
@@ -90,7 +75,6 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"timeout": 1},
     {"timeout": -1},
     {"sequence_id": "x"},
-    {"sequence_start": True},
     {"binary_data_output": "yes"},
     {KEY_HEADER: 5},
     {KEY_HEADER: [1]},
@@ -100,14 +84,11 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 OUTPUTS = ("nothing", "", *(output.name for output in contract.OUTPUTS))
 JSON_VALUES: tuple[Any, ...] = (
     [],
-    [1],
     [[1, 2], [3]],
     [1.5],
-    ["text"],
     [None],
     [{}],
     [2**70],
-    "text",
     {"a": 1},
     [True],
     ["\ud800\x1b"],
@@ -116,11 +97,9 @@ JSON_VALUES: tuple[Any, ...] = (
 BODIES = (
     b"",
     b"{}",
-    b"null",
     b"[]",
     b'{"inputs": 5}',
     b'{"inputs": [{}]}',
-    b'{"inputs": [5]}',
     b'{"inputs": []}',
     b"\xff" * 100,
     b'{"inputs": [{"name": "tokens"',
@@ -132,12 +111,10 @@ HEADERS = (
     {"Inference-Header-Content-Length": "5"},
     {"Inference-Header-Content-Length": "99999999"},
     {"Inference-Header-Content-Length": "-1"},
-    {"Inference-Header-Content-Length": "x"},
     {KEY_HEADER: "5"},
     {KEY_HEADER: "\x7f"},
     {"x-triton-odd": "a" * 4000},
     {"Content-Encoding": "gzip"},
-    {"Content-Encoding": "odd"},
     {"Accept-Encoding": "gzip"},
 )
 
@@ -155,7 +132,7 @@ class Tensor:
 
 @dataclass
 class Request:
-    """A request; `wrong` holds the names of its defects."""
+    """A request to a model."""
 
     model: str
     tensors: list[Tensor]
@@ -165,7 +142,6 @@ class Request:
     version: str = ""
     body: bytes | None = field(default=None, repr=False)
     """Raw HTTP body that replaces tensors, outputs and parameters."""
-    wrong: list[str] = field(default_factory=list)
 
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -185,9 +161,8 @@ def bad_requests(draw: Draw, models: Sequence[str], key: str, defect: str | None
         request.headers[KEY_HEADER] = key
     if defect is not None:
         others = draw(st.lists(st.sampled_from([*DEFECTS]), max_size=2))
-        request.wrong = [*dict.fromkeys([defect, *others])]
-    for name in request.wrong:
-        DEFECTS[name](draw, request)
+        for name in dict.fromkeys([defect, *others]):
+            DEFECTS[name](draw, request)
     return request
 
 
@@ -243,14 +218,12 @@ def _of_tensor(attribute: str, values: st.SearchStrategy[Any]) -> Change:
     return lambda draw, request: setattr(_pick(draw, request), attribute, draw(values))
 
 
-def _of_data(change_of: Callable[[bytes, random.Random], bytes]) -> Change:
-    """Return a change of the data of one of the tensors."""
-
-    def change(draw: Draw, request: Request) -> None:
-        tensor = _pick(draw, request)
-        tensor.data = change_of(tensor.data, random.Random(draw(SEEDS)))
-
-    return change
+def _odd_data(draw: Draw, request: Request) -> None:
+    """Cut the data of one of the tensors and continue it with other bytes, to its length or another one."""
+    tensor = _pick(draw, request)
+    kept = draw(st.integers(0, len(tensor.data)))
+    num_other = draw(st.sampled_from((0, len(tensor.data) - kept, 1, 4, 8, 4096)))
+    tensor.data = tensor.data[:kept] + random.Random(draw(SEEDS)).randbytes(num_other)
 
 
 def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
@@ -287,17 +260,13 @@ def _texts(name: str, texts: Sequence[bytes], least: int, most: int) -> st.Searc
     return drawn.map(lambda rows: texts_tensor(name, rows))
 
 
-def _many_rows(rows: int) -> list[Tensor]:
-    return [array_tensor(contract.TOKENS, np.ones((rows, 1), np.int64))]
-
-
-def _many_sentences(rows: int, text: bytes) -> list[Tensor]:
+def _sentences(rows: int, text: bytes) -> list[Tensor]:
     return [texts_tensor(contract.SENTENCES, [*[text] * rows, b"word " * 100])]
 
 
-def _wide_rows(rows: int, length: int) -> list[Tensor]:
-    tokens = array_tensor(contract.TOKENS, np.ones((rows, 1100), np.int64))
-    return [tokens, array_tensor(contract.SEQUENCE_LENGTHS, np.full((rows, 1), length, np.int64))]
+def _rows(count: int, width: int, length: int) -> list[Tensor]:
+    tokens = array_tensor(contract.TOKENS, np.ones((count, width), np.int64))
+    return [tokens, array_tensor(contract.SEQUENCE_LENGTHS, np.full((count, 1), length, np.int64))]
 
 
 def _as_json(draw: Draw, request: Request) -> None:
@@ -308,6 +277,7 @@ def _as_json(draw: Draw, request: Request) -> None:
 
 
 SEEDS = st.integers(0, 2**32 - 1)
+MANY = (2000, 8192, 8193, 100_000)  # rows; Triton takes 8192
 RUN_IDS = _texts(contract.RUN_ID, TEXTS[:9], 1, 1).map(lambda tensor: replace(tensor, shape=[1]))
 DEFECTS: dict[str, Change] = {
     "drop_tensor": lambda draw, request: request.tensors.remove(_pick(draw, request)),
@@ -315,11 +285,7 @@ DEFECTS: dict[str, Change] = {
     "rename_tensor": _of_tensor("name", st.sampled_from(NAMES)),
     "change_datatype": _of_tensor("datatype", st.sampled_from(DATATYPES)),
     "change_shape": _of_tensor("shape", st.lists(st.sampled_from((0, 1, 2, 5, 8193, -1, -5)), max_size=4)),
-    "empty_shape": _of_tensor("shape", st.sampled_from(([0, 0], [0, 5], [1, 0], [0], [0, 1]))),
-    "empty_data": _of_data(lambda data, random: b""),
-    "cut_data": _of_data(lambda data, random: data[: random.randrange(len(data) + 1)]),
-    "extend_data": _of_data(lambda data, random: data + random.randbytes(random.choice((1, 4, 8, 4096)))),
-    "scramble_data": _of_data(lambda data, random: random.randbytes(len(data))),
+    "odd_data": _odd_data,
     "edge_values": _of_number("INT64", np.int64, EDGES),
     "bad_floats": _of_number("FP32", np.float32, (np.nan, np.inf, -np.inf, 3e38, -1.0)),
     "as_json": _as_json,
@@ -337,15 +303,13 @@ DEFECTS: dict[str, Change] = {
     "odd_body": _of_request("body", st.sampled_from(BODIES) | st.binary(min_size=200, max_size=200)),
     "odd_headers": _of_request("headers", st.sampled_from(HEADERS)),
     "odd_sentences": _of_request("tensors", _texts(contract.SENTENCES, TEXTS, 1, 3).map(lambda tensor: [tensor])),
-    "many_rows": _of_request("tensors", st.sampled_from((2000, 8192, 8193, 100_000)).map(_many_rows)),
-    "many_sentences": _of_request(
-        "tensors", st.builds(_many_sentences, st.sampled_from((2000, 8192, 20_000)), st.just(b"a"))
-    ),
-    "long_sentences": _of_request(
-        "tensors", st.builds(_many_sentences, st.sampled_from((4, 12, 30)), st.just(b"word " * 190_000))
-    ),
+    "many_rows": _of_request("tensors", st.builds(_rows, st.sampled_from(MANY), st.just(1), st.just(1))),
     "wide_rows": _of_request(
-        "tensors", st.builds(_wide_rows, st.sampled_from((1, 64, 4000)), st.sampled_from((1, 100, 1100)))
+        "tensors", st.builds(_rows, st.sampled_from((1, 64, 4000)), st.just(1100), st.sampled_from((1, 100, 1100)))
+    ),
+    "many_sentences": _of_request("tensors", st.builds(_sentences, st.sampled_from(MANY[:3]), st.just(b"a"))),
+    "long_sentences": _of_request(
+        "tensors", st.builds(_sentences, st.sampled_from((4, 12, 30)), st.just(b"word " * 190_000))
     ),
     "odd_pairs": _more(lambda rows: _texts(contract.TEXT_PAIRS, TEXTS, rows, rows)),
     "odd_metadata": _more(lambda rows: _texts(contract.METADATA, METADATA_TEXTS, rows, rows)),
@@ -362,45 +326,46 @@ HANG_S = 120.0
 LARGEST_MESSAGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
+HUNG = "DEADLINE_EXCEEDED"
+
+
 @dataclass
 class Answer:
-    """Answer to a request. `status` is the HTTP status code or the name of the gRPC status; None if there was none."""
+    """Answer to a request.
+
+    `status` is the HTTP status code or the name of the gRPC status, HUNG for both if no answer came in time, and None
+    if the connection broke.
+    """
 
     status: str | None
     text: str
-    seconds: float
     outputs: dict[str, list[int]] = field(default_factory=dict)
     """Shapes of the outputs, by name."""
 
-    @property
-    def hung(self) -> bool:
-        """Whether no answer came in time."""
-        return self.status == "DEADLINE_EXCEEDED" or (self.status is None and self.seconds >= HANG_S)
-
 
 def send_http(url: str, request: Request) -> Answer:
-    """Send a request over HTTP; return the answer as `post` does."""
+    """Send a request over HTTP; return the answer as `call` does, with the shapes of the outputs."""
     body, headers = _http_body(request)
     version = f"/versions/{request.version}" if request.version else ""
-    return post(url, f"/v2/models/{request.model}{version}/infer", body, {**headers, **request.headers})
+    answer = call(url, f"/v2/models/{request.model}{version}/infer", body, {**headers, **request.headers})
+    if answer.status == "200" and answer.text.startswith("{"):  # it may be compressed
+        answer.outputs = {item["name"]: item["shape"] for item in json.loads(answer.text).get("outputs", [])}
+    return answer
 
 
-def post(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-    """Send a POST request; a status of None means that the connection broke or no answer came."""
-    begin = time.monotonic()
+def call(url: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+    """Send a POST request, or GET without a body."""
     with contextlib.closing(http.client.HTTPConnection(url, timeout=HANG_S)) as connection:
         try:
-            connection.request("POST", path, body, headers)
+            connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
+        except TimeoutError:
+            return Answer(HUNG, "")
         except (OSError, http.client.HTTPException, ValueError) as error:
-            return Answer(None, f"{type(error).__name__}: {error}", time.monotonic() - begin)
+            return Answer(None, f"{type(error).__name__}: {error}")
     length = int(answer.headers.get("Inference-Header-Content-Length") or len(content))
-    text = content[:length].decode("utf-8", "replace")
-    outputs = {}
-    if answer.status == 200 and not answer.headers.get("Content-Encoding"):
-        outputs = {item["name"]: item["shape"] for item in json.loads(text).get("outputs", [])}
-    return Answer(str(answer.status), text, time.monotonic() - begin, outputs)
+    return Answer(str(answer.status), content[:length].decode("utf-8", "replace"))
 
 
 def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
@@ -430,14 +395,13 @@ def grpc_sender(url: str) -> Iterator[Callable[[Request], Answer]]:
 
 
 def _send_grpc(stub: Any, request: Request) -> Answer:
-    begin = time.monotonic()
     try:
         metadata = [(name.lower(), value) for name, value in request.headers.items() if value.isprintable()]
         answer = stub.ModelInfer(_message(request), timeout=HANG_S, metadata=metadata)
     except grpc.RpcError as error:
-        return Answer(error.code().name, str(error.details()), time.monotonic() - begin)
+        return Answer(error.code().name, str(error.details()))
     shapes = {output.name: list(output.shape) for output in answer.outputs}
-    return Answer("200", "", time.monotonic() - begin, shapes)
+    return Answer("200", "", shapes)
 
 
 def _message(request: Request) -> Any:

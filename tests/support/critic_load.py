@@ -1,36 +1,39 @@
-"""Clients that keep the critic of a live server busy, and record its answers."""
+"""Clients that keep a model of a live server busy, and record its answers."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 
 import numpy as np
 from aiohttp import ClientError
-from bare_client import BareClient, Refused
+from bare_client import Answer, BareClient, Refused
 from live_system import scoring_inputs, wait_for
 
-from rlhf_triton.wire.contract import CRITIC
-
-NUM_CLIENTS = 8
+from rlhf_triton.wire.contract import CRITIC, WEIGHTS_VERSION
 
 
 class CriticLoad:
-    """Clients that send `rows` without a pause until the block ends."""
+    """Clients that send `rows` until the block ends, each `pause_s` after its last answer."""
 
-    def __init__(self, url: str, rows: Sequence[np.ndarray]) -> None:
-        self._url, self._rows = url, rows
+    def __init__(
+        self, url: str, rows: Sequence[np.ndarray], *, model: str = CRITIC, clients: int = 8, pause_s: float = 0.0
+    ) -> None:
+        self._url, self._rows, self._model, self._clients, self._pause_s = url, rows, model, clients, pause_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._send_all()))
-        self.answers: list[tuple[int, np.ndarray]] = []  # version, values
-        self.outcomes: list[tuple[float, float, str]] = []  # sent, answered, HTTP status
+        self.answers: list[Answer] = []
+        self.outcomes: list[str] = []  # HTTP statuses, and names of errors
+
+    def versions(self, start: int = 0, *, name: str = WEIGHTS_VERSION) -> set[int]:
+        """The versions of the answers from `start` on."""
+        return {int(answer[name][0, 0]) for answer in self.answers[start:]}
 
     def __enter__(self) -> CriticLoad:
         self._thread.start()
         try:
-            wait_for(lambda: len(self.answers) > NUM_CLIENTS)
+            wait_for(lambda: len(self.answers) > self._clients)
         except BaseException:
             self.__exit__()
             raise
@@ -42,17 +45,17 @@ class CriticLoad:
 
     async def _send_all(self) -> None:
         async with BareClient(self._url) as client:
-            await asyncio.gather(*(self._send(client) for _ in range(NUM_CLIENTS)))
+            await asyncio.gather(*(self._send(client) for _ in range(self._clients)))
 
     async def _send(self, client: BareClient) -> None:
         while not self._stop.is_set():
-            sent, outcome = time.monotonic(), "200"
+            outcome = "200"
             try:
-                answer = await asyncio.wait_for(client.infer(CRITIC, scoring_inputs(self._rows)), 20)
-                self.answers.append((int(answer["weights_version"][0, 0]), answer["values"]))
+                answer = await asyncio.wait_for(client.infer(self._model, scoring_inputs(self._rows)), 60)
+                self.answers.append(answer)
             except Refused as error:
                 outcome = error.code
             except (ClientError, TimeoutError, asyncio.TimeoutError) as error:
                 outcome = type(error).__name__
-            self.outcomes.append((sent, time.monotonic(), outcome))
-            await asyncio.sleep(0 if outcome == "200" else 0.05)
+            self.outcomes.append(outcome)
+            await asyncio.sleep(self._pause_s if outcome == "200" else 0.05)

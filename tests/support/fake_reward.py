@@ -77,19 +77,22 @@ class FakeReward(FakeTriton):
         return web.json_response({**config, "output": [{"name": name} for name in names]})
 
     def _outputs(self, scores: list[float], wanted: set[str]) -> list[dict[str, Any]]:
-        n, terms = len(scores), len(self.terms)
-        outputs = [{"name": "rewards", "datatype": "FP32", "shape": [n, 1], "data": scores}]
-        if self.version is not None:
-            versions = [self.version] * n
-            outputs.append({"name": "reward_version", "datatype": "INT64", "shape": [n, 1], "data": versions})
-        if terms:
-            columns = [1.0 if np.isnan(score) and i == 0 else score for score in scores for i in range(terms)]
-            errors = ["the verifier crashed" if np.isnan(score) else "" for score in scores]
-            outputs.append({"name": "reward_components", "datatype": "FP32", "shape": [n, terms], "data": columns})
-            outputs.append({"name": "reward_errors", "datatype": "BYTES", "shape": [n, 1], "data": errors})
-        last = [float(i == len(self.labels) - 1) for i in range(len(self.labels))] * n
-        outputs.append({"name": "probabilities", "datatype": "FP32", "shape": [n, len(self.labels)], "data": last})
-        return [output for output in outputs if output["name"] in wanted]
+        num_terms, num_labels = len(self.terms), len(self.labels)
+        outputs: dict[str, tuple[str, list[Any]]] = {
+            "rewards": ("FP32", scores),
+            "reward_version": ("INT64", [self.version] * len(scores)),
+            "reward_components": (
+                "FP32",
+                [1.0 if np.isnan(score) and i == 0 else score for score in scores for i in range(num_terms)],
+            ),
+            "reward_errors": ("BYTES", ["the verifier crashed" if np.isnan(score) else "" for score in scores]),
+            "probabilities": ("FP32", [float(i == num_labels - 1) for i in range(num_labels)] * len(scores)),
+        }
+        return [
+            {"name": name, "datatype": kind, "shape": [len(scores), len(data) // len(scores)], "data": data}
+            for name, (kind, data) in outputs.items()
+            if name in wanted
+        ]
 
 
 def tensors(body: bytes, header_size: int) -> dict[str, np.ndarray]:

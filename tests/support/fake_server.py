@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-from types import TracebackType
 
 from aiohttp import web
 from typing_extensions import Self
@@ -28,9 +27,7 @@ class FakeServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

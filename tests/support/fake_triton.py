@@ -10,7 +10,6 @@ from aiohttp import web
 from fake_server import FakeServer
 
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S
 from rlhf_triton.config import ClientSection
 from rlhf_triton.wire.contract import DEMANDED, STEP_AHEAD
 
@@ -91,21 +90,9 @@ class FakeTriton(FakeServer):
         return web.json_response({"input": [], "parameters": parameters})
 
 
-def client_of(
-    *servers: FakeTriton,
-    retries: int = RETRIES,
-    retry_reserve: int = RETRY_RESERVE,
-    train_deadline_s: float = TRAIN_DEADLINE_S,
-    max_in_flight: int = 256,
-    **changes: Any,
-) -> TritonClient:
-    """A client of these servers with `changes` of its settings."""
+def client_of(*servers: FakeTriton, **changes: Any) -> TritonClient:
+    """A client of these servers with `changes` of its settings, or of its limits, which are arguments of its own."""
+    names = ("retries", "retry_reserve", "train_deadline_s", "max_in_flight")
+    limits = {name: changes.pop(name) for name in names if name in changes}
     settings = ClientSection(**{"deadline_s": 120.0, "servers": [server.url for server in servers], **changes})
-    return TritonClient(
-        "unused:1",
-        settings,
-        retries=retries,
-        retry_reserve=retry_reserve,
-        train_deadline_s=train_deadline_s,
-        max_in_flight=max_in_flight,
-    )
+    return TritonClient("unused:1", settings, **limits)

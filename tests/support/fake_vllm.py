@@ -14,9 +14,9 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]  # request -> fields of the 
 class FakeVllm(FakeServer):
     """A fake server. It responds with the tokens 5, 6, 7 and the end-of-sequence token 1, unless `answer` differs."""
 
-    def __init__(self, version: str = "0.32.0") -> None:
+    def __init__(self) -> None:
         super().__init__([web.route("*", "/{path:.*}", self._handle)])
-        self.release = version
+        self.release = "0.32.0"
         self.weights = "initial"
         self.adapters: list[str] = []
         self.loaded: list[Path] = []

@@ -2,11 +2,16 @@
 and processes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
+import functools
 import json
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -28,17 +34,17 @@ from rlhf_triton.config import ActorSection, RunConfig, TrainerSection, load_con
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.control_key import GRPC_HEADER, control_key
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
 from rlhf_triton.trainer.publish import initialise_stores
+from rlhf_triton.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 from tests.support.settings import nested
 
 POSITIONS = 128
-TRAINING_KEY = "open sesame"
-KEY = {"x-triton-training-key": TRAINING_KEY}
+TOLERANCE = 1e-5  # of what a server computes
 TEXTS = (
     "Return the number of items in the list.",
     "The parser reads a line and returns its words.",
@@ -115,7 +121,7 @@ def make_checkpoints(folder: Path) -> Checkpoints:
     """Write all the checkpoints and prompts that a run needs."""
     ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"text": " ".join(text.split()[:3])}) + "\n" for text in TEXTS))
+    write_jsonl(prompts, ({"text": " ".join(text.split()[:3])} for text in TEXTS))
     return Checkpoints(
         make_checkpoint(folder / "reward", "reward", ours, seed=1),
         make_checkpoint(folder / "critic", "critic", ours, seed=2),
@@ -129,33 +135,42 @@ def make_checkpoints(folder: Path) -> Checkpoints:
 # ---- expected outputs: transformers' own forward pass ----
 
 
-def by_length(rows: Sequence[np.ndarray]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """The rows of each length, which share a forward pass without padding: their positions and `[n, length]`."""
-    for length in sorted({row.size for row in rows}):
-        found = [i for i, row in enumerate(rows) if row.size == length]
-        yield found, torch.from_numpy(np.stack([rows[i] for i in found]))
+@functools.cache
+def loaded(kind: type[PreTrainedModel], folder: Path) -> Any:
+    return kind.from_pretrained(str(folder), dtype=torch.float32).eval()
+
+
+@functools.cache
+def logits_of(kind: type[PreTrainedModel], folder: Path, row: bytes) -> torch.Tensor:
+    """The logits of a row of tokens, without padding."""
+    with torch.no_grad():
+        return loaded(kind, folder)(input_ids=torch.frombuffer(bytearray(row), dtype=torch.int64)[None]).logits[0]
 
 
 def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
     """Return rewards `[B]` of transformers' own forward pass without padding, standardised as in the checkpoint."""
-    model = LlamaForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
-    constants = model.config.reward_standardization
-    scores = np.empty(len(rows))
-    with torch.no_grad():
-        for found, tokens in by_length(rows):
-            scores[found] = model(input_ids=tokens).logits[:, 0].numpy()
-    return (scores - constants["mean"]) / constants["std"]
+    constants = loaded(LlamaForSequenceClassification, folder).config.reward_standardization
+    scores = [float(logits_of(LlamaForSequenceClassification, folder, row.tobytes())) for row in rows]
+    return (np.asarray(scores) - constants["mean"]) / constants["std"]
 
 
 def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the values `[length_i]` of each row by transformers' own forward pass without padding."""
-    model = LlamaForTokenClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
-    values = [np.empty(0, np.float32)] * len(rows)
-    with torch.no_grad():
-        for found, tokens in by_length(rows):
-            for i, row in zip(found, model(input_ids=tokens).logits[:, :, 0].numpy(), strict=True):
-                values[i] = row
-    return values
+    return [logits_of(LlamaForTokenClassification, folder, row.tobytes())[:, 0].numpy() for row in rows]
+
+
+def assert_answer(run: LiveRun, rows: Sequence[np.ndarray], answer: Mapping[str, np.ndarray]) -> None:
+    """The answer has values and rewards of one version of each model, which it names; or only some of these."""
+    if VALUES in answer:
+        (version,) = {*answer[WEIGHTS_VERSION].ravel().tolist()}
+        direct = direct_values(run.store.folder(version), rows)
+        for row, ours, expected in zip(rows, answer[VALUES], direct, strict=True):
+            np.testing.assert_allclose(ours[: row.size], expected, atol=TOLERANCE, rtol=0)
+            assert not ours[row.size :].any()
+    if REWARDS in answer:
+        (version,) = {*answer[REWARD_VERSION].ravel().tolist()}
+        expected = direct_rewards(run.reward_store.folder(version), rows)
+        np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=TOLERANCE, rtol=0)
 
 
 def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
@@ -173,17 +188,16 @@ def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict
     return {"tokens": tokens, "sequence_lengths": np.asarray([[row.size] for row in rows], np.int64)}
 
 
-def training_inputs(*, seed: int, rows: int = 4, width: int = 12, **changes: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a padded training payload: tokens [N, S]; returns, prev_values, mask [N, S-1]."""
+def training_inputs(*, seed: int, width: int = 12) -> dict[str, np.ndarray]:
+    """Return a padded training payload of four rows: tokens [4, S]; returns, prev_values, mask [4, S-1]."""
     generator = np.random.default_rng(seed)
-    shape = (rows, width - 1)
-    payload = {
-        "tokens": generator.integers(0, 100, (rows, width), dtype=np.int64),
+    shape = (4, width - 1)
+    return {
+        "tokens": generator.integers(0, 100, (4, width), dtype=np.int64),
         "returns": generator.normal(size=shape).astype(np.float32),
         "prev_values": generator.normal(size=shape).astype(np.float32) * 0.1,
         "mask": np.ones(shape, np.float32),
     }
-    return {**payload, **changes}
 
 
 def identity(run_id: str, step: int) -> dict[str, np.ndarray]:
@@ -205,6 +219,11 @@ class LiveRun:
     def store(self) -> WeightsStore:
         """The critic's versions."""
         return WeightsStore(self.config.run.weights_dir)
+
+    @property
+    def reward_store(self) -> WeightsStore:
+        """The versions of a live reward model."""
+        return WeightsStore(self.config.run.reward_weights_dir)
 
     @property
     def journal(self) -> Journal:
@@ -233,8 +252,15 @@ class LiveRun:
 
     def critic_metrics(self) -> list[dict[str, Any]]:
         """Return the sidecar's metrics of its updates and reloads."""
-        path = self.config.run.dir / "critic_metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return read_jsonl(self.config.run.dir / "critic_metrics.jsonl")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a counter or gauge of the server's; 0 before its first event."""
+        with urllib.request.urlopen(f"http://{self.config.server.metrics_url}/metrics", timeout=120) as answer:
+            text = answer.read().decode()
+        shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        found = re.search(rf"^rlhf_{name}{{{re.escape(shown)}}} (\S+)", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
 
     def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
         """Return the metrics of updates; wait for that of step `up_to`, which is written after the answer."""
@@ -327,14 +353,6 @@ class System:
             list(executor.map(stop_process, (self.sidecar, self.server)))
 
 
-@dataclasses.dataclass
-class FinishedRun(System):
-    """A system on which an actor has run to its end."""
-
-    exit_code: int
-    actor_log: str
-
-
 def start_system(run: LiveRun) -> System:
     """Start server and sidecar of a new run, and wait until both are ready."""
     server = start_server(run)
@@ -411,7 +429,7 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
         if time.monotonic() > deadline:
             logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
             raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def validations_of(folder: Path) -> list[Any]:

@@ -1,13 +1,12 @@
 """The loaders of models, onto the device that sections default to: the CPU, or a card in `make test-device`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.python_backend.models import language_model, modeling, token_reward
-from rlhf_triton.python_backend.models.language_model import LanguageModel
-from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel
 
 
 def default_device() -> str:
@@ -20,21 +19,12 @@ def skip_on_cards(reason: str) -> None:
         pytest.skip(reason)
 
 
-def load_critic(*arguments: Any, **settings: Any) -> CriticModel:
-    return modeling.load_critic(*arguments, **{"device": default_device(), **settings})
+def on_default_device(load: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **settings: load(*arguments, **{"device": default_device(), **settings})
 
 
-def load_reward(*arguments: Any, **settings: Any) -> RewardModel:
-    return modeling.load_reward(*arguments, **{"device": default_device(), **settings})
-
-
-def load_language_model(*arguments: Any, **settings: Any) -> LanguageModel:
-    return language_model.load_language_model(*arguments, **{"device": default_device(), **settings})
-
-
-def load_process_reward(*arguments: Any, **settings: Any) -> RewardModel:
-    return token_reward.load_process_reward(*arguments, **{"device": default_device(), **settings})
-
-
-def load_logit_reward(*arguments: Any, **settings: Any) -> RewardModel:
-    return token_reward.load_logit_reward(*arguments, **{"device": default_device(), **settings})
+load_critic = on_default_device(modeling.load_critic)
+load_reward = on_default_device(modeling.load_reward)
+load_language_model = on_default_device(language_model.load_language_model)
+load_process_reward = on_default_device(token_reward.load_process_reward)
+load_logit_reward = on_default_device(token_reward.load_logit_reward)

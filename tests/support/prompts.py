@@ -1,6 +1,5 @@
 """Prompt files, and the inputs of a run that reads them, with one token per byte."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.config import PromptFileSection
+from rlhf_triton.store.jsonl import write_jsonl
 
 
 class Bytewise:
@@ -26,7 +26,7 @@ bytewise = Bytewise()
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:
     """Write a JSONL file with these texts, each of which is also the prompt's id."""
-    path.write_text("".join(json.dumps({"text": text, "prompt_id": text}) + "\n" for text in texts))
+    write_jsonl(path, ({"text": text, "prompt_id": text} for text in texts))
     return path
 
 
@@ -39,7 +39,7 @@ def inputs_of(
     return StepInputs(sources, reader, seed=seed, prompts_per_step=per_step, responses_per_prompt=responses)
 
 
-def one_prompt(per_step: int = 1) -> StepInputs:
+def one_prompt() -> StepInputs:
     """Return the inputs of a run with a single prompt, for tests of something else; the open file is deleted."""
     with tempfile.TemporaryDirectory() as folder:
-        return inputs_of(write_prompts(Path(folder) / "prompts.jsonl", ["a"]), per_step=per_step)
+        return inputs_of(write_prompts(Path(folder) / "prompts.jsonl", ["a"]), per_step=1)

@@ -18,6 +18,7 @@ from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.tools.server.ports import free_port
 
 Work = Callable[..., Any]
+TIMEOUT_S = 240
 # Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
 # torch's, so that it has no threads of torch's, which a fork would lose.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -47,7 +48,6 @@ def on_ranks(
     *arguments: Any,
     device: str = "cpu",
     group_timeout_s: float = 120,
-    timeout_s: float = 240,
 ) -> list[Any]:
     """Return `work(ranks, *arguments)` of each rank; `work` is a function of a module, so that a process can import it.
 
@@ -66,7 +66,7 @@ def on_ranks(
         theirs.close()
         started.append((process, mine))
     try:
-        outcomes = [_outcome(process, connection, timeout_s) for process, connection in started]
+        outcomes = [_outcome(process, connection) for process, connection in started]
     finally:
         for process, connection in started:
             connection.close()
@@ -77,10 +77,10 @@ def on_ranks(
     return [result for result, _ in outcomes]
 
 
-def _outcome(process: BaseProcess, connection: Connection, timeout_s: float) -> tuple[Any, str | None]:
+def _outcome(process: BaseProcess, connection: Connection) -> tuple[Any, str | None]:
     """Return the result of a rank, and its error if it has none."""
-    if not connection.poll(timeout_s):
-        return None, f"no result within {timeout_s:g} s"
+    if not connection.poll(TIMEOUT_S):
+        return None, f"no result within {TIMEOUT_S} s"
     try:
         return connection.recv()  # type: ignore[no-any-return]
     except EOFError:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rlhf_triton.rewards import Sample, count
@@ -112,23 +113,21 @@ def _raise(sample: Sample) -> float:
 def _backtrack_for_ever(sample: Sample) -> float:
     """Loop forever inside C code, where no Python signal handler runs; first, write the process id to a file."""
     if "pid_file" in sample.metadata:
-        with open(sample.metadata["pid_file"], "w") as file:  # noqa: PTH123 - written as users write
-            file.write(str(os.getpid()))
+        Path(sample.metadata["pid_file"]).write_text(str(os.getpid()))
     return float(bool(re.fullmatch(r"(a|aa)+$", "a" * 200 + "b")))
 
 
 def _start_a_program(sample: Sample) -> float:
     """Start a child process, like a verifier that runs the policy's code, and write its process id to a file."""
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    with open(sample.metadata["pid_file"], "w") as file:  # noqa: PTH123 - written as users write
-        file.write(str(child.pid))
+    Path(sample.metadata["pid_file"]).write_text(str(child.pid))
     return float(child.wait())
 
 
 def _start_a_daemon(sample: Sample) -> None:
     """Start a program that leaves the worker's session and its parent, write its process id to a file, and hang."""
     code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
-    with open(sample.metadata["pid_file"], "w") as file:  # noqa: PTH123 - written as users write
+    with Path(sample.metadata["pid_file"]).open("w") as file:
         subprocess.run([sys.executable, "-c", code], stdout=file, start_new_session=True, check=True)
     time.sleep(3600)
 

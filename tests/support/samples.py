@@ -42,9 +42,9 @@ def groups_of(rows: Sequence[SampledRow | Conversation], size: int = 1) -> list[
     return [Group(tuple(found[i : i + size])) for i in range(0, len(found), size)]
 
 
-def scored_samples(*, scored: Sequence[bool] = (True,) * 4, seed: int = 0) -> list[SampledRow]:
+def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[SampledRow]:
     """Four rows of different lengths; row 1 did not end."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 30, (4, WIDTH), generator=generator).numpy()
     values = torch.randn(4, WIDTH, generator=generator).numpy()
     logprobs = -torch.rand(2, 4, WIDTH, generator=generator).numpy()

@@ -13,7 +13,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SHARED = {
-    "servers": r"\b(live: System|finished: FinishedRun)\b",
+    "servers": r"\blive: System\b",
     "ranks": r"\bfrom tests\.support(\.ranks import| import ranks)\b",
 }
 

@@ -58,9 +58,9 @@ class Rig(ServerPool[Scripted]):
     def __getitem__(self, url: str) -> Server[Scripted]:
         return next(server for server in self.servers if server.url == url)
 
-    async def take(self, model: str = "m", *, writes: bool = False, patient: bool = True) -> str:
+    async def take(self, model: str = "m", *, writes: bool = False) -> str:
         """Send a request that is answered at once; return the URL of its server."""
-        async with self.one(model, writes=writes, patient=patient) as server:
+        async with self.one(model, writes=writes, patient=True) as server:
             self.answered(server, model)
             return server.url
 

@@ -1,24 +1,24 @@
-"""Servers that the integration tests share. Each is started once per session, when it is first used, because loading
+"""The server that the integration tests share. It is started once per session, when it is first used, because loading
 torch in two stubs is slow.
 """
 
 import contextlib
-import os
+import hashlib
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 from live_system import (
-    TRAINING_KEY,
     Checkpoints,
-    FinishedRun,
     System,
     make_checkpoints,
     make_run,
+    reload_model,
     run_actor,
     start_system,
 )
 from schedule import scope_of
+
+from rlhf_triton.wire.contract import CRITIC_SAVE, CRITIC_TRAIN
 
 KEY_VARIABLE = "RLHF_TEST_TRAINING_KEY"
 RUNNING = contextlib.ExitStack()
@@ -26,7 +26,7 @@ RUNNING = contextlib.ExitStack()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Stop them after the last test that shares them, which only xdist's workers know: idle, they take CPU time."""
+    """Stop it after the last test that shares it, which only xdist's workers know: idle, it takes CPU time."""
     if hasattr(item.config, "workerinput") and (nextitem is None or not shares_servers(nextitem)):
         RUNNING.close()
 
@@ -43,33 +43,35 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
-    """Server and sidecar with the default reload, one tokenizer, a training key, and a live reward model."""
-    with mock.patch.dict(os.environ, {KEY_VARIABLE: TRAINING_KEY}):
-        sections = {"server": {"training_key_env": KEY_VARIABLE}, "reward": {"store": True}}
-        run = make_run(tmp_path_factory.mktemp("live"), checkpoints, **sections)
-        system = start_system(run)
-        RUNNING.callback(system.stop)
-        yield system
-        RUNNING.close()
+    """Server and sidecar with the default reload, one tokenizer and a live reward model, after three PPO steps.
 
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
-    """A system without a training key after three PPO steps; server and sidecar still run.
-
-    Tests may load its models with other settings, so a test that needs a certain setting loads the model itself.
+    A test that loads its models with other settings loads them as they were again.
     """
-    system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
-    ended = FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
-    RUNNING.callback(ended.stop)
-    yield ended
+    system = start_system(make_run(tmp_path_factory.mktemp("live"), checkpoints, reward={"store": True}))
+    RUNNING.callback(system.stop)
+    code, log = run_actor(system.run, "actor")
+    assert code == 0, log
+    yield system
     RUNNING.close()
 
 
+@pytest.fixture
+def training_key(live: System, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A key, also in KEY_VARIABLE, that training on the live server needs during a test."""
+    key = "open sesame"
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    digest = {"training_key_sha256": {"string_value": hashlib.sha256(key.encode()).hexdigest()}}
+    for model in (CRITIC_TRAIN, CRITIC_SAVE):
+        reload_model(live.run, model, lambda config: config["parameters"].update(digest))
+    yield key
+    for model in (CRITIC_TRAIN, CRITIC_SAVE):
+        reload_model(live.run, model, lambda config: None)
+
+
 @pytest.fixture(autouse=True)
-def sidecars_run(request: pytest.FixtureRequest) -> None:
-    """Start the sidecar of a shared system again if a test that failed has left it without one."""
-    for name in {"live", "finished"}.intersection(request.fixturenames):
-        system = request.getfixturevalue(name)
+def sidecar_runs(request: pytest.FixtureRequest) -> None:
+    """Start the sidecar of the shared system again if a test that failed has left it without one."""
+    if "live" in request.fixturenames:
+        system = request.getfixturevalue("live")
         if system.sidecar.poll() is not None:
             system.start_sidecar()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from live_system import wait_for as until
 from safetensors.torch import load_file
 from tiny_checkpoints import VOCAB
 
@@ -24,14 +23,6 @@ from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import nested
 
 PATIENCE_S = 120.0
-
-
-def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Wait until the condition holds; fail after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 class Killed(BaseException):

@@ -1,12 +1,12 @@
 """An OpenTelemetry collector on loopback: records the spans that it receives as OTLP over HTTP with JSON."""
 
-import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from http_server import HttpServer
 
 
 @dataclass(frozen=True)
@@ -22,24 +22,23 @@ class Span:
     failed: bool
 
 
-class Collector:
-    """The received spans, and the paths and headers of the requests; `answering` is cleared to let requests hang."""
+class Collector(HttpServer):
+    """The received spans, and the paths and content types of requests; `answering` is cleared to let requests hang."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.requests: list[tuple[str, str]] = []  # path, content type
-        self.url = ""
+        self.requests: list[tuple[str, str]] = []
         self.status = 200
         self.answering = threading.Event()
         self.answering.set()
+        super().__init__()
 
     def named(self, name: str, service: str | None = None) -> list[Span]:
         """The spans of this name, of all services or of one."""
         return [span for span in self.spans if span.name == name and service in (None, span.service)]
 
-    def receive(self, path: str, content_type: str, body: bytes) -> None:
-        """Record one request."""
-        self.requests.append((path, content_type))
+    def reply(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        self.requests.append((path, headers["Content-Type"]))
         for resource in json.loads(body)["resourceSpans"]:
             service = attributes_of(resource["resource"])["service.name"]
             for scope in resource["scopeSpans"]:
@@ -47,6 +46,8 @@ class Collector:
                     failed = span.get("status", {}).get("code") == 2
                     ids = (span["traceId"], span["spanId"], span.get("parentSpanId", ""))
                     self.spans.append(Span(service, span["name"], *ids, attributes_of(span), failed))
+        self.answering.wait()
+        return self.status, {}, b""
 
 
 def attributes_of(holder: dict[str, Any]) -> dict[str, Any]:
@@ -56,33 +57,3 @@ def attributes_of(holder: dict[str, Any]) -> dict[str, Any]:
         ((kind, value),) = item["value"].items()
         found[item["key"]] = int(value) if kind == "intValue" else value
     return found
-
-
-@contextlib.contextmanager
-def collector() -> Iterator[Collector]:
-    """Serve a collector on a free port; at the end, requests that still hang are answered."""
-    received = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.receive(self.path, self.headers["Content-Type"], body)
-            received.answering.wait()
-            with contextlib.suppress(ConnectionError):  # the sender may have given up
-                self.send_response(received.status)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        received.url = f"http://127.0.0.1:{server.server_port}"
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        try:
-            yield received
-        finally:
-            received.answering.set()
-            server.shutdown()
-            serving.join()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.durable import write_json
+from rlhf_triton.store.jsonl import write_jsonl
 from rlhf_triton.tools.report.data import finish_run
 
 EVIL = " <script>alert('x')</script> & great"
@@ -57,7 +58,7 @@ def write_run(
     }
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 13, "ti')
     if critic:
-        (run_dir / "critic_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*swaps, triton]))
+        write_jsonl(run_dir / "critic_metrics.jsonl", [*swaps, triton])
     if validated:
         rows = [
             {"prompt_id": f"p{i}", "when": when, "prompt": "It <b>is</b>", "response": text, "reward": reward}
@@ -67,7 +68,7 @@ def write_run(
                 ("after", EVIL if i == 2 else f" good thing {i}.", 1.0 + i % 3),
             )
         ]
-        (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(run_dir / "samples.jsonl", rows)
     validations = dict.fromkeys(("reward_before", "reward_after", "kl_final"), 0.5) if validated else {}
     critics = dict.fromkeys(("weights_version", "critic_updates", "failed_critic_updates"), num_steps) if critic else {}
     explained = dict.fromkeys(("ev_v0", "ev_last"), 0.5) if critic and validated else {}

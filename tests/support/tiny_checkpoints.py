@@ -1,34 +1,18 @@
 """Random Hugging Face checkpoints of a few thousand weights, one of each family, made in milliseconds."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    BertConfig,
-    DebertaV2Config,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoXConfig,
-    GraniteMoeConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    OPTConfig,
-    Phi3Config,
-    PhimoeConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    RobertaConfig,
 )
 
 VOCAB, POSITIONS = 40, 32
@@ -51,42 +35,36 @@ _DEBERTA = {
     "type_vocab_size": 0,
 }
 CONFIGS = {
-    "llama": (LlamaConfig, _SIZES),
-    "qwen2": (Qwen2Config, {**_SIZES, "num_key_value_heads": 1}),
-    "gpt2": (GPT2Config, {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS}),
-    "bert": (BertConfig, _SIZES),
-    "deberta-v3": (DebertaV2Config, {**_SIZES, **_DEBERTA}),
+    "llama": _SIZES,
+    "qwen2": {**_SIZES, "num_key_value_heads": 1},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS},
+    "bert": _SIZES,
+    "deberta-v3": {**_SIZES, **_DEBERTA, "model_type": "deberta-v2"},
 }
 # Families with a peculiarity: no token classification class, positions from the mask, a head of two layers.
 MORE_CONFIGS = {
-    "opt": (OPTConfig, {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
-    "gptj": (GPTJConfig, {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}),
-    "roberta": (RobertaConfig, {**_SIZES, "max_position_embeddings": POSITIONS + 1}),
-    "phi3": (Phi3Config, {**_SIZES, "eos_token_id": 2}),
-    "mistral": (MistralConfig, _SIZES),
-    "qwen3": (Qwen3Config, {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
-    "gpt-neox": (GPTNeoXConfig, _SIZES),
+    "opt": {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16},
+    "gptj": {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
+    "roberta": {**_SIZES, "max_position_embeddings": POSITIONS + 1},
+    "phi3": {**_SIZES, "eos_token_id": 2},
+    "mistral": _SIZES,
+    "qwen3": {**_SIZES, "num_key_value_heads": 1, "head_dim": 8},
+    "gpt-neox": _SIZES,
 }
 _MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
 MIXTURES = {  # of experts: one tensor for all experts of a layer in memory, one per expert in most families' files
-    "mixtral": (MixtralConfig, {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1}),
-    "qwen2-moe": (
-        Qwen2MoeConfig,
-        {
-            **_MIXTURE,
-            "num_experts": 4,
-            "num_key_value_heads": 1,
-            "moe_intermediate_size": 12,
-            "shared_expert_intermediate_size": 20,
-        },
-    ),
-    "qwen3-moe": (
-        Qwen3MoeConfig,
-        {**_MIXTURE, "num_experts": 4, "num_key_value_heads": 1, "moe_intermediate_size": 12, "head_dim": 8},
-    ),
-    "olmoe": (OlmoeConfig, {**_MIXTURE, "num_experts": 4}),
-    "phimoe": (PhimoeConfig, {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1}),
-    "granitemoe": (GraniteMoeConfig, {**_MIXTURE, "num_local_experts": 4}),
+    "mixtral": {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1},
+    "qwen2-moe": {
+        **_MIXTURE,
+        "num_experts": 4,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "qwen3-moe": {**_MIXTURE, "num_experts": 4, "num_key_value_heads": 1, "moe_intermediate_size": 12, "head_dim": 8},
+    "olmoe": {**_MIXTURE, "num_experts": 4},
+    "phimoe": {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1},
+    "granitemoe": {**_MIXTURE, "num_local_experts": 4},
 }
 HEADS = {
     "reward": AutoModelForSequenceClassification,
@@ -98,10 +76,16 @@ HEADS = {
 
 def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels: int = 1, **settings: Any) -> Any:
     """Save a checkpoint of `family` (a key of [MORE_]CONFIGS or MIXTURES) with `head` (of HEADS); return the model."""
-    kind, sizes = {**CONFIGS, **MORE_CONFIGS, **MIXTURES}[family]
+    sizes = {**CONFIGS, **MORE_CONFIGS, **MIXTURES}[family]
+    given = {"model_type": family.replace("-", "_"), "pad_token_id": 0, **sizes, **settings, "num_labels": num_labels}
+    return save_random(folder, lambda: HEADS[head].from_config(AutoConfig.for_model(**given)), seed=seed)
+
+
+def save_random(folder: Path, make: Callable[[], Any], *, seed: int = 0) -> Any:
+    """Save a new model with random weights; return it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = HEADS[head].from_config(kind(**{"pad_token_id": 0, **sizes, **settings, "num_labels": num_labels}))
+        model = make()
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.eval().save_pretrained(folder)

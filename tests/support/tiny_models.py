@@ -106,10 +106,10 @@ def write_journal_model(repository: Path, name: str, *, refuse: bool = True) -> 
     _write(repository / name, _JOURNAL_CONFIG.format(name=name), _JOURNAL_MODEL.format(refuse=refuse))
 
 
-def write_repository(repository: Path, on_request: str = "pass") -> None:
-    """Write all five models; those that score run the statement `on_request`."""
+def write_repository(repository: Path) -> None:
+    """Write all five models."""
     for name in ("reward_model", "critic"):
-        write_scoring_model(repository, name, on_request=on_request)
+        write_scoring_model(repository, name)
     for name in ("critic_train", "critic_save"):
         write_journal_model(repository, name)
     _write(repository / "critic_infer", _ENSEMBLE_CONFIG, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import simcuda
@@ -82,7 +81,7 @@ class StreamContext:
         self._before = simcuda.current_stream(self.stream.device_index)
         set_stream(self.stream)
 
-    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.stream is None:
             return
         simcuda.set_stream(self.stream.device_index, self._before)

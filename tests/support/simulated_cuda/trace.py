@@ -16,38 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 PROJECT = Path(__file__).resolve().parents[3]
 SOURCES = tuple(str(PROJECT / folder) for folder in ("rlhf_triton", "actor", "trainer", "python_backend", "tools"))
-# Operators that launch nothing.
-VIEWS = {
-    "view",
-    "as_strided",
-    "slice",
-    "select",
-    "transpose",
-    "t",
-    "permute",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "alias",
+# Operators that launch nothing, beside views.
+LAUNCH_NOTHING = {
     "_unsafe_view",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "_reshape_alias",
-    "unfold",
     "empty",
     "empty_like",
     "empty_strided",
     "new_empty",
     "new_empty_strided",
-    "lift_fresh",
     "set_",
     "is_same_size",
-    "diagonal",
-    "chunk",
     "_has_compatible_shallow_copy_type",
-    "view_as_real",
     "record_stream",
     "_pin_memory",
     "is_pinned",
@@ -90,11 +69,14 @@ class Trace(TorchDispatchMode):
     def __init__(self, *, places: bool = True) -> None:
         super().__init__()
         self._places = places
-        self.kernels = 0
         self.ops: Counter[str] = Counter()
         self.streams: Counter[tuple[int, int]] = Counter()
         self.waits: Counter[str] = Counter()
         self.where: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def kernels(self) -> int:
+        return self.ops.total()
 
     @property
     def num_waits(self) -> int:
@@ -124,8 +106,7 @@ class Trace(TorchDispatchMode):
             return out
         if why := _cause(name, args, kwargs, given, made):
             self.count_wait(why)
-        if name not in VIEWS:
-            self.kernels += 1
+        if not func.is_view and name not in LAUNCH_NOTHING:
             self.ops[name] += 1
             self.streams[card, simcuda.current_stream(card)] += 1
         return out
