@@ -149,9 +149,7 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             "the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
-    folders = {"actor.policy.model": policy}
-    if config.uses_reward_model and config.reward.template is None:
-        folders["reward.model"] = reward
+    folders = {"actor.policy.model": policy, **({"reward.model": reward} if renders else {})}
     for key, folder in folders.items():
         if problem := template_problem(folder):
             raise ConfigError(f"{key}: {problem}, or give the prompts in {prompts} as plain texts")

@@ -36,7 +36,7 @@ from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
-from rlhf_triton.tools.server.vllm import VllmServer, start_vllm, starts_vllm
+from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
 
 POLL_S = 0.25
 ACTOR_STOP_S = STOP_GRACE_S + 5.0
@@ -134,7 +134,7 @@ class Run:
         url = f"127.0.0.1:{free_port()}"
         config = self.config
         check = self._signals.check
-        self._vllm = Supervisor(lambda: start_vllm(config, url, check), log=self._progress.log, name="vLLM")
+        self._vllm = Supervisor(lambda: VllmServer(config, url, check), log=self._progress.log, name="vLLM")
         self._override(f"actor.generation.vllm.servers=[{url}]")
 
     @property
