@@ -28,11 +28,11 @@ from rlhf_triton.tools.report.curves import (
 )
 from rlhf_triton.tools.report.data import (
     SUMMARY_KEYS,
+    Gain,
     distinct2,
     finish_run,
     formatted,
     load_run,
-    paired_ci95,
     read_pairs,
     read_steps,
     series,
@@ -186,12 +186,17 @@ class TestData:
         assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
 
     def test_the_interval_of_a_gain_keeps_pairs_and_agrees_with_the_normal_approximation(self):
-        assert paired_ci95([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
+        def interval(before: Any, after: Any) -> tuple[float, float]:
+            no_text: Any = None
+            gain = Gain.of([(no_text, *scores) for scores in zip(before, after, strict=True)])
+            return gain.low, gain.high
+
+        assert interval([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
         rng = np.random.default_rng(1)
         before = rng.normal(0.0, 5.0, size=400)
         after = before + rng.normal(0.1, 0.5, size=400)
         half, middle = 1.96 * float(np.std(after - before)) / 20.0, float(np.mean(after - before))
-        found = paired_ci95(list(before), list(after))
+        found = interval(before, after)
         assert found == pytest.approx((middle - half, middle + half), abs=0.01)
 
 
