@@ -122,21 +122,15 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     missing = [f"the {model.name}'s" for model in live_models(config) if not (model.store / "CURRENT").exists()]
     if not missing:
         return
-    _run_module(
-        f"creating version 0 of {' and '.join(missing)} weights",
-        ["rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides],
-    )
-
-
-def _run_module(what: str, arguments: Sequence[str]) -> None:
+    what = f"creating version 0 of {' and '.join(missing)} weights"
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
-    command = [sys.executable, "-u", "-m", *arguments]
+    command = [sys.executable, "-u", "-m", "rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides]
     output = sys.stdout if sys.stdout is sys.stderr else None  # as `say`
     code = subprocess.run(command, check=False, start_new_session=True, stdout=output).returncode
     if code != 0:
         raise ServerStartError(
-            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; its output above says why"
+            f"{what} failed: `python -m rlhf_triton.trainer` ended with exit code {code}; its output above says why"
         )
 
 
