@@ -45,6 +45,8 @@ SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
+    # than one.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
 }
