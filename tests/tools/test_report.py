@@ -517,7 +517,7 @@ def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: py
         append(tmp_path / "validations.jsonl", {"step": 0, "reward": 0.5, "kl": 0.25})
         print("a message")
         progress.refresh()
-        validated = [{"step": 0, "reward": 0.5, "kl": 0.25}, {"step": 2, "reward": None, "kl": None}]
+        validated = [{"step": 0, "reward": 0.5}, {"step": 2, "reward": None, "kl": None}]
         append(tmp_path / "new", *validated)  # as a run that resumes writes it
         (tmp_path / "new").replace(tmp_path / "validations.jsonl")
         progress.refresh()
