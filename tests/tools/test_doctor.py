@@ -34,7 +34,7 @@ from rlhf_triton.tools.server.triton_home import (
     lay_out_backends,
     server_environment,
 )
-from rlhf_triton.tools.server.tritonserver import TritonServer
+from rlhf_triton.tools.server.tritonserver import server_command
 from rlhf_triton.wire.contract import CRITIC_SAVE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,8 +271,7 @@ def test_environment_and_options_of_the_server(wheel: TritonHome, tmp_path: Path
     usage = f"echo 'Usage: tritonserver [options]'\necho '  {BODY_LIMIT} <integer>' >&2; exit 1\n"
     home = dataclasses.replace(wheel, binary=executable(tmp_path / "tritonserver", usage))
     assert accepts(home, BODY_LIMIT)
-    server = TritonServer(home, tmp_path, ServerSection(), tmp_path / "log", backends=tmp_path, control_key="key")
-    assert f"{BODY_LIMIT}={256 << 20}" in server._command()
+    assert f"{BODY_LIMIT}={256 << 20}" in server_command(home, tmp_path, tmp_path, ServerSection(), "key", None)
 
 
 def test_a_server_or_a_python_that_cannot_be_used_is_one_sentence(

@@ -29,7 +29,6 @@ from rlhf_triton.tools.report.curves import (
 from rlhf_triton.tools.report.data import (
     SUMMARY_KEYS,
     Gain,
-    distinct2,
     finish_run,
     formatted,
     load_run,
@@ -102,8 +101,6 @@ class TestData:
             "reward_before": 0.5,  # the texts' own rewards win over what the actor said of them
             "reward_after": 3.0,
             "reward_gain_ci95": [2.0, 3.0],  # the gains of the two pairs
-            "distinct2_before": 3 / 8,  # twice a-list, list-of, of-a, a-list
-            "distinct2_after": 1.0,  # a-great, great-thing., a-good, good-thing.
             "unique_before": 0.5,
             "unique_after": 1.0,
             "reloads_swap": 2,
@@ -124,7 +121,7 @@ class TestData:
         (run_dir / "samples.jsonl").unlink()
         summary = finish_run(run_dir, **MEASURED).summary
         reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
-        of_texts = {f"{what}_{when}" for what in ("distinct2", "unique") for when in ("before", "after")}
+        of_texts = {"unique_before", "unique_after"}
         assert not summary.keys() & {*critic, *reloads, *of_texts, "failed_critic_updates", "kl_final"}
         assert None not in summary.values()
 
@@ -172,8 +169,6 @@ class TestData:
         assert [talk and talk.prompt for talk in talks] == ["You begin before.", "You begin after."]
 
     def test_figures_by_hand(self):
-        assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
-        assert distinct2(["a", ""]) is None
         rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
         assert series(rows, "x") == ([4], [5.0])
         assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"

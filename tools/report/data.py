@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,6 @@ def rewarded(pairs: Sequence[Pair]) -> list[Scored]:
     return [(pair, before, after) for pair, before, after in scored if before is not None and after is not None]
 
 
-def distinct2(texts: Sequence[str]) -> float | None:
-    """Return the ratio of distinct word bigrams to all word bigrams; None if no text has two words."""
-    words = [text.split() for text in texts]
-    bigrams = [pair for row in words for pair in pairwise(row)]
-    return len(set(bigrams)) / len(bigrams) if bigrams else None
-
-
 # What a run's own function adds to its report: `report: my_report.py:sections`.
 
 
@@ -186,10 +179,8 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
     "steps_after": "The same for the final policy.",
     "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",
     "kl_final": "KL from the initial to the final policy, nats per sequence, on the held-out prompts.",
-    "distinct2_before": "Distinct bigrams of words over all bigrams, in all held-out responses before training.",
-    "distinct2_after": "The same after training: a collapse onto a few phrases would show here.",
     "unique_before": "Share of different responses among the held-out responses before training.",
-    "unique_after": "The same after training.",
+    "unique_after": "The same after training: a collapse onto a few responses would show here.",
     "ev_v0": "Share of the returns' variance that critic version 0 explains on the held-out rollouts.",
     "ev_last": "The same for the last version, queried through the server, on the same rollouts.",
     "weights_version": "Version of the critic's weights that was served at the end.",
@@ -344,7 +335,6 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
         responses = [getattr(pair, f"response_{when}") for pair in pairs]
-        figures[f"distinct2_{when}"] = distinct2(responses)
         figures[f"unique_{when}"] = len(set(responses)) / len(responses)
     if scored := rewarded(pairs):
         gain = Gain.of(scored)
