@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,9 +23,9 @@ import psutil
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import write_json
-from rlhf_triton.tools.render_configs import render_repository
-from rlhf_triton.tools.serve import serve_rendered
+from rlhf_triton.tools.serve import start_server
 from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.tritonserver import TritonServer
 
 Sample = dict[str, Any]
@@ -61,7 +60,7 @@ def make_checkpoint(kind: str, size: str, folder: Path, *, device: str = "cpu", 
     """Write a random Llama with a tokenizer to `folder`; return its number of parameters.
 
     Args:
-        kind: policy, reward or critic.
+        kind: policy or reward.
         size: a key of `SIZES`.
         device: where its weights are drawn; in bfloat16 unless that is the CPU.
         settings: arguments of `LlamaConfig` in place of those of a small model.
@@ -72,7 +71,6 @@ def make_checkpoint(kind: str, size: str, folder: Path, *, device: str = "cpu", 
         LlamaConfig,
         LlamaForCausalLM,
         LlamaForSequenceClassification,
-        LlamaForTokenClassification,
         PreTrainedTokenizerFast,
     )
 
@@ -96,7 +94,6 @@ def make_checkpoint(kind: str, size: str, folder: Path, *, device: str = "cpu", 
     kinds: dict[str, Any] = {
         "policy": LlamaForCausalLM,
         "reward": LlamaForSequenceClassification,
-        "critic": LlamaForTokenClassification,
     }
     torch.manual_seed(SEED)
     torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
@@ -144,8 +141,7 @@ def running_triton(config: RunConfig) -> Iterator[TritonServer]:
     Raises:
         ServerStartError: the block failed because the server had died.
     """
-    render_repository(config, config.run.repository_dir)
-    server = serve_rendered(config, log=lambda line: None)
+    server = start_server(config, log=lambda line: None)
     try:
         yield server
     except RlhfError:
@@ -156,11 +152,14 @@ def running_triton(config: RunConfig) -> Iterator[TritonServer]:
 
 
 @contextlib.contextmanager
-def running(child: Child, url: str) -> Iterator[int]:
-    """Yield the child's pid once `GET url` succeeds; stop it with its descendants at the end."""
+def running(child: Child, address: str, path: str) -> Iterator[int]:
+    """Yield the child's pid once its server is ready by the status of `path`; stop it and its descendants at the end.
+
+    `address`: host:port.
+    """
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(url):
+        while get_page(address, path) != "OK":
             if child.poll() is not None:
                 raise RlhfError(child.obituary())
             if time.monotonic() > deadline:
@@ -173,14 +172,6 @@ def running(child: Child, url: str) -> Iterator[int]:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

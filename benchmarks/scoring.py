@@ -224,8 +224,9 @@ def pytriton_padded(setup: Setup) -> Iterator[Running]:
     # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
     environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(setup.threads)}
     child = Child("PyTriton", ["benchmarks.scoring", job], setup.folder / "pytriton.log", environment)
-    with running(child, f"http://{HOST}:{ports[0]}/v2/models/{REWARD_MODEL}/ready") as pid:
-        yield Running(partial(to_triton, f"{HOST}:{ports[0]}", LONGEST), [pid])
+    address = f"{HOST}:{ports[0]}"
+    with running(child, address, f"/v2/models/{REWARD_MODEL}/ready") as pid:
+        yield Running(partial(to_triton, address, LONGEST), [pid])
 
 
 @contextlib.contextmanager
@@ -244,15 +245,14 @@ def vllm(setup: Setup) -> Iterator[Running]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    urls = [f"http://{HOST}:{free_port()}" for _ in range(setup.instances)]
+    ports = [free_port() for _ in range(setup.instances)]
     with contextlib.ExitStack() as stack:
         pids = []
-        for url in urls:
-            port = url.rpartition(":")[2]
+        for port in ports:
             log = setup.folder / f"vllm-{port}.log"
-            child = Child("vLLM", ["--port", port], log, environment, command=command)
-            pids.append(stack.enter_context(running(child, f"{url}/health")))
-        yield Running(partial(to_vllm, urls), pids)
+            child = Child("vLLM", ["--port", str(port)], log, environment, command=command)
+            pids.append(stack.enter_context(running(child, f"{HOST}:{port}", "/health")))
+        yield Running(partial(to_vllm, [f"http://{HOST}:{port}" for port in ports]), pids)
 
 
 CONTENDERS: dict[str, Callable[[Setup], contextlib.AbstractContextManager[Running]]] = {

@@ -33,6 +33,7 @@ from benchmarks.measuring import (
 )
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import write_jsonl
+from rlhf_triton.tools.run import LIBRARY_ENV
 from rlhf_triton.tools.server.child import Child
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,7 +140,7 @@ def prepare(
 def turn(name: str, settings: dict[str, Any], options: argparse.Namespace) -> Sample:
     """Run one side from its start until it has done its steps; return means over those after the warm-up."""
     folder = Path(settings["folder"])
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**LIBRARY_ENV}
     if name == OURS:
         path = folder / "run.yaml"
         path.write_text(json.dumps(configuration(settings)))  # JSON is YAML

@@ -4,7 +4,6 @@ Weights, gradients, optimizer moments, and the keys and values of generation; of
 scales. Activations come on top: the token budgets bound them.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -57,8 +56,7 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
     """
     places = {place.key.removesuffix(".policy.device").removesuffix(".device"): place for place in config.places}
     rows = [["role", "device", *COLUMNS, "sum"]]
-    sums: Counter[str] = Counter()
-    parts: dict[str, list[str]] = {}
+    parts: dict[str, dict[str, int]] = {}  # of each device, by role
     for role, held in _roles(config, served_only):
         place = places[role]
         cards = {card for other in config.places for card in other.cards if other.machine == place.machine}
@@ -69,16 +67,15 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
         where = f"{place.machine} {devices[0]}".strip() + (f" to {devices[-1]}, each" if len(devices) > 1 else "")
         rows.append([role, where, *(shown(size) if size else "-" for size in sizes), shown(sum(sizes))])
         for device in devices:
-            name = f"{place.machine} {device}".strip()
-            sums[name] += sum(sizes)
-            parts.setdefault(name, []).append(f"{role} {shown(sum(sizes))}")
+            parts.setdefault(f"{place.machine} {device}".strip(), {})[role] = sum(sizes)
     problems = []
-    for device, size in sorted(sums.items(), key=lambda item: _number(item[0])):
-        free = _free(device)
+    for device in sorted(parts, key=_number):
+        size, free = sum(parts[device].values()), _free(device)
         rows.append(["all", device, *[""] * len(COLUMNS), shown(size), "" if free is None else f"{shown(free)} free"])
         if free is not None and size > free:
+            each = ", ".join(f"{role} {shown(part)}" for role, part in parts[device].items())
             problems.append(
-                f"{device} has {shown(free)} free and the models need {shown(size)} ({', '.join(parts[device])}): set "
+                f"{device} has {shown(free)} free and the models need {shown(size)} ({each}): set "
                 "another device, dtype or precision bfloat16, lora_rank, more ranks or tensor_parallel"
             )
     widths = [max(map(len, column)) for column in zip(*(row[: len(rows[0])] for row in rows), strict=True)]

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,7 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
             "the template that it was trained with as chat_template.jinja in its folder "
             "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
-    folders = {"actor.policy.model": policy}
-    if config.uses_reward_model and config.reward.template is None:
-        folders["reward.model"] = reward
+    folders = {"actor.policy.model": policy, **({"reward.model": reward} if renders else {})}
     for key, folder in folders.items():
         if problem := template_problem(folder):
             raise ConfigError(f"{key}: {problem}, or give the prompts in {prompts} as plain texts")
@@ -170,20 +168,20 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
 
 def _lora_targets(config: RunConfig) -> Iterator[str]:
     """Find the layers that are named for adapters in models without weights."""
-    checks: list[Callable[[], None]] = []
-    if config.actor.policy.lora_targets != "all-linear":
-        from rlhf_triton.actor.policy import loading  # deferred, as below: torch takes seconds to import
+    try:
+        if config.actor.policy.lora_targets != "all-linear":
+            from rlhf_triton.actor.policy import loading  # deferred, as below: torch takes seconds to import
 
-        checks.append(lambda: loading.check_lora_targets(config.actor.policy))
-    if config.serves_critic and config.trainer.lora_targets != "all-linear":
-        from rlhf_triton.trainer import trained_critic
+            loading.check_lora_targets(config.actor.policy)
+    except CheckpointError as error:
+        yield str(error)
+    try:
+        if config.serves_critic and config.trainer.lora_targets != "all-linear":
+            from rlhf_triton.trainer import trained_critic
 
-        checks.append(lambda: trained_critic.check_lora_targets(config.critic.model, config.trainer))
-    for check in checks:
-        try:
-            check()
-        except CheckpointError as error:
-            yield str(error)
+            trained_critic.check_lora_targets(config.critic.model, config.trainer)
+    except CheckpointError as error:
+        yield str(error)
 
 
 def _functions(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

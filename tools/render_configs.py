@@ -39,8 +39,6 @@ from rlhf_triton.tools.served_rewards import (
     reward_parameters,
     reward_traits,
 )
-from rlhf_triton.tools.server.triton_home import ServerStartError
-from rlhf_triton.tools.server.tritonserver import shell_command
 from rlhf_triton.wire import contract
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -496,21 +494,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")
     args = parse(parser, argv)
     committed = args.config.resolve() == DEFAULT_CONFIG
-    try:
-        config = load_config(args.config, args.overrides)
-        resolve = not (committed or args.relative)
-        out = args.out or (DEFAULT_REPOSITORY if committed else config.run.repository_dir)
-        if args.check:
-            drifts = check_repository(config, out, resolve_paths=resolve)
-            for drift in drifts:
-                print(f"{drift.path} is not up to date:\n{drift.diff}", file=sys.stderr)
-            print(f"{out}: {'not up to date; render it again' if drifts else 'up to date'}")
-            return 1 if drifts else 0
-        written = render_repository(config, out, resolve_paths=resolve)
-        print(f"{out}: {len(written)} files written, the others were up to date")
-        print(f"to serve it here:\n{shell_command(config, out, ['--config', str(args.config), *args.overrides])}")
-    except ServerStartError as error:
-        print(f"it cannot be served here: {error}")
+    config = load_config(args.config, args.overrides)
+    resolve = not (committed or args.relative)
+    out = args.out or (DEFAULT_REPOSITORY if committed else config.run.repository_dir)
+    if args.check:
+        drifts = check_repository(config, out, resolve_paths=resolve)
+        for drift in drifts:
+            print(f"{drift.path} is not up to date:\n{drift.diff}", file=sys.stderr)
+        print(f"{out}: {'not up to date; render it again' if drifts else 'up to date'}")
+        return 1 if drifts else 0
+    written = render_repository(config, out, resolve_paths=resolve)
+    print(f"{out}: {len(written)} files written, the others were up to date")
     return 0
 
 

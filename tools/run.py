@@ -4,6 +4,7 @@ Ctrl-C and SIGTERM stop the actor (which first writes a checkpoint), the sidecar
 process dies, the run stops and the error message names the process.
 """
 
+import argparse
 import json
 import re
 import shlex
@@ -36,7 +37,7 @@ from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
-from rlhf_triton.tools.server.vllm import VllmServer, start_vllm, starts_vllm
+from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
 
 POLL_S = 0.25
 ACTOR_STOP_S = STOP_GRACE_S + 5.0
@@ -44,6 +45,8 @@ SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
+    # than one.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
 }
@@ -53,20 +56,13 @@ class Run:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     def __init__(
-        self,
-        path: Path,
-        config: RunConfig,
-        overrides: Sequence[str],
-        progress: RunProgress,
-        signals: StopSignals,
-        *,
-        accepts_changes: bool,
+        self, arguments: argparse.Namespace, config: RunConfig, progress: RunProgress, signals: StopSignals
     ) -> None:
-        self._path = path
-        self._overrides = list(overrides)
+        """`arguments`: of the command line."""
+        self._arguments = arguments
+        self._overrides = list(arguments.overrides)
         self._progress = progress
         self._signals = signals
-        self._accepts_changes = accepts_changes
         self._started = time.monotonic()
         self._peak_rss = 0
         self._supervisor: Supervisor[TritonServer] | None = None
@@ -82,7 +78,7 @@ class Run:
         check_ports(self.config.server)
         if gpus := self.config.gpu_precisions:
             self._progress.log(f"on GPUs: {gpus}")
-        changed = find_changes(self.config, accepted=self._accepts_changes)
+        changed = find_changes(self.config, accepted=self._arguments.accept_changes)
         for line in (
             *filter(None, [effect_line(self.config)]),
             *(f"resuming with another setting: {change}" for change in describe_changes(changed)),
@@ -93,7 +89,7 @@ class Run:
         if self.config.needs_server:
             self._start_server()
         failures_at_start = self._server_failures()
-        arguments = ["--config", str(self._path), *self._overrides]
+        arguments = ["--config", str(self._arguments.config), *self._overrides]
         logs = self.config.run.logs_dir
         if self.config.serves_critic:
             self._progress.phase("starting the critic sidecar")
@@ -106,7 +102,7 @@ class Run:
                 self._poll()
         if starts_vllm(self.config):
             self._start_vllm()
-            arguments = ["--config", str(self._path), *self._overrides]
+            arguments = ["--config", str(self._arguments.config), *self._overrides]
         self._progress.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["rlhf_triton.actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
@@ -124,7 +120,7 @@ class Run:
     def _start_server(self) -> None:
         self._progress.phase("starting tritonserver")
         with self._signals.raising():
-            ensure_first_version(self.config, self._path, self._overrides)
+            ensure_first_version(self.config, self._arguments.config, self._overrides)
         log, check = self._progress.log, self._signals.check
         self._supervisor = supervised(self.config, log=log, check=check)
         check()
@@ -134,7 +130,7 @@ class Run:
         url = f"127.0.0.1:{free_port()}"
         config = self.config
         check = self._signals.check
-        self._vllm = Supervisor(lambda: start_vllm(config, url, check), log=self._progress.log, name="vLLM")
+        self._vllm = Supervisor(lambda: VllmServer(config, url, check), log=self._progress.log, name="vLLM")
         self._override(f"actor.generation.vllm.servers=[{url}]")
 
     @property
@@ -159,7 +155,7 @@ class Run:
 
     def _override(self, *overrides: str) -> None:
         self._overrides += overrides
-        self.config = load_config(self._path, self._overrides)
+        self.config = load_config(self._arguments.config, self._overrides)
 
     def _poll(self) -> None:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
@@ -259,24 +255,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):
                 set_aside(config.run.dir)
-    return _supervise(args.config, config, args.overrides, signals, accepts_changes=args.accept_changes, told=told)
+    return _supervise(args, config, signals, told)
 
 
-def _supervise(
-    path: Path,
-    config: RunConfig,
-    overrides: Sequence[str],
-    signals: StopSignals,
-    *,
-    accepts_changes: bool,
-    told: Sequence[str],
-) -> int:
+def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSignals, told: Sequence[str]) -> int:
     """Run it to its end; `told`: warnings for the log."""
     try:
         with only_run(config.run.dir), RunProgress(config.run.dir, config.actor.steps) as progress:
             for line in told:
                 progress.log(line)
-            run = Run(path, config, overrides, progress, signals, accepts_changes=accepts_changes)
+            run = Run(arguments, config, progress, signals)
             try:
                 run.execute()
             except BaseException as error:
@@ -288,7 +276,7 @@ def _supervise(
                     _print_policy(config.run.dir)
                 raise
     except KeyboardInterrupt:
-        again = shlex.join(["run", "--config", str(path), *overrides])
+        again = shlex.join(["run", "--config", str(arguments.config), *arguments.overrides])
         print(f"stopped; {program()} {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
         _print_policy(config.run.dir)
         return 130

@@ -122,28 +122,26 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     missing = [f"the {model.name}'s" for model in live_models(config) if not (model.store / "CURRENT").exists()]
     if not missing:
         return
-    _run_module(
-        f"creating version 0 of {' and '.join(missing)} weights",
-        ["rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides],
-    )
-
-
-def _run_module(what: str, arguments: Sequence[str]) -> None:
+    what = f"creating version 0 of {' and '.join(missing)} weights"
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
-    command = [sys.executable, "-u", "-m", *arguments]
+    command = [sys.executable, "-u", "-m", "rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides]
     output = sys.stdout if sys.stdout is sys.stderr else None  # as `say`
     code = subprocess.run(command, check=False, start_new_session=True, stdout=output).returncode
     if code != 0:
         raise ServerStartError(
-            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; its output above says why"
+            f"{what} failed: `python -m rlhf_triton.trainer` ended with exit code {code}; its output above says why"
         )
 
 
 def start_server(
     config: RunConfig, *, log: Callable[[str], None] = print, check: Callable[[], None] = lambda: None
 ) -> TritonServer:
-    """Render the run's model repository, start a server on it and return the server; see `serve_rendered`.
+    """Render the run's model repository, start a server on it, and return it once every model has answered a request.
+
+    The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
+    receives progress messages and the readable lines of the server's log; the full log is in `logs/` of the server's
+    folder. `check` is called repeatedly; an exception that it raises ends the start.
 
     Raises:
         ConfigError: the repository cannot be rendered.
@@ -154,34 +152,6 @@ def start_server(
     )
 
     render_repository(config, repository_of(config))
-    return serve_rendered(config, log=log, check=check)
-
-
-def supervised(
-    config: RunConfig, *, log: Callable[[str], None], check: Callable[[], None] = lambda: None
-) -> Supervisor[TritonServer]:
-    """Start the run's server as `start_server` does, and supervise it; holds the lock of its folder."""
-    lock = only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
-    return Supervisor(lambda: start_server(config, log=log, check=check), log=log, lock=lock, watch=ServerHealth)
-
-
-def repository_of(config: RunConfig) -> Path:
-    """Return the folder of the model repository that this server renders and loads."""
-    return config.server_dir / config.run.repository_dir.name
-
-
-def serve_rendered(
-    config: RunConfig, *, log: Callable[[str], None] = print, check: Callable[[], None] = lambda: None
-) -> TritonServer:
-    """Start a server on the rendered repository and return it once every model has answered a request.
-
-    The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
-    receives progress messages and the readable lines of the server's log; the full log is in `logs/` of the server's
-    folder. `check` is called repeatedly; an exception that it raises ends the start.
-
-    Raises:
-        ServerStartError: the server cannot start; nothing is left running.
-    """
     home = find_tritonserver(config.server.tritonserver)
     server = TritonServer(
         home,
@@ -203,6 +173,17 @@ def serve_rendered(
     at = server.section
     log(f"ready: inference http://{at.http_url}, model control grpc {at.grpc_url}, metrics {at.metrics_url}")
     return server
+
+
+def supervised(config: RunConfig, *, log: Callable[[str], None], check: Callable[[], None]) -> Supervisor[TritonServer]:
+    """Start the run's server as `start_server` does, and supervise it; holds the lock of its folder."""
+    lock = only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
+    return Supervisor(lambda: start_server(config, log=log, check=check), log=log, lock=lock, watch=ServerHealth)
+
+
+def repository_of(config: RunConfig) -> Path:
+    """Return the folder of the model repository that this server renders and loads."""
+    return config.server_dir / config.run.repository_dir.name
 
 
 def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from examples.demo import agent, llm, prepare, reasoning
 from rlhf_triton.config import load_config
 from rlhf_triton.config.command_line import reporting
+from rlhf_triton.tools.run import LIBRARY_ENV
 
 CONFIGS = {
     "sentences": "configs/demo.yaml",
@@ -19,13 +20,6 @@ CONFIGS = {
     "reasoning": "configs/rlvr.yaml",
     "sao": "configs/sao.yaml",
     "agent": "configs/agent.yaml",
-}
-LIBRARY_ENV = {
-    "TOKENIZERS_PARALLELISM": "false",
-    # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
-    # than one.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TQDM_DISABLE": "1",
 }
 
 

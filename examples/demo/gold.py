@@ -4,7 +4,6 @@ There it is the score of prompt + response, like the reward model's training lab
 of the prompt affects the response. For a chat it is that of the reply, which is what the reward model reads.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -59,25 +58,24 @@ def sections(run: RunRecord) -> list[ReportSection]:
         return []
     score = gold_scorer()
     scored = [(pair, score(pair.text_before), score(pair.text_after)) for pair in run.pairs]
-    before, after = statistics.fmean(s for _, s, _ in scored), statistics.fmean(s for _, _, s in scored)
     gain = Gain.of(scored)
 
     def draw(axes: Any, _: RunRecord) -> None:
         error = [[gain.mean - gain.low], [gain.high - gain.mean]]
         axes.errorbar(["gain per text, 95 % interval"], [gain.mean], yerr=error, fmt="o", capsize=6)
         axes.axhline(0, color="#3C4043", lw=1)
-        axes.set_title(f"Gain in gold score: {before:.3f} → {after:.3f}")
+        axes.set_title(f"Gain in gold score: {gain.before:.3f} → {gain.after:.3f}")
 
     return [
         ReportSection(
             title="The gold score",
-            text=f"VADER's score of the texts, which PPO never sees: {before:.3f} before, {after:.3f} after.",
+            text=f"VADER's score of the texts, which PPO never sees: {gain.before:.3f} before, {gain.after:.3f} after.",
             pictures={"The gold score, which PPO never saw, on held-out prompts, with the 95 % interval.": draw},
             results=[verdict("The gold score, which PPO never saw,", gain)],
             cards=[("gold gain", f"{gain.mean:+.3f}", f"[{gain.low:.3f}, {gain.high:.3f}]")],
             figures={
-                "gold_before": (before, "Mean gold score of the initial policy's texts; PPO never sees it."),
-                "gold_after": (after, "The same for the final policy."),
+                "gold_before": (gain.before, "Mean gold score of the initial policy's texts; PPO never sees it."),
+                "gold_after": (gain.after, "The same for the final policy."),
                 "gold_ci95": ([gain.low, gain.high], "95 % interval of the gold gain: paired bootstrap."),
             },
         )

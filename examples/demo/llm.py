@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.gold import gold_scorer
-from examples.demo.prepare import prepare as prepare_sentences
+from examples.demo.prepare import write_quick_policy
 from examples.demo.pretrained import MINILM, build_once, fetch, save_smollm2
 from rlhf_triton.store.jsonl import write_jsonl
 
@@ -191,9 +191,7 @@ def _write_tiny_models(root: Path) -> None:
     """Write the quick policy of `make demo`, and an encoder with random weights and the same tokenizer."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
-    sentences = prepare_sentences(root / "sentences", 0, quick=True)
-    shutil.move(sentences / "policy", root / "policy")
-    shutil.rmtree(sentences)
+    write_quick_policy(root / "policy")
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     tokenizer.save_pretrained(root / "encoder")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

@@ -9,11 +9,13 @@ import hashlib
 import os
 import random
 import re
+import shutil
 import sysconfig
 import tokenize
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from examples.demo.gold import gold_scorer
@@ -108,6 +110,12 @@ def prepare(out_dir: Path, seed: int, quick: bool) -> Path:
     Raises RlhfError.
     """
     return build_once(out_dir, lambda folder: _build(folder, seed, quick), seed=seed, quick=quick)
+
+
+def write_quick_policy(folder: Path) -> None:
+    """Write the policy of `make demo` in its quick form to `folder`."""
+    with TemporaryDirectory() as temporary:
+        shutil.copytree(prepare(Path(temporary) / "sentences", 0, quick=True) / "policy", folder)
 
 
 def _build(root: Path, seed: int, quick: bool) -> None:

@@ -5,7 +5,6 @@ The sums are from reasoning-gym, with known answers.
 
 import importlib
 import importlib.util
-import shutil
 from collections.abc import Iterable
 from importlib.metadata import version
 from itertools import islice
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.llm import CRITIC_LAYERS
-from examples.demo.prepare import prepare as prepare_sentences
+from examples.demo.prepare import write_quick_policy
 from examples.demo.pretrained import build_once, save_smollm2
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import write_jsonl
@@ -45,9 +44,7 @@ def _build(folder: Path, quick: bool) -> None:
     quiet_transformers()
     _write_tasks(folder)
     if quick:
-        sentences = prepare_sentences(folder / "sentences", 0, quick)
-        shutil.move(sentences / "policy", folder / "policy")
-        shutil.rmtree(sentences)
+        write_quick_policy(folder / "policy")
     else:
         save_smollm2(folder / "policy")
     save_critic(folder / "policy", folder / "critic", num_hidden_layers=1 if quick else CRITIC_LAYERS)

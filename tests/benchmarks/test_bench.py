@@ -34,13 +34,8 @@ def test_scoring_compares_contenders_round_by_round_and_their_scores_with_transf
     assert rounds == [names, names[::-1]]
     ours, padded = (row for row in result["rows"] if row["concurrency"] == 8)
     assert (ours["contender"], ours["ours_times_as_fast"], ours["p99_of_ours"]) == ("ours", 1.0, 1.0)
-    ratios = [
-        other["seconds"] / own["seconds"]
-        for own in result["samples"]
-        for other in result["samples"]
-        if (own["contender"], other["contender"], own["concurrency"]) == ("ours", "pytriton_padded", 8)
-        and (own["round"], own["concurrency"]) == (other["round"], other["concurrency"])
-    ]
+    seconds = {(s["contender"], s["round"]): s["seconds"] for s in result["samples"] if s["concurrency"] == 8}
+    ratios = [seconds["pytriton_padded", number] / seconds["ours", number] for number in (0, 1)]
     assert padded["ours_times_as_fast"] == pytest.approx(sum(ratios) / 2)  # the median of two
     assert all(row["cpu_ms_per_token"] > 0 and row["p50_ms"] <= row["p99_ms"] for row in result["rows"])
     assert all(row["difference"] < 1e-4 for row in result["rows"])
@@ -83,12 +78,6 @@ def test_gpu_runs_on_a_cpu_and_a_part_that_takes_too_long_fails_it(tmp_path: Pat
     late, report = bench(tmp_path / "late", "gpu", "--device", "cpu", "--parts", "swap", "--minutes", "0.01", code=1)
     assert "TIMED OUT" in report
     assert late["samples"][0]["numbers"] == []
-
-
-def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path):
-    _, error = bench(tmp_path / "out", "scoring", "--contenders", "ours", "theirs", code=2)
-    assert "invalid choice: 'theirs'" in error
-    assert not (tmp_path / "out").exists()
 
 
 def test_trl_runs_with_our_torch_and_transformers():

@@ -16,9 +16,8 @@ from synthetic_run import write_run
 
 from rlhf_triton.python_backend.models.modeling import load_critic, load_reward
 from rlhf_triton.rewards.function import Sample, checked, load_function
-from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.report.data import load_run
-from rlhf_triton.tools.report.page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLD = "examples.demo.gold:sections"
@@ -178,37 +177,23 @@ def test_without_a_package_index_the_demo_says_what_to_do(tmp_path: Path):
     assert "connect to a package index" in error
 
 
-class TestGold:
-    """Run folders that are small enough to count by hand."""
-
-    def figures(self, folder: Path, *texts: tuple[str, str], **chat: str) -> dict[str, Any]:
-        """The figures of a run that continued "It is" by these texts, before and after."""
-        write_run(folder, validated=False, num_steps=2, report=GOLD)
-        rows = [
-            {"prompt_id": str(i), "when": when, "prompt": "It is", "response": text, "reward": 0.0, **chat}
-            for i, pair in enumerate(texts)
-            for when, text in zip(("before", "after"), pair, strict=True)
-        ]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return {name: value for section in load_run(folder).sections for name, (value, _) in section.figures.items()}
-
-    def test_the_page_has_the_gold_score(self, tmp_path: Path):
-        run = load_run(write_run(tmp_path / "run", report="examples.demo.gold:sections"))
-        write_page(run, tmp_path / "page.html")
-        page = (tmp_path / "page.html").read_text(encoding="utf-8")
-        for text in ("The gold score, which PPO never saw, rose by 0.", "before, 0.", "<code>gold_ci95</code>"):
-            assert text in page
-        assert page.count("<h2>The gold score</h2>") == 1
-
-    def test_figures_counted_by_hand(self, tmp_path: Path):
-        texts = (" a list of values", " a great thing."), (" a list", " a good thing.")  # "values" is technical here
-        figures = self.figures(tmp_path / "run", *texts)
-        # VADER's compound: s / sqrt(s^2 + 15), great 3.1, good 1.9.
-        great = 3.1 / (3.1**2 + 15) ** 0.5
-        good = 1.9 / (1.9**2 + 15) ** 0.5
-        assert figures["gold_before"] == 0.0
-        assert figures["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
-        assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
+def test_the_gold_score_counted_by_hand(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", validated=False, num_steps=2, report=GOLD)
+    texts = (" a list of values", " a great thing."), (" a list", " a good thing.")  # "values" is technical here
+    rows = [
+        {"prompt_id": str(i), "when": when, "prompt": "It is", "response": text, "reward": 0.0}
+        for i, pair in enumerate(texts)
+        for when, text in zip(("before", "after"), pair, strict=True)
+    ]
+    write_jsonl(run_dir / "samples.jsonl", rows)
+    (section,) = load_run(run_dir).sections
+    figures = {name: value for name, (value, _) in section.figures.items()}
+    # VADER's compound: s / sqrt(s^2 + 15), great 3.1, good 1.9.
+    great = 3.1 / (3.1**2 + 15) ** 0.5
+    good = 1.9 / (1.9**2 + 15) ** 0.5
+    assert figures["gold_before"] == 0.0
+    assert figures["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
+    assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
 
 
 @pytest.mark.slow

@@ -40,30 +40,25 @@ def metadata_of(server: FakeReward) -> list[dict[str, Any]]:
 
 async def test_json_api_scores_texts_chats_and_tokens_of_any_length():
     async with fake_gateway() as (caller, server):
+        server.parameters["process"] = "step"  # which looks for no steps in prompts
+        said = {"role": "assistant", "content": "Hello", "tool_calls": [{"id": "1"}]}
         inputs = [
             {"text": "four"},
-            {"tokens": [3, 4, 5]},
+            {"tokens": [3, 4, 5], "prompt_length": 2},
             {"prompt": "1 + 1 =", "response": " 2"},
-            {"messages": [*CHAT, {"role": "assistant", "content": "Hello"}]},
+            {"messages": [*CHAT, said]},
             {"tokens": [7]},
         ]
-        status, reply = await caller.post("/v1/rewards", {"inputs": inputs})
-        assert (status, reply["rewards"], reply["errors"]) == (200, [4, 12, 9, 5, 7], [None] * 5)
-        assert (reply["components"], reply["weights_versions"]) == ({}, [None] * 5)
-        assert len(server.received) == 2  # one request with texts, one with tokens
-        assert {"messages": CHAT, "response": "Hello"} in metadata_of(server)
+        for server.version in (3, 4):
+            status, reply = await caller.post("/v1/rewards", {"inputs": inputs})
+            assert (status, reply["rewards"], reply["errors"]) == (200, [4, 12, 9, 5, 7], [None] * 5)
+            assert (reply["components"], reply["weights_versions"]) == ({}, [server.version] * 5)
+        assert len(server.received) == 2 * 2  # one request with texts, one with tokens
+        lengths = [each["prompt_lengths"].tolist() for each in server.received if "tokens" in each]
+        assert lengths == [[[2], [0]]] * 2
+        assert {"messages": CHAT, "response": "Hello", "reply_messages": [said]} in metadata_of(server)
         # The server truncates no row that has a reply.
         assert {"prompt": "1 + 1 =", "response": " 2"} in metadata_of(server)
-
-
-async def test_the_last_message_of_a_chat_is_its_reply():
-    async with fake_gateway() as (caller, server):
-        reply = {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "1"}]}
-        inputs = [{"messages": CHAT}, {"prompt": CHAT, "response": ""}, {"messages": [*CHAT, reply]}]
-        await caller.post("/v1/rewards", {"inputs": inputs})
-        assert rows_of(server.received[0]) == ["", "", "Yes"]
-        whole = {"messages": CHAT, "response": "Yes", "reply_messages": [reply]}
-        assert metadata_of(server) == [{"messages": CHAT}, {"messages": CHAT, "response": ""}, whole]
 
 
 async def test_groups_are_single_requests_and_never_shared():
@@ -110,35 +105,17 @@ async def test_terms_of_a_sum_and_metadata_reach_both_sides():
         assert metadata_of(server)[0] == {"answer": "5", "prompt": "2+3=", "response": "5"}
 
 
-async def test_the_prompt_of_token_rows_is_known_to_a_process_reward():
-    async with fake_gateway() as (caller, server):
-        server.parameters["process"] = "step"
-        rows = [{"tokens": [3, 4, 5], "prompt_length": 2}, {"tokens": [7]}]
-        assert (await caller.post("/v1/rewards", {"inputs": rows}))[1]["rewards"] == [12, 7]
-        assert server.received[0]["prompt_lengths"].tolist() == [[2], [0]]
-
-
-async def test_the_version_of_the_weights_is_that_of_each_reply():
-    async with fake_gateway() as (caller, server):
-        for server.version in (3, 4):
-            _, reply = await caller.post("/v1/rewards", {"inputs": [{"text": "a"}, {"tokens": [99]}]})
-            assert (reply["rewards"], reply["weights_versions"]) == ([1, None], [server.version, None])
-
-
 async def test_prompt_and_response_are_sent_as_a_pair():
     async with fake_gateway(text="pair") as (caller, server):
-        reply = {"role": "assistant", "content": "Hello"}
         inputs = [
             {"prompt": "1 + 1 =", "response": " 2"},
             {"text": "alone"},
-            {"prompt": CHAT, "response": "Hello"},
-            {"messages": [*CHAT, reply]},
-            {"messages": CHAT},
+            {"messages": [*CHAT, {"role": "assistant", "content": "Hello"}]},
             {"prompt": "", "response": "x"},
         ]
         await caller.post("/v1/rewards", {"inputs": inputs})
-        assert rows_of(server.received[0]) == ["1 + 1 =| 2", "alone|", "|Hello", "|Hello", "|", "|x"]
-        assert [row.get("messages") for row in metadata_of(server)] == [None, None, CHAT, CHAT, CHAT, None]
+        assert rows_of(server.received[0]) == ["1 + 1 =| 2", "alone|", "|Hello", "|x"]
+        assert [row.get("messages") for row in metadata_of(server)] == [None, None, CHAT, None]
         await caller.post("/get_reward", {"query": ["<s>ab"], "prompts": ["<s>a"]})
         assert rows_of(server.received[1]) == ["<s>a|b"]
 
@@ -149,7 +126,6 @@ async def test_vllm_scores_text_pairs():
         for first, second, scores in (
             ("ab", ["c", "de"], [4, 5]),
             (["a", "abc"], ["", "d"], [2, 5]),
-            ("a", "b", [3]),
         ):
             _, reply = await caller.post("/score", {"text_1": first, "text_2": second, **raw})
             expected = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
@@ -167,7 +143,7 @@ async def test_documents_are_ranked_in_vllms_form_and_in_teis():
         best = [{"index": 1, "relevance_score": 5}, {"index": 2, "relevance_score": 4}]
         assert (reply["model"], reply["results"]) == ("reward_model", [*best, {"index": 0, "relevance_score": 3}])
         assert rows_of(server.received[0]) == ["q|a", "q|abc", "q|ab"]
-        for top_n, number in ((0, 3), (2, 2), (9, 3), (None, 3)):
+        for top_n, number in ((0, 3), (2, 2), (9, 3)):
             _, reply = await caller.post("/rerank", {**body, "top_n": top_n})
             assert [row["document"]["text"] for row in reply["results"]] == ["abc", "ab", "a"][:number]
         _, reply = await caller.post("/rerank", {"query": "q", "texts": ["a", "ab"], "raw_scores": True})
@@ -251,26 +227,19 @@ def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypa
         check_key(GatewaySection(key_env="A_KEY"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ("port: {taken}", "port {taken} (gateway.port) on 127.0.0.1 cannot be used: Address already in use; stop the"),
-        (
-            "host: 192.0.2.1",
-            "gateway.host: '192.0.2.1' is not an address of this machine (Cannot assign requested addr",
-        ),
-        ("host: no.such.invalid", "gateway.host: 'no.such.invalid' is not an address of this machine (Name or service"),
-    ],
-)
-def test_a_gateway_that_cannot_start_is_one_sentence(
-    settings: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "my.yaml"
+def test_a_gateway_that_cannot_start_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "my.yaml").write_text("gateway: {}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        path.write_text(f"gateway: {{{settings.format(taken=number)}}}")
-        assert command.main(["--config", str(path)]) == 2
-    assert f"error: {told.format(taken=number)}" in capsys.readouterr().err
+        for setting, told in (
+            (
+                f"port={number}",
+                f"port {number} (gateway.port) on 127.0.0.1 cannot be used: Address already in use; st",
+            ),
+            ("host=no.such.invalid", "gateway.host: 'no.such.invalid' is not an address of this machine (Name or ser"),
+        ):
+            assert command.main(["--config", str(tmp_path / "my.yaml"), f"gateway.{setting}"]) == 2
+            assert f"error: {told}" in capsys.readouterr().err
 
 
 def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch):
@@ -334,13 +303,10 @@ async def checked_gateway(
 ROW: dict[str, Any] = {"text": "a"}
 WRONG_BODIES: list[tuple[str, Any, int, str]] = [
     ("/v1/rewards", {"inputs": [{"txet": "a"}]}, 400, "inputs[0]: unknown field 'txet'; known: messages"),
-    ("/v1/rewards", {"inputs": [{"text": 5}]}, 400, "inputs[0].text: Input should be a valid string, got 5"),
     ("/v1/rewards", {"inputs": [ROW | {"tokens": [1]}]}, 400, "text and tokens"),
     ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "belong together"),
-    ("/v1/rewards", {"inputs": [{"tokens": [1, -1]}]}, 400, "inputs[0].tokens[1]: Input should be greater than"),
     ("/v1/rewards", {"inputs": [ROW | {"metadata": {"prompt": "b"}}]}, 400, "metadata.prompt: a reserved name"),
     ("/v1/rewards", {"inputs": [{"prompt": [{}], "response": "a"}]}, 400, "inputs[0].prompt.chat[0]: must be"),
-    ("/v1/rewards", {"inputs": []}, 400, "inputs: Value should have at least 1 item"),
     (
         "/v1/rewards",
         {"inputs": [{"tokens": [3, 4], "prompt_length": 2}]},
@@ -390,7 +356,6 @@ async def test_oversized_bodies_are_refused_before_reading():
         assert "exceeds 50000 bytes" in await caller.error("/get_reward", {"query": ["x" * 60_000]}, 413)
         async with caller.session.post(caller.url + "/get_reward", data=chunks()) as reply:  # no Content-Length
             assert reply.status == 413
-        assert "4097 rows" in await caller.error("/get_reward", {"query": ["a"] * 4097}, 413)
         assert not server.received
 
 
@@ -497,9 +462,7 @@ def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(tmp_path: Pa
 
 
 async def test_rewards_are_refused_until_the_server_matches_the_yaml():
-    ours, theirs = '["verdict"]', '["length"]'
-
-    body = {"query": ["abc"]}
+    ours, theirs, body = '["verdict"]', '["length"]', {"query": ["abc"]}
     async with (
         FakeReward(terms=("length",)) as server,
         gateway(server.url, expected={"reward_components": ours, "groupwise": None}) as caller,
@@ -525,18 +488,12 @@ LONG = "x" * 200_000
 BOMBS: list[tuple[str, Any, int, str]] = [
     ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 4096 per request"),
     ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
-    (
-        "/score",
-        {"text_1": "x" * 4_100_000, "text_2": ["b", "b"]},
-        413,
-        "a text of 4100001 characters, must have at most",
-    ),
+    ("/score", {"text_1": "x" * 4_100_000, "text_2": ["b"] * 2}, 413, "a text of 4100001 characters, must have at"),
     ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs[0]: has no content"),
     ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs[0].messages[0]"),
     ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "inputs[0]: unknown field '0'; known: "),
     ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "250000 texts, objects"),
     ("/classify", {"messages": [{"role": "user", "content": [1] * 200_000}]}, 400, "content"),
-    ("/classify", {"input": [[]] * 2000}, 400, "input[0]"),
 ]
 
 

@@ -42,6 +42,12 @@ pytestmark = [
 ]
 
 
+def theirs(script: str, *arguments: object, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a script of tests/support in TRL's environment."""
+    known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen([str(THEIRS), str(ROOT / "tests/support" / script), *map(str, arguments)], env=known)
+
+
 def lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
@@ -53,10 +59,7 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
         try:
             assert gateway.stdout is not None
             url = gateway.stdout.readline().partition("gateway: ")[2].partition(",")[0]
-            script = [str(THEIRS), str(ROOT / "tests/support/trl_run.py")]
-            arguments = [str(checkpoints.policy), str(tmp_path), str(STEPS)]
-            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "REWARD_GATEWAY_URL": url}
-            with subprocess.Popen([*script, *arguments], env=environment) as trainer:
+            with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, REWARD_GATEWAY_URL=url) as trainer:
                 while lines(tmp_path / "rewards.jsonl") < 16:
                     assert trainer.poll() is None
                     time.sleep(0.05)
@@ -96,9 +99,7 @@ def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path):
     asyncio.run(play())
     save_tiny(tmp_path / "policy", "qwen2", "language", vocab_size=len(TOKENIZER), max_position_embeddings=256)
     TOKENIZER.save_pretrained(tmp_path / "policy")
-    script = [str(THEIRS), str(ROOT / "tests/support/trl_capture.py"), str(tmp_path / "policy"), str(tmp_path)]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*script, str(ROOT / "docs/gateway.md")], env=environment, check=True)
+    assert theirs("trl_capture.py", tmp_path / "policy", tmp_path, ROOT / "docs/gateway.md").wait() == 0
     rows = [json.loads(line) for line in export.read_text().splitlines()]
     steps = [entry for entry in json.loads((tmp_path / "log.json").read_text()) if "reward" in entry]
     assert len(steps) == 5
@@ -119,8 +120,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": TEXT_POSITIONS, "pad_token_id": None}
     save_tiny(folder / "base", "qwen2", "language", **sizes)
     tokenizer.save_pretrained(folder / "base")
-    script = [str(THEIRS), str(ROOT / "tests/support/trl_reward.py"), str(folder / "base"), str(folder)]
-    subprocess.run(script, env={**os.environ, **ENVIRONMENT}, check=True)
+    assert theirs("trl_reward.py", folder / "base", folder).wait() == 0
     return folder
 
 

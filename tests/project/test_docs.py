@@ -3,8 +3,6 @@
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -141,16 +139,6 @@ def options_in(file: Path) -> set[str]:
     return {value for value in constants if isinstance(value, str) and value.startswith("--")}
 
 
-def test_commands_beside_those_of_the_tools_run():
-    for arguments, says in (
-        (["-m", "rlhf_triton.tools", "bench", "reload", "--help"], "--quiet-s"),
-        (["-m", "rlhf_triton.actor", "--help"], "--config"),
-        (["-m", "rlhf_triton.trainer", "--help"], "--config"),
-    ):
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert (done.returncode, says in done.stdout) == (0, True), done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
     path = tmp_path / "my.yaml"
@@ -200,9 +188,6 @@ def test_keys_paths_and_links_exist(page: Path):
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
     used = {match[0] for span in SPAN.findall(text) if (match := KEY.match(span))}
     assert {key for key in used if not key.endswith(FILE_ENDINGS)} <= KNOWN_KEYS
-
-
-# Of docs/coming-from.md: names on our side that are neither keys nor commands nor options.
 
 
 def anchors(page: Path) -> set[str]:

@@ -32,7 +32,7 @@ from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.server.ports import free_port
-from rlhf_triton.tools.server.vllm import start_vllm
+from rlhf_triton.tools.server.vllm import VllmServer
 from tests.support.samples import tokens_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -126,10 +126,11 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
     """Start vLLM for a run; yield the run's configuration with its address."""
     for name, value in KV_CACHE.items():
         monkeypatch.setenv(name, value)
-    server = start_vllm(config, f"127.0.0.1:{free_port()}", lambda: None)
+    url = f"127.0.0.1:{free_port()}"
+    server = VllmServer(config, url)
     try:
         actor = config.actor.model_dump(mode="json")
-        actor["generation"]["vllm"]["servers"] = [server.url]
+        actor["generation"]["vllm"]["servers"] = [url]
         yield RunConfig.model_validate({**config.model_dump(mode="json"), "actor": actor})
     finally:
         server.stop()

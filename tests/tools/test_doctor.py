@@ -1,6 +1,5 @@
 """`rlhf-triton doctor` on machines and configurations that are broken in several ways, and finding tritonserver."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,7 +34,7 @@ from rlhf_triton.tools.server.triton_home import (
     lay_out_backends,
     server_environment,
 )
-from rlhf_triton.tools.server.tritonserver import TritonServer
+from rlhf_triton.tools.server.tritonserver import server_command
 from rlhf_triton.wire.contract import CRITIC_SAVE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,19 +138,9 @@ def test_disks_shared_memory_and_clocks(tmp_path: Path, monkeypatch: pytest.Monk
     assert "+60 s against the clock of" in list(doctor.disk(tmp_path, 0))[1].text
 
 
-def refuse_all(listener: socket.socket) -> None:
-    """Close each connection, until the listener is closed."""
-    while listener.fileno() >= 0:
-        with contextlib.suppress(OSError):
-            listener.accept()[0].close()
-
-
 def test_ports_that_are_taken_and_a_folder_that_cannot_be_written(config: Path):
-    """Another program listens, which is not the run's server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        taken.settimeout(0.1)
-        threading.Thread(target=refuse_all, args=(taken,), daemon=True).start()
         monitored = [f"monitoring.actor_port={port}", f"monitoring.trainer_port={port}"]
         found = findings(str(config), f"server.http_port={port}", "server.dir=/proc/none", monitored[0])
         shared, taken_alone = (
@@ -283,8 +271,7 @@ def test_environment_and_options_of_the_server(wheel: TritonHome, tmp_path: Path
     usage = f"echo 'Usage: tritonserver [options]'\necho '  {BODY_LIMIT} <integer>' >&2; exit 1\n"
     home = dataclasses.replace(wheel, binary=executable(tmp_path / "tritonserver", usage))
     assert accepts(home, BODY_LIMIT)
-    server = TritonServer(home, tmp_path, ServerSection(), tmp_path / "log", backends=tmp_path, control_key="key")
-    assert f"{BODY_LIMIT}={256 << 20}" in server._command()
+    assert f"{BODY_LIMIT}={256 << 20}" in server_command(home, tmp_path, tmp_path, ServerSection(), "key", None)
 
 
 def test_a_server_or_a_python_that_cannot_be_used_is_one_sentence(

@@ -204,8 +204,6 @@ COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth":
             ],
             None,
         ),
-        ([{"text": f"{ALPACA}", "output": SENTENCE, "instruction": "Name it."}], None),
-        ([{"messages": QUESTION, "chosen": [*QUESTION, {"role": "assistant", "content": SENTENCE}]}], None),
         ([{"text": f"### Input:\n{SENTENCE}\n\n### Response:\n", "output": SENTENCE}], None),
     ],
 )
@@ -218,8 +216,10 @@ def test_a_file_whose_prompts_have_the_answer_is_named(config: Path, rows: list[
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"text": "Hi", "tools": [SCHEMA], "system": "Be brief.", "environment": "x"}, "the column 'tools' is not"),
-        ({"text": "Hi", "tools": [SCHEMA]}, "the column 'tools' is not in the prompt, and no model reads it"),
+        (
+            {"text": "Hi", "tools": [SCHEMA], "system": "Be brief.", "environment": "x"},
+            "the column 'tools' is not in the",
+        ),
         ({"text": f"Use {json.dumps(SCHEMA)}", "tools": [SCHEMA]}, None),
         (
             {"text": "Hi", "chat_template_kwargs": {"enable_thinking": False}},
@@ -240,11 +240,8 @@ def test_a_file_whose_prompts_have_the_answer_is_named(config: Path, rows: list[
         ({"prompt": [{"role": "system", "content": "Be brief."}, *QUESTION], "system": "Be brief. "}, None),
         ({"prompt": QUESTION, "system": "", "documents": [], "images": None}, None),
         ({"prompt": QUESTION, "documents": [{"title": "x", "text": "A long one."}]}, "the column 'documents' is not"),
-        ({"text": "Read: A long one.", "documents": [{"title": "x", "text": "A long one."}]}, None),
-        ({"prompt": "Translate.", "input": "Bonjour"}, "the column 'input' is not in the prompt"),
         ({"prompt": "Translate.\nBonjour", "input": "Bonjour", "id": 7, "question": "?"}, None),
         ({"prompt": QUESTION, "history": [["Hello.", "Yes?"]]}, "the column 'history' is not in the prompt"),
-        ({"prompt": QUESTION, "images": ["x.png"]}, "the column 'images' is not in the prompt"),
     ],
 )
 def test_a_column_that_should_change_the_prompt_but_does_not_is_named(

@@ -183,20 +183,6 @@ def test_what_triton_would_not_accept_is_refused(tmp_path: Path):
         parsed(critic={"model": str(tmp_path)})
 
 
-def test_rendering_twice_writes_once_and_drift_is_shown(tmp_path: Path):
-    config = RunConfig()
-    assert len(render.render_repository(config, tmp_path)) == 10  # a config and a model.py or .gitkeep each
-    assert render.render_repository(config, tmp_path) == []
-    assert render.check_repository(config, tmp_path) == []
-    path = tmp_path / "critic" / "config.pbtxt"
-    path.write_text(path.read_text().replace("count: 1", "count: 2"))
-    (tmp_path / "critic_train" / "1" / "model.py").unlink()
-    drifts = {drift.path: drift.diff for drift in render.check_repository(config, tmp_path)}
-    assert set(drifts) == {path, tmp_path / "critic_train" / "1" / "model.py"}
-    assert "-instance_group { count: 2" in drifts[path]
-    assert render.render_repository(config, tmp_path) == list(drifts)
-
-
 def test_versions_that_are_not_ours_are_removed(tmp_path: Path):
     """Triton takes each for a version; one of 20 digits ends it at the next load, and at every start."""
     config = RunConfig()
@@ -214,7 +200,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert render.main([*out, "--check"]) == 1
     assert "is not up to date" in capsys.readouterr().err
     assert render.main([*out, "critic.instances=2"]) == 0
-    assert "to serve it here:\nsh -e <<'END'\n" in capsys.readouterr().out
     assert render.main([*out, "critic.instances=2", "--check"]) == 0
     assert render.main([*out, "--check"]) == 1
     assert "-instance_group { count: 2" in capsys.readouterr().err
@@ -260,12 +245,6 @@ def test_reference_config_follows_the_actors_sampling(tmp_path: Path):
     (tmp_path / "policy" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"reference\.model: .* has no model\.safetensors"):
         rendered(load(tmp_path, actor=settings))
-
-
-def test_the_checkpoint_of_the_reference_follows_the_actors(tmp_path: Path):
-    (tmp_path / "my.yaml").write_text("actor: {policy: {model: a}}")
-    for overrides, expected in (([], "a"), (["actor.policy.model=b"], "b"), (["reference.model=c"], "c")):
-        assert load_config(tmp_path / "my.yaml", overrides).reference.model == Path(expected)
 
 
 # ---- rewards ----
@@ -443,23 +422,16 @@ def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ("{}", "rewards: Dictionary should have at least 1 item"),
         ("{Length: {function: 'a:b'}}", "rewards.Length: a name has 1 to 40 characters from a-z, 0-9 and _"),
-        ("{model: {timeout_s: 1}}", "rewards.model.timeout_s: 'model' is the model of the reward section"),
         ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the model of the reward section"),
         ("{length: {weight: 1}}", "rewards.length.function is missing: only 'model'"),
-        (
-            "{length: {function: nonsense}}",
-            "'nonsense' does not name a function; write path/to/file.py:name or package",
-        ),
-        ("{length: {function: 'a:b', wieght: 2}}", "unknown key rewards.length.wieght; did you mean rewards.length.we"),
         (
             "{length: {function: 'a:b', timeout_s: 90}}",
             "rewards.length.timeout_s (90) must be below actor.client.deadl",
         ),
     ],
 )
-def test_invalid_values_are_named_by_key_and_value(tmp_path: Path, rewards: str, message: str):
+def test_invalid_rewards_are_named_by_key_and_value(tmp_path: Path, rewards: str, message: str):
     path = tmp_path / "my.yaml"
     path.write_text(f"rewards: {rewards}\n")
     with pytest.raises(ConfigError, match=re.escape(message)):

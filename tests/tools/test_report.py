@@ -17,7 +17,7 @@ from synthetic_run import EVIL, write_run
 
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.config import RunConfig
-from rlhf_triton.store.jsonl import NewLines, read_jsonl
+from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.report.conversations import Conversation
 from rlhf_triton.tools.report.curves import (
@@ -28,11 +28,10 @@ from rlhf_triton.tools.report.curves import (
 )
 from rlhf_triton.tools.report.data import (
     SUMMARY_KEYS,
-    distinct2,
+    Gain,
     finish_run,
     formatted,
     load_run,
-    paired_ci95,
     read_pairs,
     read_steps,
     series,
@@ -102,8 +101,6 @@ class TestData:
             "reward_before": 0.5,  # the texts' own rewards win over what the actor said of them
             "reward_after": 3.0,
             "reward_gain_ci95": [2.0, 3.0],  # the gains of the two pairs
-            "distinct2_before": 3 / 8,  # twice a-list, list-of, of-a, a-list
-            "distinct2_after": 1.0,  # a-great, great-thing., a-good, good-thing.
             "unique_before": 0.5,
             "unique_after": 1.0,
             "reloads_swap": 2,
@@ -124,7 +121,7 @@ class TestData:
         (run_dir / "samples.jsonl").unlink()
         summary = finish_run(run_dir, **MEASURED).summary
         reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
-        of_texts = {f"{what}_{when}" for what in ("distinct2", "unique") for when in ("before", "after")}
+        of_texts = {"unique_before", "unique_after"}
         assert not summary.keys() & {*critic, *reloads, *of_texts, "failed_critic_updates", "kl_final"}
         assert None not in summary.values()
 
@@ -149,13 +146,8 @@ class TestData:
 
     def test_only_the_last_line_may_be_torn(self, tmp_path: Path):
         path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)
-        for content, expected in (
-            ('{"a": 1}\n{"a": 2', [{"a": 1}]),
-            ('{"a": 1}\n{"a": 2}', [{"a": 1}, {"a": 2}]),
-            (json.dumps(row, ensure_ascii=False) + "\n", [row]),
-        ):
-            path.write_text(content, encoding="utf-8")
-            assert read_jsonl(path) == expected
+        path.write_text(json.dumps(row, ensure_ascii=False) + '\n{"a": 2', encoding="utf-8")
+        assert read_jsonl(path) == [row]
         for content, message in (('{"a": 1}\n{"a"\n{"a": 3}\n', "line 2"), ("[1]\n", "not a JSON object")):
             path.write_text(content)
             with pytest.raises(ValueError, match=message):
@@ -177,8 +169,6 @@ class TestData:
         assert [talk and talk.prompt for talk in talks] == ["You begin before.", "You begin after."]
 
     def test_figures_by_hand(self):
-        assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
-        assert distinct2(["a", ""]) is None
         rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
         assert series(rows, "x") == ([4], [5.0])
         assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
@@ -186,12 +176,17 @@ class TestData:
         assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
 
     def test_the_interval_of_a_gain_keeps_pairs_and_agrees_with_the_normal_approximation(self):
-        assert paired_ci95([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
+        def interval(before: Any, after: Any) -> tuple[float, float]:
+            no_text: Any = None
+            gain = Gain.of([(no_text, *scores) for scores in zip(before, after, strict=True)])
+            return gain.low, gain.high
+
+        assert interval([0.0, 1.0, 2.0], [0.5, 1.5, 2.5]) == (0.5, 0.5)
         rng = np.random.default_rng(1)
         before = rng.normal(0.0, 5.0, size=400)
         after = before + rng.normal(0.1, 0.5, size=400)
         half, middle = 1.96 * float(np.std(after - before)) / 20.0, float(np.mean(after - before))
-        found = paired_ci95(list(before), list(after))
+        found = interval(before, after)
         assert found == pytest.approx((middle - half, middle + half), abs=0.01)
 
 
@@ -354,18 +349,9 @@ class TestSections:
         assert "<h2>Numbers</h2>" in page
 
 
-IMAGES = re.compile(r'src="[^"]*"')
-
-
 @pytest.mark.usefixtures("no_pictures")
 class TestCommand:
     """On folders that the actor's recorder writes, while it writes them and afterwards."""
-
-    def page_of(self, run_dir: Path) -> str:
-        """The page of a run, without its pictures."""
-        out = run_dir.parent / "page.html"
-        assert main([str(run_dir), "--out", str(out)]) == 0
-        return IMAGES.sub("", out.read_text(encoding="utf-8"))
 
     def test_conversations_are_shown_turn_by_turn(self, tmp_path: Path):
         call = '<tool_call>{"name": "look", "arguments": {"where": "<up>"}}</tool_call>'
@@ -381,7 +367,7 @@ class TestCommand:
         run = RecordedRun(tmp_path / "run", talks=talks)
         run.start().steps(1, 2).validated("before", 0, 0.1).steps(3, 4).validated("after", 4, 0.2)
         folder = run.finished(4)
-        page = self.page_of(folder)
+        page = page_of(folder)
         for text, count in (
             ("<small>+0.50</small><b>policy</b><span>I look. &lt;tool_call&gt;", 6),
             ("<b>look</b><span>a\nb</span>", 6 + 4),  # samples, and a training rollout of each step
@@ -411,8 +397,10 @@ class TestCommand:
         return RecordedRun(folder).start().steps(1, 2, 3, 4).finished(4)
 
     def test_report_omits_sections_of_unused_features(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        page = self.page_of(self.grpo(tmp_path / "run"))
-        assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
+        out = tmp_path / "page.html"
+        assert main([str(self.grpo(tmp_path / "run")), "--out", str(out)]) == 0
+        assert capsys.readouterr().out == f"report: {out}\n"
+        page = out.read_text(encoding="utf-8")
         assert "After 4 steps of GRPO" in page
         assert "The mean training reward was 0.100 in the first step and 0.400 in the last." in page
         assert "<code>failed_requests</code>" in page
@@ -422,12 +410,12 @@ class TestCommand:
     def test_a_run_before_and_after_its_first_step(self, tmp_path: Path):
         run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
         with only_run(run_dir):
-            page = self.page_of(run_dir)
+            page = page_of(run_dir)
         assert "In progress: no step has ended." in page
         assert "<figure>" not in page
         assert "<h2>Numbers" not in page
         assert "<code>actor.steps</code></td><td>1<" in page
-        page = self.page_of(run.steps(1).finished(1))
+        page = page_of(run.steps(1).finished(1))
         assert "After 1 step of GRPO" in page
         assert "<figure>" not in page, "no curve of one step"
 
@@ -436,12 +424,12 @@ class TestCommand:
         run = RecordedRun(run_dir, validation_prompts="held.jsonl", validation_every=2).start()
         run.validated("before", 0, 0.0).steps(1, 2).validated("between", 2, 0.7)
         with only_actor(run_dir):
-            page = self.page_of(run_dir)
+            page = page_of(run_dir)
         assert "In progress: step 2 of 4 has ended." in page
         for name in ("metrics.jsonl", "rollouts.jsonl", "validations.jsonl"):
             with (run_dir / name).open("a") as file:
                 file.write('{"step": 3, "prom')
-        page = self.page_of(run_dir)
+        page = page_of(run_dir)
         assert "The run stopped before its end: step 2 of 4 has ended." in page
         assert "The mean training reward was 0.100 in the first step and 0.200 in the last." in page
         assert "Texts before and after" not in page, "there are none from after"
@@ -469,18 +457,16 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
     ):
         RecordedRun(tmp_path / "run").start().steps(1)
-        for name in ("empty", "damaged", "unset"):
+        for name in ("empty", "damaged"):
             (tmp_path / name).mkdir()
-        (tmp_path / "file").touch()
         (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step"\n{"step": 2}\n')
-        (tmp_path / "unset" / "settings.json").write_text("{")
         assert main([argument.replace("{}", str(tmp_path)) for argument in arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {sentence.replace('{}', str(tmp_path))}")
         assert error.count("\n") == 1
 
 
-# ---- the progress in a terminal and without one, and the reader that follows a file being written ----
+# ---- the progress in a terminal and without one ----
 
 
 def step_row(step: int, **more: float) -> dict[str, Any]:
@@ -521,11 +507,12 @@ def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: py
         append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
         parts = {"reward_a": 0.25, "reward_b": 1.0, "reward_b_missing": 1.0, "useful_prompts": 0.5}
         second_row = step_row(2, **{f"train_rollouts/{name}": value for name, value in parts.items()})
-        append(tmp_path / "metrics.jsonl", step_row(1), second_row, torn='{"step": 3, ')
+        append(tmp_path / "metrics.jsonl", step_row(1), torn="[3]\nno json\n")
+        append(tmp_path / "metrics.jsonl", second_row, torn='{"step": 3, ')
         append(tmp_path / "validations.jsonl", {"step": 0, "reward": 0.5, "kl": 0.25})
         print("a message")
         progress.refresh()
-        validated = [{"step": 0, "reward": 0.5, "kl": 0.25}, {"step": 2, "reward": None, "kl": None}]
+        validated = [{"step": 0, "reward": 0.5}, {"step": 2, "reward": None, "kl": None}]
         append(tmp_path / "new", *validated)  # as a run that resumes writes it
         (tmp_path / "new").replace(tmp_path / "validations.jsonl")
         progress.refresh()
@@ -556,21 +543,3 @@ def test_a_resumed_run_prints_no_step_again_and_its_eta_knows_no_pause(
     lines = capsys.readouterr().out.splitlines()
     expected = [("step 4/8", "ETA 0:08"), ("step 6/8", "ETA 0:04"), ("step 7/8", "ETA 0:03")]
     assert [(line[:8], line[-8:]) for line in lines] == expected
-
-
-def test_a_tail_waits_for_the_end_of_a_line_and_follows_a_file_that_was_replaced_or_cut(tmp_path: Path):
-    path = tmp_path / "x.jsonl"
-    tail = NewLines(path)
-    assert list(tail.read_objects()) == []
-    append(path, {"a": 1}, torn='{"a": ')
-    assert list(tail.read_objects()) == [{"a": 1}]
-    assert list(tail.read_objects()) == []
-    with path.open("a") as file:
-        file.write('2}\n[3]\nno json\n{"a": 3}\n')
-    assert next(tail.read_objects()) == {"a": 2}
-    assert next(tail.read_objects()) == {"a": 3}, "what was not taken comes next"
-    append(tmp_path / "new", *({"a": number} for number in range(9)))
-    (tmp_path / "new").replace(path)
-    assert list(tail.read_objects()) == [{"a": number} for number in range(9)]
-    path.write_text('{"a": 4}\n')
-    assert list(tail.read_objects()) == [{"a": 4}]

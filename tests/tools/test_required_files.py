@@ -33,7 +33,6 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools import preflight, render_configs
 from rlhf_triton.tools.preflight import check_prompts, check_run
-from rlhf_triton.tools.server.tritonserver import load_order
 from rlhf_triton.trainer.publish import copy_checkpoint
 from tests.support.settings import nested
 
@@ -91,27 +90,27 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
 
 
 @every_combination
-def test_what_is_rendered_loaded_measured_and_demanded(
-    algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+def test_what_is_rendered_made_and_demanded(
+    algorithm: str,
+    reward: str,
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     config = load_config(path, ["server.training_key_env=RLHF_TEST_ABSENT"] if algorithm != "ppo" else [])
     check_files(config, server=True, actor=True)
-    out = config.run.repository_dir
-    render_configs.render_repository(
-        load_config(path, ["actor.algorithm.name=ppo"]), out
-    )  # another run stood here before
-    render_configs.render_repository(config, out)
-    assert {folder.name for folder in out.iterdir()} == models_of(algorithm, reward)
-    assert set().union(*load_order(models_of(algorithm, reward))) == models_of(algorithm, reward)
-    text = (out / "reward_model" / "config.pbtxt").read_text()
-    (fingerprint,) = re.findall(r'"tokenizer_fingerprint" value \{ string_value: "(\w+)"', text)
-    assert fingerprint, "the actor compares it with the policy's"
+    rendered = render_configs.render_configs(config)
+    assert set(rendered) == models_of(algorithm, reward)
+    assert parameters_of(rendered["reward_model"])["tokenizer_fingerprint"], "the actor compares it with the policy's"
 
-    made: list[str] = []
-    monkeypatch.setattr(rlhf_triton.tools.serve, "_run_module", lambda what, arguments: made.append(what))
+    started = mock.Mock(return_value=mock.Mock(returncode=0))
+    monkeypatch.setattr("subprocess.run", started)
     rlhf_triton.tools.serve.ensure_first_version(config, path, [])
-    assert made == (["creating version 0 of the critic's weights"] if algorithm == "ppo" else [])
+    assert started.called == (algorithm == "ppo")
+    said = capsys.readouterr().out
+    assert said == ("creating version 0 of the critic's weights\n" if algorithm == "ppo" else "")
 
 
 @every_combination
@@ -339,10 +338,6 @@ def test_without_an_actor_the_models_that_the_yaml_names_are_served(
         assert set(rendered) == served
         ensemble = rendered.get("critic_infer", "")
         assert ('output { name: "rewards"' in ensemble) == ("critic" in sections and len(sections) > 1)
-    made: list[str] = []
-    monkeypatch.setattr(rlhf_triton.tools.serve, "_run_module", lambda what, arguments: made.append(what))
-    rlhf_triton.tools.serve.ensure_first_version(config, path, [])
-    assert bool(made) == ("critic" in sections)
     if "critic" not in sections:
         with pytest.raises(ConfigError, match="the YAML has no section `critic`, so there is nothing to train"):
             check_critic(config)
@@ -472,24 +467,16 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
         ),
     ],
 )
-def test_prompts_that_cannot_be_used_are_named(
-    text: str, words: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-):
+def test_prompts_that_cannot_be_used_are_named(text: str, words: str, tmp_path: Path, checkpoints: Checkpoints):
     prompts = tmp_path / "empty.jsonl"
     prompts.write_text(text)
-    config: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "run")},
-        "rewards": {"length": {"function": "reward_functions:token_sum"}},
-        "actor": {
-            "policy": {"model": str(checkpoints.policy)},
-            "prompts": {"path": str(prompts)},
-            "algorithm": {"name": "grpo", "responses_per_prompt": 2},
-        },
-    }
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
-    assert rlhf_triton.tools.run.main(["--config", str(tmp_path / "my.yaml")]) == 2
-    assert capsys.readouterr().err == f"error: actor.prompts.path: {words.format(prompts)}\n"
-    assert not (tmp_path / "run").exists()
+    config = load_config(
+        write_yaml(tmp_path, "rloo", "functions", checkpoints),
+        [f"actor.prompts.path={prompts}", "actor.prompts.max_tokens=512"],
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_prompts(config)
+    assert str(caught.value) == f"actor.prompts.path: {words.format(prompts)}"
 
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"

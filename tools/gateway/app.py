@@ -12,6 +12,7 @@ import re
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,7 +25,7 @@ from rlhf_triton.actor.capture.http import RELEASE, HttpError, refused
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.gateway.dialects import reward_routes
-from rlhf_triton.tools.gateway.request_log import GatewayMetrics, RequestLog
+from rlhf_triton.tools.gateway.request_log import RequestLog, gateway_metrics
 from rlhf_triton.tools.gateway.scoring import MAX_BODY_BYTES, RewardSource, Room
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})  # without a key
@@ -45,7 +46,7 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
         key: what requests must carry, if set.
         more: routes beside those for rewards.
     """
-    metrics, source = GatewayMetrics(), RewardSource(client) if client else None
+    registry, source = CollectorRegistry(), RewardSource(client) if client else None
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -65,7 +66,7 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
 
     async def prometheus(_: Request) -> Response:
         """Return the gateway's metrics in Prometheus' text format."""
-        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [
         *(reward_routes(source) if source else ()),
@@ -87,7 +88,7 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
         routes=routes,
         lifespan=lifespan,
         middleware=[
-            Middleware(RequestLog, metrics=metrics, routes=paths, quiet=OPEN_PATHS),
+            Middleware(RequestLog, metrics=gateway_metrics(registry), routes=paths, quiet=OPEN_PATHS),
             Middleware(RequestGuard, key=key),
         ],
         exception_handlers={RlhfError: refused, HTTPException: no_route},

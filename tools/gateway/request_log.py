@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_triton.monitoring.metrics import GATEWAY
@@ -17,25 +17,15 @@ LONGEST_CAUSE = 300  # in characters
 _KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
-class GatewayMetrics:
-    """The metrics of the table `GATEWAY`, by name, and the process's own."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self.by_name = {
-            spec.name: _KINDS[spec.kind](
-                f"rlhf_gateway_{spec.name}",
-                spec.help,
-                spec.label.split(",") if spec.label else (),
-                registry=self.registry,
-            )
-            for spec in GATEWAY
-        }
-
-    def page(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
-        return generate_latest(self.registry)
+def gateway_metrics(registry: CollectorRegistry) -> dict[str, Any]:
+    """Register the metrics of the table `GATEWAY`, which are returned by name, and the process's own."""
+    ProcessCollector(registry=registry)
+    return {
+        spec.name: _KINDS[spec.kind](
+            f"rlhf_gateway_{spec.name}", spec.help, spec.label.split(",") if spec.label else (), registry=registry
+        )
+        for spec in GATEWAY
+    }
 
 
 class RequestLog:
@@ -45,10 +35,10 @@ class RequestLog:
     """
 
     def __init__(
-        self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Collection[str], quiet: Collection[str]
+        self, app: ASGIApp, *, metrics: Mapping[str, Any], routes: Collection[str], quiet: Collection[str]
     ) -> None:
         """`routes`: paths that are counted under their name. `quiet`: paths that are not logged."""
-        self._app, self._metrics = app, metrics.by_name
+        self._app, self._metrics = app, metrics
         self._routes, self._quiet = routes, quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -204,9 +204,9 @@ class Child:
         """Return the exit code; None while it runs."""
         return self.process.poll()
 
-    def bound_log(self, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
-        """Rotate the log if it is larger than `limit_bytes`."""
-        set_aside_if_large(self.log_path, limit_bytes)
+    def bound_log(self) -> None:
+        """Rotate the log if it is large."""
+        set_aside_if_large(self.log_path)
 
     def new_messages(self) -> list[str]:
         """Return the warnings, errors and "resuming ..." messages that were logged since the last call."""

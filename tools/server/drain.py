@@ -11,7 +11,6 @@ stall it.
 
 import contextlib
 import json
-import os
 import sys
 import time
 import urllib.request
@@ -22,7 +21,7 @@ from typing import Any
 
 from rlhf_triton.store.control_key import HEADER, control_key
 from rlhf_triton.tools.server.container import REPOSITORY, weights_dir
-from rlhf_triton.tools.server.healthcheck import LOCAL
+from rlhf_triton.tools.server.healthcheck import LOCAL, local_address
 from rlhf_triton.tools.server.triton_home import STUB
 from rlhf_triton.wire.contract import CRITIC_INFER, REWARD_MODEL
 
@@ -35,9 +34,8 @@ ENSEMBLES_FIRST = (CRITIC_INFER, REWARD_MODEL)  # so that none is left without i
 
 def main(repository: Path = REPOSITORY, url: str | None = None, *, give_up: Callable[[], bool] = lambda: False) -> int:
     """Drain the image's server, see `drain`; return 0 if all requests were answered, else 1."""
-    address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
     try:
-        is_idle = drain(url or f"{address}:8000", control_key(weights_dir(repository)), DRAIN_S, _has_stub, give_up)
+        is_idle = drain(url or local_address(), control_key(weights_dir(repository)), DRAIN_S, _has_stub, give_up)
     except (OSError, ValueError, HTTPException) as error:
         print(f"the server does not answer: {error}", file=sys.stderr)
         return 1

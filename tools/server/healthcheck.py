@@ -36,6 +36,11 @@ VERSION_OF = {CRITIC: WEIGHTS_VERSION, REWARD_MODEL: REWARD_VERSION}
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+def local_address() -> str:
+    """Return the address and port at which the image's server answers on this machine."""
+    return os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1") + ":8000"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the server on this machine; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -44,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repository", type=Path, default=REPOSITORY, help="the rendered model repository")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of each request; a busy server has a queue")
     arguments = parser.parse_args(argv)
-    address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
-    return check(arguments.repository, f"http://{address}:8000", timeout_s=arguments.timeout_s)
+    return check(arguments.repository, f"http://{local_address()}", timeout_s=arguments.timeout_s)
 
 
 def check(repository: Path, url: str, *, timeout_s: float = TIMEOUT_S) -> int:

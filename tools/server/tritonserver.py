@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from pathlib import Path
@@ -19,7 +19,6 @@ import psutil
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.config import RunConfig, ServerSection
-from rlhf_triton.config.live_models import live_models
 from rlhf_triton.path_alias import odd_part, plain_alias
 from rlhf_triton.process import how_ended
 from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
@@ -454,11 +453,10 @@ def tracing_arguments(endpoint: str) -> list[str]:
 _KEY = "@@key"  # needs no quotes; becomes `"$key"`
 
 
-def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequence[str] = ()) -> str:
+def shell_command(config: RunConfig, repository: Path) -> str:
     """Return lines that serve `repository`, whose backend folder and control key are made now.
 
-    They contain no secret: the shell reads the control key. A critic or reward model without a version gets version 0
-    first, from the trainer, with `trainer_arguments`.
+    They contain no secret: the shell reads the control key.
 
     Raises:
         ServerStartError: there is no tritonserver for this Python, `server.host` has no address, or a path is one that
@@ -475,18 +473,12 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
     section = with_free_ports(config.server)
     endpoint = config.run.trace_endpoint
     command = server_command(home, repository.absolute(), backends, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
-    has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
     return "\n".join(
         [
             "sh -e <<'END'",
             f"cd {_quoted(Path.cwd())}",
             "umask 077",
             f'export PATH={_quoted(PYTHON_DIR)}:"$PATH"',
-            *(
-                []
-                if has_versions
-                else [f"python3 -m rlhf_triton.trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]
-            ),
             f"export LD_LIBRARY_PATH={':'.join(map(_quoted, home.library_path))}"
             + '"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"',
             f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",

@@ -49,9 +49,11 @@ def check_vllm(config: RunConfig) -> None:
 class VllmServer:
     """One `vllm serve` on loopback; a `Supervisor` owns it."""
 
-    def __init__(self, config: RunConfig, url: str) -> None:
-        """Start it."""
-        self.url = url
+    def __init__(self, config: RunConfig, url: str, check: Callable[[], None] = lambda: None) -> None:
+        """Start it at `url` and return once the model is loaded; an exception of `check` ends the start.
+
+        Raises ServerStartError if it ends instead; nothing is left running.
+        """
         devices = config.actor.generation.vllm.cuda_devices
         environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
         log_path = config.run.logs_dir / "vllm.log"
@@ -59,18 +61,19 @@ class VllmServer:
             log_path.replace(log_path.with_suffix(".previous.log"))
         command = [str(shutil.which(config.actor.generation.vllm.command))]
         self._child = Child("vLLM server", vllm_arguments(config, url), log_path, environment, command=command)
+        try:
+            while get_page(url, "/health") != "OK":
+                check()
+                self.raise_if_dead()
+                time.sleep(POLL_INTERVAL_S)
+        except BaseException:  # also that of `check`
+            self.stop()
+            raise
 
     @property
     def pid(self) -> int:
         """Process id of the server."""
         return self._child.process.pid
-
-    def wait_ready(self, check: Callable[[], None]) -> None:
-        """Return when the model is loaded; `check` may raise. Raises ServerStartError if the server ends instead."""
-        while get_page(self.url, "/health") != "OK":
-            check()
-            self.raise_if_dead()
-            time.sleep(POLL_INTERVAL_S)
 
     def raise_if_dead(self) -> None:
         """Raise ServerStartError, with the last lines of the log, if the process has ended."""
@@ -90,20 +93,6 @@ class VllmServer:
         """Stop the server and its processes."""
         self._child.stop(signal.SIGTERM, STOP_S)
         self.kill()
-
-
-def start_vllm(config: RunConfig, url: str, check: Callable[[], None]) -> VllmServer:
-    """Start the server of a run at `url` and return it once it is ready; an exception of `check` ends the start.
-
-    Raises ServerStartError; nothing is left running.
-    """
-    server = VllmServer(config, url)
-    try:
-        server.wait_ready(check)
-    except BaseException:  # also that of `check`
-        server.stop()
-        raise
-    return server
 
 
 def vllm_arguments(config: RunConfig, url: str) -> list[str]:
