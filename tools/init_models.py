@@ -188,7 +188,7 @@ def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
         pooling=section.pooling,
         attribute_weights="separate" if _needs_label_weights(info, section) else attribute_weights(section),
     )
-    model, score = _try_out(info, load, "score")
+    model, score = _try_out(info, load, lambda model, rows: model.score(rows))
     names = info.label_names if model.num_outputs > 1 else [""]
     scores = ", ".join(f"{name} {x:.4f}".lstrip() for name, x in zip(names, score, strict=True))
     print(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {scores}")
@@ -205,26 +205,28 @@ def _try_policy(folder: Path, try_out: bool) -> None:
     if try_out:
         from rlhf_triton.python_backend.models.language_model import load_language_model
 
-        _, logprobs = _try_out(info, load_language_model, "logprobs")
+        _, logprobs = _try_out(info, load_language_model, lambda model, rows: model.launch(rows)())
         print(f"  {'trial':<13} loads; the log-prob of token 2 after token 1 is {logprobs[0]:.4f}")
 
 
 def _try_critic(info: CheckpointInfo) -> None:
     from rlhf_triton.python_backend.models.modeling import load_critic
 
-    model, values = _try_out(info, load_critic, "values")
+    model, values = _try_out(info, load_critic, lambda model, rows: model.values(rows))
     print(f"  {'as a critic':<13} loads; {model.note}; the value after {TRIAL_TOKENS} tokens is {values[-1]:.4f}")
 
 
-def _try_out(info: CheckpointInfo, load: Callable[..., Any], method: str) -> tuple[Any, Any]:
-    """Load the model; return it and the outputs of its `method` for one row. Raises CheckpointError if not finite."""
+def _try_out(
+    info: CheckpointInfo, load: Callable[..., Any], compute: Callable[[Any, list[np.ndarray]], Any]
+) -> tuple[Any, Any]:
+    """Load the model; return it and what `compute` returns for it and one row. Raises CheckpointError if not finite."""
     from rlhf_triton.python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()
     model = load(info.folder, dtype=suggested_dtype(info))
     row = np.arange(1, TRIAL_TOKENS + 1, dtype=np.int64) % model.limits.vocab_size
     row = np.append(np.array(getattr(model, "header", ()), np.int64), row)
-    (outputs,) = getattr(model, method)([row])
+    (outputs,) = compute(model, [row])
     if not np.isfinite(outputs).all():
         raise CheckpointError(f"{info.folder} outputs {outputs.tolist()}: its weights are damaged; copy it again")
     return model, outputs

@@ -189,7 +189,7 @@ class TritonModel:
 
     serve: Callable[[Mapping[str, str]], ModelServer]
     served: ModelServer
-    pulse: Pulse
+    pulse = Pulse("")  # until `initialize` has started one of this process
     count_failure: Callable[[int], None] = staticmethod(lambda status: None)
 
     def initialize(self, args: Mapping[str, str]) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import string
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,12 @@ from rlhf_triton.learning.mailbox import as_tensor, value_of
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.python_backend.models import adapters
 from rlhf_triton.python_backend.models.sharded_tensors import whole
-from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, random_batch, states
+from tests.support.ranks import on_ranks
 from tests.support.settings import actor_section
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
-on_ranks = partial(support.on_ranks, timeout_s=900)  # several models, one after the other
 LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
 SPOILED = 99  # seed of a rollout that fails on rank 1
 GROUPS = {"algorithm_name": "grpo", "responses_per_prompt": 7, "rollout_size": 7}

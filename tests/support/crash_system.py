@@ -100,7 +100,7 @@ class DisturbedSystem:
         self._killed: set[int] = set()
         self._failed_starts = 0
         ensure_first_version(self.config, path, [])
-        self._supervisor = supervised(self.config, log=_say_restarts)
+        self._supervisor = supervised(self.config, log=_say_restarts, check=lambda: None)
         for program in programs:
             self._start(program)
 

@@ -18,7 +18,7 @@ from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.tools.server.ports import free_port
 
 Work = Callable[..., Any]
-TIMEOUT_S = 240
+TIMEOUT_S = 900  # several models, one after the other
 # Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
 # torch's, so that it has no threads of torch's, which a fork would lose.
 CONTEXT = multiprocessing.get_context("forkserver")

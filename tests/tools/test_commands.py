@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
-from live_system import Checkpoints, FinishedRun, make_run
+from live_system import Checkpoints, System, make_run
 from shebang import SHEBANG
 
 from rlhf_triton.config import load_config
@@ -298,9 +298,9 @@ def test_status_in_each_phase(tmp_path: Path, checkpoints: Checkpoints, capsys: 
 
 
 def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_host(
-    finished: FinishedRun, capsys: pytest.CaptureFixture[str]
+    live: System, capsys: pytest.CaptureFixture[str]
 ):
-    run, store = finished.run, finished.run.store
+    run, store = live.run, live.run.store
     last = json.loads((run.config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     current = store.current()
     assert current is not None
@@ -320,9 +320,9 @@ def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_
     reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[3])
     assert reported is not None
     assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
-    assert lines[4] == f"reward    {run.config.reward.model}, without versions"
-    assert lines[5] == f"critic    CURRENT is version {current} (step {store.manifest(current).step})"
-    assert any(f"serves version {current}" in line for line in lines[6:] if silent.name not in line)
+    assert lines[4].startswith(f"reward    CURRENT is version {run.reward_store.current()} ")
+    critic = lines.index(f"critic    CURRENT is version {current} (step {store.manifest(current).step})")
+    assert any(f"serves version {current}" in line for line in lines[critic:] if silent.name not in line)
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
 
 
