@@ -837,6 +837,15 @@ def test_groups_without_spread_are_replaced_and_a_resume_continues_with_the_same
     assert all(line["train_rollouts/dropped_tokens"] > 0 for line in lines)
 
 
+def test_what_cannot_be_replaced_stays(tmp_path: Path, checkpoints: Checkpoints):
+    """At most one attempt in a step; the rollout has its size."""
+    run = make_grpo(tmp_path, checkpoints, Rare(), max_resampled=1, mask_unfinished=False)
+    batches = watched_batches(run)
+    go(run)
+    assert [len(batch.lengths) for batch in batches] == [8] * STEPS
+    assert any(bool((batch.advantages == 0).all(-1).any()) for batch in batches)
+
+
 def watched_batches(run: PPORun) -> list[Any]:
     """The batches of all updates, once the run has ended."""
     batches, update = list[Any](), run.policy_update.run
