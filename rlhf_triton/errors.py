@@ -20,7 +20,8 @@ RlhfError                    the user can fix it; the message names what is wron
   HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane
-  WeightsError               a version in the store: damaged, not verified, or rejected by an instance
+  WeightsError               a version in the store
+    VersionRejected          ... that failed verification, or that an instance rejected; the one before it serves
   DamagedEntry               an entry of the journal
   NotFinite                  NaN or infinity
   OutOfMemory                a GPU too small for the smallest part of the work

@@ -7,10 +7,10 @@ from rlhf_triton.client.control_plane import ControlPlaneError
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import span
-from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
-from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
 from rlhf_triton.trainer.verification import holds_weights
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class CriticVersions:
         try:
             with span("publish", parent=self._critic.traceparent, step=step):
                 reload = self._progress.persist(f"publishing step {step}", attempt)
-        except WeightsError as trouble:  # the caller gets the error; the old version keeps serving
+        except VersionRejected as trouble:  # the caller gets the error; the old version keeps serving
             return None, str(trouble)
         set_log_position(version=reload.version)
         return reload, None

@@ -44,7 +44,7 @@ def publish_reward(
     Raises:
         CheckpointError: the checkpoint is damaged, not finite, or of another architecture, head or tokenizer.
         RlhfError: it is less accurate than the served version, beyond `TOLERANCE`.
-        WeightsError: its copy failed verification, or an instance rejected it; the old version serves.
+        VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
     """
     section, model = config.reward, live_model(config, "reward")
     store = WeightsStore(model.store)

@@ -40,6 +40,10 @@ MODEL = "critic.model"
 HEAL_AFTER_S = 15.0
 
 
+class VersionRejected(WeightsError):
+    """A version failed verification, or an instance rejected it; the version before it serves."""
+
+
 @dataclass(frozen=True)
 class Reload:
     """How a version was put into service, with timings."""
@@ -109,7 +113,8 @@ class Publisher:
             source: the folder that they are a copy of, for the manifest.
 
         Raises:
-            WeightsError: verification or an instance rejected the version; CURRENT names the previous one.
+            VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
+            WeightsError: the store is damaged.
             OSError: a disk error; nothing was published.
         """
         start = time.monotonic()
@@ -138,9 +143,9 @@ class Publisher:
             verified = time.monotonic()
             with span("reload", version=manifest.version):
                 served_by = self._serve(manifest, beat)
-        except WeightsError:
+        except WeightsError as trouble:
             self.rejected += 1
-            raise
+            raise VersionRejected(str(trouble)) from trouble
         served = time.monotonic()
         self._store.prune(keep=self._keep)
         return Reload(

@@ -126,7 +126,9 @@ class StepInputs:
         Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
         by a whole prompt.
         """
-        credits, rows, prompts = dict(start.credits), dict(start.rows), []
+        credits = dict(start.credits)
+        rows = dict(start.rows)
+        prompts: list[Prompt] = []
         for _ in range(count):
             for path, share in self._shares.items():
                 credits[path] = credits.get(path, 0.0) + share

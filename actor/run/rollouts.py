@@ -117,7 +117,9 @@ class Rollouts:
     ) -> None:
         """`truncated`: `environment.truncated`; ignored without environments."""
         self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
-        self._collector, self._critic, self._truncated = collector, critic, truncated
+        self._collector = collector
+        self._critic = critic
+        self._truncated = truncated
         self._begun: asyncio.Task[Collected] | None = None
 
     async def begin(self, step: int, *, updated: int) -> asyncio.Task[Collected]:

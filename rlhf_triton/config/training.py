@@ -16,7 +16,9 @@ def check_training(
         total_steps: length of the learning-rate schedule.
     """
     key, kind = f"{section.partition('.')[0]}.optimizer", optimizer.kind
-    lr, min_lr, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
+    lr = optimizer.lr
+    min_lr = optimizer.min_lr
+    warmup = optimizer.warmup_steps
     if min_lr is not None and min_lr > lr:
         raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
     if warmup > total_steps:

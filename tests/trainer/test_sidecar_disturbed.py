@@ -530,6 +530,20 @@ def test_a_checkpoint_of_another_origin_ends_the_sidecar(rig: Rig, other: str):
     assert message in str(error)
 
 
+def test_a_store_damaged_after_a_swap_ends_the_sidecar_and_is_no_failed_step(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """The step's version is served: an answer that it was rejected would be wrong."""
+
+    def damaged(*_: Any, **__: Any) -> list[int]:
+        raise WeightsError("CURRENT contains 'one', not a version number")
+
+    monkeypatch.setattr(WeightsStore, "prune", damaged)
+    rig.start()
+    step = rig.send(1)
+    assert isinstance(rig.ended(), WeightsError)
+    assert rig.journal.result(step) is None
+    assert rig.store.current() == 1
+
+
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["all weights", "LoRA"])
 def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings: dict[str, Any]):
     """Nothing else has the weights that training does not change."""
