@@ -263,7 +263,7 @@ class ServerPool(Generic[C]):
         writes: bool,
         patient: bool,
         besides: Collection[str] = (),
-        session: int | None = None,
+        session: int | str | None = None,
     ) -> AsyncIterator[Server[C]]:
         """Select a server for one attempt, which counts as in flight until the end of the block.
 
@@ -428,7 +428,7 @@ class ServerPool(Generic[C]):
             await self._wait(model)
         return server
 
-    def _least_busy(self, model: str, *, besides: Collection[str], session: int | None) -> Server[C] | None:
+    def _least_busy(self, model: str, *, besides: Collection[str], session: int | str | None) -> Server[C] | None:
         """Return the available server with the fewest requests in flight, or the session's server; None: there is none.
 
         One of `besides` is chosen only if there are no others.
