@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.run.metrics import has_signal
+from rlhf_triton.actor.run.metrics import figures_of_steps
 from rlhf_triton.actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import describe, load_function
@@ -304,22 +304,11 @@ def _actor_figures(run_dir: Path) -> dict[str, Any]:
 
 def _step_figures(run_dir: Path) -> dict[str, Any]:
     """Return the figures of the steps so far, from metrics.jsonl and critic_metrics.jsonl."""
-    last: dict[str, Any] = {}
-    num_rows, seconds, masked, useless = 0, 0.0, 0, 0
-    for row in each_line(run_dir / "metrics.jsonl"):
-        last, num_rows = row, num_rows + 1
-        seconds += row.get("timers/step_time", 0.0)
-        masked += int(row.get("train_rollouts/masked_samples", 0))
-        useless += not has_signal(row)
+    last, of_steps = figures_of_steps(run_dir / "metrics.jsonl")
     if not last:
         return {"steps": 0}
-    figures = {
-        "steps": last["step"],
-        "failed_requests": int(last.get("client/failed_requests", 0)),
-        "masked_samples": masked,
-        "steps_without_signal": useless,
-        "seconds_per_step": seconds / num_rows,
-    }
+    failed = int(last.get("client/failed_requests", 0))
+    figures: dict[str, Any] = {"steps": last["step"], "failed_requests": failed, **of_steps}
     if "train_rollouts/weights_version" in last:
         figures["critic_updates"] = last["step"]
         figures["failed_critic_updates"] = int(last.get("client/failed_critic_updates", 0))
