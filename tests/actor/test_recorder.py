@@ -1,4 +1,4 @@
-"""`actor.run.recorder`, `settings`, `metrics` and `trackers`: checkpoints to resume from and those still needed, the
+"""`actor.run.recorder`, `settings` and `metrics`: checkpoints to resume from and those still needed, the
 best policy, settings that may not change, and what Prometheus, files and trackers receive.
 """
 
