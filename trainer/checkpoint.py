@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.store import durable
-from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
+from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, saved_steps, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate
 
 KEEP_SET_ASIDE = 3  # the newest damaged checkpoints, and the newest folders of entries that a rewind removed
@@ -46,7 +46,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
-        return [step for step in durable.numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
+        return saved_steps(self.root)
 
     def asked_steps(self) -> list[int]:
         """Return the steps whose checkpoint was requested by critic_save or a rewind, or is damaged."""

@@ -26,7 +26,6 @@ from rlhf_triton.actor.policy.checkpoint import (
     reference_fingerprint,
     restore,
     save_checkpoint,
-    saved_steps,
     set_aside,
 )
 from rlhf_triton.actor.run.metrics import (
@@ -38,7 +37,7 @@ from rlhf_triton.actor.run.metrics import (
     finite,
     has_signal,
 )
-from rlhf_triton.actor.run.settings import flat_settings
+from rlhf_triton.actor.run.settings import actor_checkpoints, flat_settings
 from rlhf_triton.actor.run.staleness import VersionSteps
 from rlhf_triton.actor.run.validation import Validation, explained, samples, training_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -51,7 +50,7 @@ from rlhf_triton.monitoring.tracing import end_step
 from rlhf_triton.python_backend.models.card import card_bytes
 from rlhf_triton.store.durable import read_json, sweep, write_folder, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
-from rlhf_triton.store.sealed_folder import DamagedCheckpoint
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint, saved_steps
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 
@@ -72,7 +71,7 @@ class Recorder:
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
         self._run_id = config.run.identity
-        self._checkpoints = config.run.dir / "checkpoints" / "actor"
+        self._checkpoints = actor_checkpoints(config.run.dir)
         self._weights = WeightsStore(config.run.weights_dir)
         self._state = state
         self._policy = state.policy

@@ -124,9 +124,14 @@ def read_contents(config: RunConfig) -> dict[str, str]:
     return contents
 
 
+def actor_checkpoints(run_dir: Path) -> Path:
+    """Return the folder of the actor's checkpoints."""
+    return run_dir / "checkpoints" / "actor"
+
+
 def last_step(run_dir: Path) -> int:
     """Return the step of the actor's newest checkpoint; 0 if there is none."""
-    return max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
+    return max(numbers_in(actor_checkpoints(run_dir)), default=0)
 
 
 def started_with(run_dir: Path) -> RunConfig | None:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
+from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
 from rlhf_triton.actor.run.recorder import ConstantTerms, Recorder
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
@@ -38,6 +38,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE
 from rlhf_triton.learning.trained import Trained
 from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
