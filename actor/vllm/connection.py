@@ -147,7 +147,7 @@ class VllmClient:
             )
         self._checked.add(self.url)
 
-    async def why_not_ready(self, model: str) -> str | None:
+    async def get_ready(self, model: str) -> str | None:
         """Check the server again, which may have been restarted; return None. Raises Trouble, RlhfError."""
         self._checked.discard(self.url)
         await self.check()
@@ -240,7 +240,7 @@ class VllmConnection:
             raise Trouble(Kind.LOST, "has other weights", f"it generated with {names}, not {self._version.name}")
         return turn
 
-    async def why_not_ready(self, model: str) -> str | None:
+    async def get_ready(self, model: str) -> str | None:
         """Load the version if the server is healthy without it; return why it is not ready. Raises Trouble."""
         self._is_loaded = False  # it may have been restarted
         await self._load()
