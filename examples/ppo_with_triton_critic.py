@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_triton import CriticClient
 from rlhf_triton.actor.algorithms.advantages import gae, masked_whiten, token_rewards
-from rlhf_triton.critic_client import CriticClient
 
 PROMPTS = ("The weather", "Open the file", "My best friend", "Once upon a time") * 4
 

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,21 +53,16 @@ def lines(path: Path) -> int:
 
 def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints):
     system = start_system(make_run(tmp_path, checkpoints))
-    command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
-        try:
-            assert gateway.stdout is not None
-            url = gateway.stdout.readline().partition("gateway: ")[2].partition(",")[0]
-            with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, REWARD_GATEWAY_URL=url) as trainer:
-                while lines(tmp_path / "rewards.jsonl") < 16:
-                    assert trainer.poll() is None
-                    time.sleep(0.05)
-                server = psutil.Process(system.server.process.pid)
-                next(child for child in server.children(recursive=True) if child.name() == "tritonserver").kill()
-                assert trainer.wait() == 0
-        finally:
-            gateway.terminate()
-            system.stop()
+    try:
+        with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, system.run.url) as trainer:
+            while lines(tmp_path / "rewards.jsonl") < 16:
+                assert trainer.poll() is None
+                time.sleep(0.05)
+            server = psutil.Process(system.server.process.pid)
+            next(child for child in server.children(recursive=True) if child.name() == "tritonserver").kill()
+            assert trainer.wait() == 0
+    finally:
+        system.stop()
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
     rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
     ids = [np.asarray(tokenizer(prompt + text)["input_ids"][:POSITIONS], np.int64) for prompt, text, _ in rows]

@@ -39,12 +39,12 @@ from settled import settled_statistics
 from span_collector import Collector
 from transformers import AutoModelForCausalLM
 
+from rlhf_triton import CriticClient
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import load_config
-from rlhf_triton.critic_client import CriticClient
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
