@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf_triton.config import ClientSection
     from rlhf_triton.environment import Environment
     from rlhf_triton.errors import RlhfError
-    from rlhf_triton.rewards.function import Sample
+    from rlhf_triton.rewards.function import Sample, count
     from rlhf_triton.wire.contract import ContractError
 
 _MODULES = {
@@ -48,6 +48,7 @@ _MODULES = {
     "Scores": "client.reward",
     "ServerFailed": "client.errors",
     "TrainAnswer": "client.client",
+    "count": "rewards.function",
 }
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Scores",
     "ServerFailed",
     "TrainAnswer",
+    "count",
 ]
 
 
