@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -88,21 +89,17 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
         self._thread = threading.Thread(target=self._loop.run_forever, name="triton-client", daemon=True)
         self._thread.start()
         self._closing = threading.Lock()
+        # Of a client that nobody closes: when it is forgotten, or Python ends.
+        self._close = weakref.finalize(self, _close, client, self._loop, self._thread)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close all connections; calls in flight in other threads raise RlhfError."""
-        if not self._thread.is_alive():  # closed already, or in a forked process, which has only the thread that forked
-            return
-        with self._closing:
-            if self._loop.is_closed():
-                return
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        if self._thread.is_alive():  # not in a forked process, in which another thread may hold the lock forever
+            with self._closing:
+                self._close()
 
     def _prepare(self) -> None:
         """Make the client usable in this process, if that can be done."""
@@ -125,6 +122,15 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
         except BaseException:  # such as Ctrl-C: the request must not go on
             future.cancel()
             raise
+
+
+def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if not thread.is_alive() or thread is threading.current_thread():  # in a forked process; forgotten by its own call
+        return
+    asyncio.run_coroutine_threadsafe(client.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 def blocking(
