@@ -198,6 +198,8 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
             solution_str: str,
             ground_truth: Any,
             extra_info: Mapping[str, Any] | None = None,
+            *,
+            prompt_key: str = prompt_key,  # also one of verl's `reward_kwargs`
             **_: Any,
         ) -> float:
             info = dict(extra_info or {})
