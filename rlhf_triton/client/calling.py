@@ -33,12 +33,12 @@ class AsyncClient(AbstractAsyncContextManager[Any]):
     ) -> None:
         servers = (url,) if isinstance(url, str) else tuple(url)
         try:
-            self._settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
+            settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
         except ValidationError as error:
             raise ContractError(f"url: {url!r}, must be host:port, dns:name:port, or several of them") from error
         if not servers:
             raise ContractError(f"url: {url!r}, must have at least one address")
-        self._client = TritonClient(servers[0], self._settings, training_key=training_key)
+        self._client = TritonClient(servers[0], settings, training_key=training_key)
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False

@@ -91,7 +91,7 @@ class AsyncRewardClient(AsyncClient):
         Raises ContractError for an invalid address.
         """
         super().__init__(url, settings=settings)
-        self._source = RewardSource(self._client, self._settings.max_outage_s)
+        self._source = RewardSource(self._client, deadline_s=0.0)  # a wrong address fails at once
 
     async def score(
         self,

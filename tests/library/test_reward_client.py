@@ -155,7 +155,7 @@ def test_a_server_without_a_reward_has_its_own_error():
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_and_no_reward():
-    with RewardClient("127.0.0.1:1", settings=QUICK) as reward, pytest.raises(RequestFailed, match="cannot be reached"):
+    with RewardClient("127.0.0.1:1") as reward, pytest.raises(RequestFailed, match="cannot be reached"):
         reward.score(["a"])
     with pytest.raises(ContractError, match="url: 'http://localhost', must be host:port"):
         RewardClient("http://localhost")
