@@ -1,4 +1,4 @@
-"""The metrics of actor, sidecar and gateway, a row each: what exporters, `rlhf-triton status`, dashboards and docs read.
+"""The metrics of actor, sidecar and gateway, a row each: for exporters, `rlhf-triton status`, dashboards and docs.
 
 `python deploy/monitoring/generate.py` writes the dashboards.
 """
