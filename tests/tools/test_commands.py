@@ -120,6 +120,8 @@ def test_exit_code_2_of_wrong_arguments(
         ("gateway", "rlhf_triton.tools.gateway.command", "transformers", "gateway,serving"),
         ("serve", "rlhf_triton.tools.serve", "psutil", "serve"),
         ("run", "rlhf_triton.tools.run", "matplotlib", "train"),
+        ("example-model", "rlhf_triton.tools.example_model", "torch", "serve"),
+        ("example-model", "rlhf_triton.tools.example_model", "gguf", "demo"),
     ],
 )
 def test_a_missing_package_names_the_extra_that_has_it(

@@ -37,6 +37,7 @@ def test_both_models_are_usable_as_they_are(
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Ä?"}], tokenize=False)
     rows = [tokenizer(part, return_tensors="np")["input_ids"][0] for part in (text, text[:-2])]
     assert [tokenizer.decode(row) for row in rows] == [text, text[:-2]]
+    assert tokenizer.convert_ids_to_tokens(rows[0][:5]) == ["<|im_start|>", *"user"]
     with caplog.at_level(logging.WARNING):
         scores = load_reward(Path("models/reward")).score(rows)[:, 0]
         values = load_critic(Path("models/policy")).values(rows)
