@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     models = (SMOLLM2, *SIZES)
     add("--models", nargs="+", choices=models, default=["7m"], help=f"{SMOLLM2} is SmolLM2")
-    add("--smollm2", type=Path, help="folder of SmolLM2-135M; python -m examples.demo.pretrained writes it")
+    add("--smollm2", type=Path, help="folder of SmolLM2-135M; rlhf-triton example-model --smollm2 writes it")
     add("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     add("--cells", nargs="+", default=["16x32"], help=f"rows (times {GROUP}) x new tokens")
     add("--contenders", nargs="+", choices=(TRL, OURS), default=[TRL, OURS], help="sides to measure")

@@ -9,7 +9,7 @@ from typing import Any
 
 import reasoning_gym
 
-from rlhf_triton.rewards import Sample
+from rlhf_triton import Sample
 
 
 def is_correct(sample: Sample) -> float:

@@ -3,6 +3,8 @@
 project = "RLHF on Triton"
 extensions = ["myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
 html_title = project
 html_show_copyright = False
 html_copy_source = html_show_sourcelink = False

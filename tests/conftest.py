@@ -20,7 +20,6 @@ import torch
 from hypothesis import settings
 
 from rlhf_triton.client import retry
-from rlhf_triton.tools.gateway.trainer_rewards import _say_once
 from rlhf_triton.tools.server.ports import release_ports
 from rlhf_triton.wire.chats import warn_once
 
@@ -85,7 +84,6 @@ def pytest_runtest_setup() -> None:
     """
     release_ports()
     warn_once.cache_clear()
-    _say_once.cache_clear()
     torch.set_num_threads(1)
     torch.default_generator.manual_seed(0)
     random.seed(0)

@@ -41,7 +41,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="rlhf-repeat-") as folder:
             clone = Path(folder) / "clone"
             subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-            make = ["make", "-C", str(clone), f"PYTHON={python}"]
+            make = ["make", "--no-print-directory", "-C", str(clone), f"PYTHON={python}"]
             subprocess.run([*make, ".venv/.installed"], check=True, stdout=sys.stderr)
             for run in range(1, args.runs + 1):
                 is_busy = run > args.runs - args.busy

@@ -19,6 +19,7 @@ COMMANDS = {
         "rlhf_triton.tools.init",
         "write the YAML of your models, which it tries and converts, or an environment of agents",
     ),
+    "example-model": ("rlhf_triton.tools.example_model", "write a small reward model and a policy to try things with"),
     "export": (
         "rlhf_triton.tools.export",
         "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter",
@@ -45,7 +46,8 @@ COMMANDS = {
 
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = {"gateway": "gateway", "serve": "serve"}  # of pyproject.toml, that a command needs; `train` has all
+# The extras of pyproject.toml that a command or a package needs; `train` has all others.
+EXTRAS = {"gateway": "gateway", "serve": "serve", "example-model": "serve", "gguf": "demo"}
 COMPUTING = ("tokenizers", "torch", "transformers")
 
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("", "-h", "--help"):
         print(f"usage: {program} <command> [--help]\n\ncommands:")
-        print("\n".join(f"  {command:<9}{what}" for command, (_, what) in COMMANDS.items()))
+        print("\n".join(f"  {command:<15}{what}" for command, (_, what) in COMMANDS.items()))
         return 0 if name else 2
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -78,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if (ROOT / package).is_dir():  # ours
             raise
-        extra = EXTRAS.get(name, "train") + (",serving" if package in COMPUTING and name == "gateway" else "")
+        extra = EXTRAS.get(package, EXTRAS.get(name, "train")) + (
+            ",serving" if package in COMPUTING and name == "gateway" else ""
+        )
         print(f"error: {name} needs the package {package}: pip install '.[{extra}]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # commands that have something to say when they are interrupted catch it themselves

@@ -122,7 +122,7 @@ def _rewards(conversations: Sequence[Conversation], lines: "Lines", *, in_groups
     steps = positions(rows, lambda row: _or_zeros(row, row.score.steps))
     ends = positions(rows, lambda row: _or_zeros(row, row.score.ends)).bool()
     outcomes = torch.tensor([score.outcome for score in scores])
-    return {"rewards": outcomes, "steps": lines.joined(steps), "ends": lines.joined(ends)}
+    return {"rewards": outcomes, "process_rewards": lines.joined(steps), "process_ends": lines.joined(ends)}
 
 
 def positions(rows: Sequence[SampledRow], field: Callable[[SampledRow], np.ndarray]) -> Tensor:
@@ -191,14 +191,14 @@ def with_limit(conversation: Conversation, treatment: str) -> Conversation:
 
 def with_values_of_ends(inputs: AdvantageInputs, conversations: Sequence[Conversation]) -> AdvantageInputs:
     """Add the discounted value of the last token to the last reward of each conversation that a limit has ended."""
-    assert inputs.steps is not None
-    steps = inputs.steps.clone()
+    assert inputs.process_rewards is not None
+    steps = inputs.process_rewards.clone()
     for line, conversation in enumerate(conversations):
         end = conversation[-1]
         sampled = inputs.mask[line].nonzero()
         if end.truncated and end.score.values is not None and len(sampled):
             steps[line, sampled[-1]] += inputs.gamma * float(end.score.values[-1])
-    return replace(inputs, steps=steps)
+    return replace(inputs, process_rewards=steps)
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:

@@ -19,11 +19,11 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     response's total reward counts as a reward of its last step. The returns are the total rewards, or with a process
     reward the sums from each token on; `gamma` and `lam` are unused.
     """
-    if inputs.steps is not None and inputs.ends is not None:
-        ends = inputs.ends & (inputs.mask > 0)
+    if inputs.process_rewards is not None and inputs.process_ends is not None:
+        ends = inputs.process_ends & (inputs.mask > 0)
         position = torch.arange(ends.shape[1], device=ends.device)
         last = torch.where(ends, position, -1).amax(1, keepdim=True).clamp(min=0)
-        rewards = inputs.steps.scatter_add(1, last, inputs.remainder[:, None]) * ends
+        rewards = inputs.process_rewards.scatter_add(1, last, inputs.remainder[:, None]) * ends
         advantages = process_supervision(rewards, ends, inputs.groups, inputs.counted)
         return advantages * inputs.mask, rewards.flip(1).cumsum(1).flip(1) * inputs.mask
     advantages = group_standardise(inputs.totals, inputs.groups, inputs.counted)

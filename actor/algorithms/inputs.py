@@ -32,8 +32,8 @@ class AdvantageInputs:
     lam: float = 1.0  # GAE's lambda
     lam_values: float | None = None  # of the returns that the critic learns; None: lam
     lam_length: float | None = None  # alpha of a lambda of 1 - 1 / (alpha * length) for the policy; None: lam
-    steps: Tensor | None = None  # float32 [B, S-1], process rewards; None without any
-    ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
+    process_rewards: Tensor | None = None  # float32 [B, S-1], those of steps; None without any
+    process_ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
 
     @property
     def remainder(self) -> Tensor:
@@ -43,14 +43,18 @@ class AdvantageInputs:
     @property
     def totals(self) -> Tensor:
         """Total reward of each response, `[B]`: its score and process rewards minus its summed KL penalty."""
-        return self.remainder if self.steps is None else self.remainder + (self.steps * self.mask).sum(-1)
+        return (
+            self.remainder
+            if self.process_rewards is None
+            else self.remainder + (self.process_rewards * self.mask).sum(-1)
+        )
 
     @property
     def token_rewards(self) -> Tensor:
         """Reward for each token, `[B, S-1]`: the score at the last sampled one, process rewards, minus the penalty."""
         sampled = torch.where(self.mask > 0, torch.arange(self.mask.shape[1], device=self.mask.device), -1).amax(-1)
         rewards = token_rewards(self.rewards, self.penalty, sampled + 2, kl_coef=1.0)
-        return rewards if self.steps is None else rewards + self.steps
+        return rewards if self.process_rewards is None else rewards + self.process_rewards
 
     def spread(self, advantages: Tensor) -> Tensor:
         """Copy the value of each response to all of its tokens: `[B]` -> `[B, S-1]`."""

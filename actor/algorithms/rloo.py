@@ -12,7 +12,7 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     The returns are the total rewards; `gamma` and `lam` are unused. There is no form for process rewards.
     """
-    if inputs.steps is not None:
+    if inputs.process_rewards is not None:
         raise RlhfError("the served reward model gives process rewards (reward.process), which rloo cannot use")
     advantages = leave_one_out(inputs.totals, inputs.groups, inputs.counted)
     return inputs.spread(advantages), inputs.spread(inputs.totals)

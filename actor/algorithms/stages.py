@@ -58,9 +58,9 @@ class RewardShaper:
 
     def run(self, inputs: AdvantageInputs) -> AdvantageInputs:
         """Return the inputs after all stages, with rewards of 0 in rows that are not scored."""
-        if inputs.steps is not None and inputs.ends is not None:
-            valid = inputs.ends & inputs.scored[:, None]
-            inputs = dataclasses.replace(inputs, steps=torch.where(valid, inputs.steps, 0.0))
+        if inputs.process_rewards is not None and inputs.process_ends is not None:
+            valid = inputs.process_ends & inputs.scored[:, None]
+            inputs = dataclasses.replace(inputs, process_rewards=torch.where(valid, inputs.process_rewards, 0.0))
         for stage in STAGES:
             inputs = stage(inputs, self)
         return dataclasses.replace(inputs, rewards=torch.where(inputs.scored, inputs.rewards, 0.0))
@@ -69,8 +69,8 @@ class RewardShaper:
 def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """Apply `function` to all valid scores `[n]`; of a process reward, to its steps."""
     name, valid = "rewards", inputs.scored
-    if inputs.ends is not None:
-        name, valid = "steps", inputs.ends & inputs.scored[:, None]
+    if inputs.process_ends is not None:
+        name, valid = "process_rewards", inputs.process_ends & inputs.scored[:, None]
     changed = getattr(inputs, name).clone()
     changed[valid] = function(changed[valid])
     return dataclasses.replace(inputs, **{name: changed})

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from typing_extensions import Self
 
 from rlhf_triton.actor.data.chat import TemplateError
+from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.texts import printable
 
@@ -43,7 +44,8 @@ class HttpError(RlhfError):
 async def refused(request: Request, error: Exception) -> JSONResponse:
     """Return the reply to a request that failed with an RlhfError; OpenAI's and Anthropic's clients read it."""
     if not isinstance(error, HttpError):
-        error = HttpError(400 if isinstance(error, TemplateError) else 502, str(error))
+        known = {TemplateError: 400, RequestFailed: 503}
+        error = HttpError(next((known[kind] for kind in known if isinstance(error, kind)), 502), str(error))
     status, message = error.status, printable(str(error))
     request.scope.setdefault("state", {})["cause"] = message
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")

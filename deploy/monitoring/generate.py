@@ -1,7 +1,8 @@
-"""Generates the dashboard from the table of metrics."""
+"""Generates the dashboards from the table of metrics: of a run, and of a server without one."""
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ if __name__ == "__main__":  # as a file: the package beside it, not the installe
 from rlhf_triton.monitoring.metrics import TABLES, MetricSpec
 
 DASHBOARD = Path(__file__).with_name("dashboard.json")
+SERVING = Path(__file__).with_name("serving.json")
 PANELS = (  # in their order
     "Steps",
     "Reward",
@@ -35,6 +37,7 @@ PROBLEMS = 'time() - {__name__=~"rlhf_(actor|trainer)_last_problem_timestamp_sec
 SUCCESSES = "sum by (model) (rate(nv_inference_request_success[$__rate_interval]))"
 DURATIONS = "sum by (model) (rate(nv_inference_request_duration_us[$__rate_interval]))"
 FORWARDS = "sum by (model) (rate(rlhf_forward_tokens_total[$__rate_interval]))"
+GATEWAY_SECONDS = "rate(rlhf_gateway_request_seconds_bucket[$__rate_interval])"
 FREE = "rlhf_actor_disk_free_bytes / rlhf_actor_disk_size_bytes"
 
 
@@ -52,6 +55,21 @@ OTHERS = (  # of the server, and of several processes
     _line("Processes that answer, and the disk", "{{job}} {{instance}}", 'up{job=~"rlhf-.+"}'),
     _line("Processes that answer, and the disk", "free share of the disk of run.dir", FREE),
 )
+SERVED = (  # of a server, and of a gateway before it; panels in this order
+    _line("Requests per second", "{{model}}", SUCCESSES),
+    _line(
+        "Requests per second",
+        "gateway {{route}}",
+        "sum by (route) (rate(rlhf_gateway_requests_total[$__rate_interval]))",
+    ),
+    _line("Latency", "{{model}}", f"{DURATIONS} / {SUCCESSES} / 1e6", "s"),
+    _line("Latency", "gateway, 95%", f"histogram_quantile(0.95, sum by (le) ({GATEWAY_SECONDS}))", "s"),
+    _line("Tokens per second", "{{model}}", FORWARDS),
+    _line("Refused and failed, per 5 minutes", "{{model}}, {{status}}", "increase(rlhf_requests_refused_total[5m])"),
+    _line("Refused and failed, per 5 minutes", "gateway, rows", "increase(rlhf_gateway_failed_rows_total[5m])"),
+    _line("Served versions", "{{model}}, {{instance}}", "rlhf_weights_version"),
+    _line("Processes that answer", "{{job}} {{instance}}", 'up{job=~"rlhf-(server|gateway)"}'),
+)
 
 
 def exported(prefix: str, metric: MetricSpec) -> str:
@@ -59,11 +77,11 @@ def exported(prefix: str, metric: MetricSpec) -> str:
     return prefix + metric.name + ("_total" if metric.kind == "counter" else "")
 
 
-def panel(number: int, title: str, like: dict[str, Any]) -> dict[str, Any]:
-    """Return the panel with a line for each metric that names it; its style is that of `like`."""
+def panel(number: int, title: str, tables: Mapping[str, Sequence[MetricSpec]], like: dict[str, Any]) -> dict[str, Any]:
+    """Return the panel with a line for each metric of `tables` that names it; its style is that of `like`."""
     lines = [
         (metric, metric.query.replace("{}", exported(prefix, metric)))
-        for prefix, table in {**TABLES, "": OTHERS}.items()
+        for prefix, table in tables.items()
         for metric in table
         if metric.panel == title
     ]
@@ -71,17 +89,23 @@ def panel(number: int, title: str, like: dict[str, Any]) -> dict[str, Any]:
         {"refId": chr(ord("A") + i), "expr": query, "legendFormat": metric.legend}
         for i, (metric, query) in enumerate(lines)
     ]
-    place = {"x": 8 * (number % 3), "y": 7 * (number // 3), "w": 8, "h": 7}
+    place = {"x": 12 * (number % 2), "y": 7 * (number // 2), "w": 12, "h": 7}
     fields = {**like["fieldConfig"], "defaults": {**like["fieldConfig"]["defaults"], "unit": lines[0][0].unit}}
     return {**like, "id": number + 1, "title": title, "gridPos": place, "fieldConfig": fields, "targets": targets}
 
 
-def dashboard(text: str) -> str:
-    """Return the dashboard with all panels regenerated."""
+def dashboards(text: str) -> dict[Path, str]:
+    """Return the text of each dashboard with all panels regenerated; `text`: the run's, whose style both have."""
     board = json.loads(text)
-    board["panels"] = [panel(i, title, board["panels"][0]) for i, title in enumerate(PANELS)]
-    return json.dumps(board, indent=1) + "\n"
+    like = board["panels"][0]
+    tables = {**TABLES, "": OTHERS}
+    board["panels"] = [panel(i, title, tables, like) for i, title in enumerate(PANELS)]
+    titles = dict.fromkeys(line.panel for line in SERVED)
+    served = [panel(i, title, {"": SERVED}, like) for i, title in enumerate(titles)]
+    serving = {**board, "title": f"{board['title']}: serving", "uid": f"{board['uid']}-serving", "panels": served}
+    return {path: json.dumps(each, indent=1) + "\n" for path, each in ((DASHBOARD, board), (SERVING, serving))}
 
 
 if __name__ == "__main__":
-    DASHBOARD.write_text(dashboard(DASHBOARD.read_text()))
+    for path, written in dashboards(DASHBOARD.read_text()).items():
+        path.write_text(written)

@@ -12,8 +12,9 @@ from typing import Any
 
 from examples.demo.gold import gold_scorer
 from examples.demo.prepare import write_quick_policy
-from examples.demo.pretrained import MINILM, build_once, fetch, save_smollm2
+from examples.demo.pretrained import MINILM, build_once
 from rlhf_triton.store.jsonl import write_jsonl
+from rlhf_triton.tools.example_model import fetch, save_smollm2
 
 CRITIC_LAYERS = 12  # of the policy's 30
 TEMPERATURE = 0.7  # as in configs/smollm2.yaml

@@ -13,9 +13,10 @@ from typing import Any
 
 from examples.demo.llm import CRITIC_LAYERS
 from examples.demo.prepare import write_quick_policy
-from examples.demo.pretrained import build_once, save_smollm2
+from examples.demo.pretrained import build_once
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import write_jsonl
+from rlhf_triton.tools.example_model import save_smollm2
 
 TASK = "chain_sum"
 TASK_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

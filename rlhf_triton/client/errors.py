@@ -5,6 +5,8 @@ Triton passes on nothing of a model's error but its text, so a code is a text th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from rlhf_triton.errors import RlhfError
@@ -48,6 +50,17 @@ class RequestRefused(RequestFailed):
 
 class ServersDiffer(RequestFailed):
     """No server serves what this process expects; the message names both."""
+
+
+@contextmanager
+def absence_explained(missing: str) -> Iterator[None]:
+    """Raise RlhfError with what the server does not serve, if that is why a model cannot be described."""
+    try:
+        yield
+    except RequestRefused as error:
+        if error.code != UNKNOWN_MODEL:
+            raise
+        raise RlhfError(f"the server serves {missing} ({error})") from error
 
 
 class Kind(Enum):

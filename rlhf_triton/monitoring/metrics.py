@@ -1,6 +1,6 @@
-"""The metrics of actor, sidecar and gateway, a row each: what exporters, `rlhf-triton status`, dashboard and docs read.
+"""The metrics of actor, sidecar and gateway, a row each: for exporters, `rlhf-triton status`, dashboards and docs.
 
-`python deploy/monitoring/generate.py` writes the dashboard.
+`python deploy/monitoring/generate.py` writes the dashboards.
 """
 
 from __future__ import annotations

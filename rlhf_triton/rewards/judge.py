@@ -7,6 +7,7 @@ score is unavailable, unreadable or off the scale has no reward.
 import asyncio
 import os
 import re
+import urllib.parse
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -15,7 +16,6 @@ import jinja2.sandbox
 
 from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.rewards.function import BadScore, Sample, count, describe
-from rlhf_triton.rewards.opener import is_loopback
 
 try:
     import openai
@@ -197,3 +197,9 @@ def _key(variable: str | None) -> str | None:
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise FunctionError(f"options.api_key_env: {variable} has spaces or characters that a header cannot carry")
     return key
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a URL names this machine."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

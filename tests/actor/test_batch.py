@@ -354,7 +354,7 @@ def test_grpo_with_process_supervision_by_hand():
     # A step may end with the first sampled token, whose position is 0 after a prompt of one token.
     zeros, ones, yes = torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2).bool()
     given = torch.tensor([1.0, 2.0]), zeros, zeros, ones, 0 * yes, yes, yes, yes
-    inputs = AdvantageInputs(*given, steps=zeros, ends=torch.tensor([[True, False]] * 2))
+    inputs = AdvantageInputs(*given, process_rewards=zeros, process_ends=torch.tensor([[True, False]] * 2))
     assert grpo.advantage(inputs)[1].tolist() == [[1, 0], [2, 0]]
 
 
@@ -400,8 +400,8 @@ def test_each_step_is_normalised_and_clipped_and_penalties_come_at_the_end(
     ended = "rewards_missing_eos_penalty" not in settings
     make_batch([sample[0], replace(sample[1], ended=ended)], **settings, kl_coef=0.0)
     (found,) = received
-    assert found.steps[~ENDS[:, 1:]].abs().sum() == 0
-    close(found.steps[ENDS[:, 1:]], torch.tensor(steps), atol=1e-4, rtol=0)
+    assert found.process_rewards[~ENDS[:, 1:]].abs().sum() == 0
+    close(found.process_rewards[ENDS[:, 1:]], torch.tensor(steps), atol=1e-4, rtol=0)
     assert found.rewards.tolist() == rewards
 
 

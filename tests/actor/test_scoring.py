@@ -33,6 +33,7 @@ from rlhf_triton.actor.run.collection import ROUNDS, GroupScoring
 from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_with
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestRefused
+from rlhf_triton.client.scoring import chat_row, text_row
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
@@ -41,7 +42,6 @@ from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.dialects import RewardInput
-from rlhf_triton.tools.gateway.rows import chat_row, text_row
 from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,

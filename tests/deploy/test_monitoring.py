@@ -15,6 +15,7 @@ ROOT = MONITORING.parents[1]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
 NAME = re.compile(r"\b(?:rlhf|nv|process)_\w+|\bup\b")
 TRITON = {"nv_inference_request_success", "nv_inference_request_duration_us"}
+BOARDS = (MONITORING / "dashboard.json", MONITORING / "serving.json")
 GENERATE = runpy.run_path(str(MONITORING / "generate.py"))
 OURS = {GENERATE["exported"](prefix, metric): metric for prefix, table in TABLES.items() for metric in table}
 
@@ -26,8 +27,8 @@ def rules() -> list[dict[str, Any]]:
 
 
 def queries() -> list[tuple[str, str]]:
-    """Return (panel, query) for each query of the dashboard, with Grafana's interval filled in."""
-    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    """Return (panel, query) for each query of the dashboards, with Grafana's interval filled in."""
+    panels = [panel for path in BOARDS for panel in json.loads(path.read_text())["panels"]]
     return [(p["title"], t["expr"].replace("$__rate_interval", "1m")) for p in panels for t in p["targets"]]
 
 
@@ -38,7 +39,8 @@ def of_the_server() -> set[str]:
 
 
 def test_every_metric_of_alerts_and_dashboard_exists():
-    known = {*OURS, *of_the_server(), *TRITON, "up", "process_resident_memory_bytes"}
+    buckets = {f"{name}_bucket" for name, metric in OURS.items() if metric.kind == "histogram"}
+    known = {*OURS, *buckets, *of_the_server(), *TRITON, "up", "process_resident_memory_bytes"}
     for expression in [*(rule["expr"] for rule in rules()), *(query for _, query in queries())]:
         text = re.sub(r"rlhf_\(actor\|trainer\)_(\w+)", r"rlhf_actor_\1 rlhf_trainer_\1", expression)
         names = set(NAME.findall(re.sub(r'="[^"]*"', "", text.replace('__name__=~"', "")).replace('job=~"', "")))
@@ -55,16 +57,20 @@ def test_each_alert_has_a_severity_a_summary_and_a_line_of_the_docs():
     assert re.findall(r"^\| `(Rlhf\w+)`", PAGE, re.MULTILINE) == names
 
 
-def test_the_dashboard_is_generated_and_selects_the_jobs_that_are_scraped():
-    board = (MONITORING / "dashboard.json").read_text()
-    assert GENERATE["dashboard"](board) == board, "run python deploy/monitoring/generate.py"
+def test_the_dashboards_are_generated_and_select_the_jobs_that_are_scraped():
+    run, serving = (path.read_text() for path in BOARDS)
+    written = {BOARDS[0]: run, BOARDS[1]: serving}
+    assert GENERATE["dashboards"](run) == written, "run python deploy/monitoring/generate.py"
+    assert not re.search(r"rlhf_(actor|trainer)|rlhf-(actor|trainer)", serving), "there is neither"
     assert {metric.panel for metric in OURS.values()} <= {"", *GENERATE["PANELS"]}
-    panels = json.loads(board)["panels"]
-    assert len({tuple(panel["gridPos"].values()) for panel in panels}) == len(panels) > 10
-    assert all(panel["targets"] and panel["datasource"]["uid"] == "${datasource}" for panel in panels)
+    for board, least in ((run, 11), (serving, 6)):
+        panels = json.loads(board)["panels"]
+        assert len({tuple(panel["gridPos"].values()) for panel in panels}) == len(panels) >= least
+        assert all(panel["targets"] and panel["datasource"]["uid"] == "${datasource}" for panel in panels)
+        assert all(panel["options"]["legend"]["placement"] == "right" for panel in panels), "beside the curves"
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     jobs = {job["job_name"] for job in config["scrape_configs"]}
-    texts = (MONITORING / "alerts.yml").read_text() + board.replace('\\"', '"')
+    texts = (MONITORING / "alerts.yml").read_text() + (run + serving).replace('\\"', '"')
     assert (
         jobs
         == {"rlhf-server", "rlhf-actor", "rlhf-trainer", "rlhf-gateway"}

@@ -17,8 +17,9 @@ from loop_clock import advance, hurried
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlhf_triton.actor.capture.http import NOT_HONOURED
+from rlhf_triton.client import scoring
 from rlhf_triton.config import ConfigError, GatewaySection, RunConfig
-from rlhf_triton.tools.gateway import app, command, scoring
+from rlhf_triton.tools.gateway import app, command
 from rlhf_triton.tools.gateway.command import check_key
 from rlhf_triton.tools.gateway.dialects import activated
 

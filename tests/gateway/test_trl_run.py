@@ -8,7 +8,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,21 +53,16 @@ def lines(path: Path) -> int:
 
 def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints):
     system = start_system(make_run(tmp_path, checkpoints))
-    command = [sys.executable, "-m", "rlhf_triton.tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
-        try:
-            assert gateway.stdout is not None
-            url = gateway.stdout.readline().partition("gateway: ")[2].partition(",")[0]
-            with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, REWARD_GATEWAY_URL=url) as trainer:
-                while lines(tmp_path / "rewards.jsonl") < 16:
-                    assert trainer.poll() is None
-                    time.sleep(0.05)
-                server = psutil.Process(system.server.process.pid)
-                next(child for child in server.children(recursive=True) if child.name() == "tritonserver").kill()
-                assert trainer.wait() == 0
-        finally:
-            gateway.terminate()
-            system.stop()
+    try:
+        with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, system.run.url) as trainer:
+            while lines(tmp_path / "rewards.jsonl") < 16:
+                assert trainer.poll() is None
+                time.sleep(0.05)
+            server = psutil.Process(system.server.process.pid)
+            next(child for child in server.children(recursive=True) if child.name() == "tritonserver").kill()
+            assert trainer.wait() == 0
+    finally:
+        system.stop()
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
     rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
     ids = [np.asarray(tokenizer(prompt + text)["input_ids"][:POSITIONS], np.int64) for prompt, text, _ in rows]
@@ -79,6 +73,26 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
     np.testing.assert_allclose(found[known], direct_rewards(checkpoints.reward, ids)[known], atol=1e-5)
     logged = [entry["reward"] for entry in json.loads((tmp_path / "log.json").read_text()) if "reward" in entry]
     assert logged[0] == pytest.approx(found[:8].mean(), abs=1e-4)
+
+
+def test_ppo_in_trl_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, checkpoints: Checkpoints):
+    """The example, as it is."""
+    system = start_system(make_run(tmp_path / "run", checkpoints))
+    ours = {"policy": checkpoints.policy, "url": system.run.url, "run_id": "test"}
+    size = {"per_device_train_batch_size": 64, "num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
+    steps = {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "max_steps": 60, "logging_steps": 2}
+    plain = {"bf16": "false", "use_cpu": "true", "report_to": "none", "output_dir": tmp_path / "out"}
+    options = [f"--{name}={value}" for name, value in {**ours, **size, **steps, **plain}.items()]
+    try:
+        with theirs("../../examples/trl_ppo.py", *options) as trainer:
+            assert trainer.wait() == 0
+        assert system.run.journal.last_step() == 30
+    finally:
+        system.stop()
+    state = json.loads((tmp_path / "out" / "checkpoint-60" / "trainer_state.json").read_text())
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    assert np.mean(rewards[-5:]) > 1.2 * np.mean(rewards[:5])
+    assert all(math.isfinite(entry["critic/loss"]) for entry in state["log_history"] if "critic/loss" in entry)
 
 
 def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path):

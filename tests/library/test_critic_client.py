@@ -13,13 +13,13 @@ import torch
 from aiohttp import web
 from fake_triton import Behaviour, FakeTriton
 
-from rlhf_triton.critic_client import (
+from rlhf_triton import (
     AsyncCriticClient,
     ClientSection,
     ContractError,
     CriticClient,
 )
-from rlhf_triton.critic_client.rows import training_arrays
+from rlhf_triton.client.rows import training_arrays
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import Limits, VersionRange
 from rlhf_triton.wire.training_payload import train_payload
@@ -189,13 +189,23 @@ def test_a_server_without_a_critic_has_its_own_error():
     play(call, server=NoCritic)
 
 
-def test_the_blocking_client_refuses_to_block_an_event_loop():
-    def call(critic: CriticClient) -> None:
-        async def inside() -> None:
-            critic.values(ROWS)
+def test_the_blocking_client_works_where_an_event_loop_runs():
+    """As in a notebook, whose cells run in one."""
 
-        with pytest.raises(RlhfError, match="would block the running event loop; use AsyncCriticClient"):
-            asyncio.run(inside())
+    def call(critic: CriticClient) -> None:
+        async def cell() -> int:
+            return critic.values(ROWS).weights_version
+
+        assert asyncio.run(cell()) == 7
+
+    play(call)
+
+
+def test_a_future_has_the_answer_later():
+    def call(critic: CriticClient) -> None:
+        critic.rewind(0)
+        futures = [critic.values_future(ROWS), critic.train_future(1, *UPDATE)]
+        assert [found.result().weights_version for found in futures] == [7, 7]
 
     play(call)
 

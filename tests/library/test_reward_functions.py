@@ -1,5 +1,6 @@
 """Reward functions in their worker processes, groups, TRL's functions, the weighted sum, and the Triton model."""
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -7,8 +8,11 @@ import math
 import os
 import re
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +28,7 @@ from chat_server import ChatServer
 from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
-from rlhf_triton.errors import FunctionError
+from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
 from rlhf_triton.rewards import count
 from rlhf_triton.rewards.function import (
@@ -741,3 +745,46 @@ def test_ctrl_c_during_an_import_is_no_fault_of_the_file(tmp_path: Path, code: s
     file.write_text(code)
     with pytest.raises(kind):
         load_function(f"{file}:score")
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Run a server that sends these bytes, whatever it receives; yield its `host:port`."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1)
+            self.request.sendall(answer)
+            self.request.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                while self.request.recv(65536):  # or the client may lose the answer
+                    continue
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("way", ["redirect", "http_proxy"])
+def test_the_key_of_a_judge_reaches_no_other_address(way: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("no_proxy", "NO_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.setblocking(False)
+        other = f"http://127.0.0.1:{elsewhere.getsockname()[1]}"
+        if way == "http_proxy":
+            monkeypatch.setenv(way, other)
+        answer = f"HTTP/1.1 302 Found\r\nLocation: {other}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        with answering(answer.encode()) as url:
+            options = {"model": "m", "base_url": f"http://{url}", "api_key_env": "JUDGE_KEY"}
+            ask = load_function(SPEC, options, timeout_s=10.0)
+            with pytest.raises(RlhfError, match="302"):
+                ask(row("b", "a"))
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()

@@ -43,7 +43,6 @@ MODULES = {
     "rlhf_triton.trainer": "trainer/__main__.py",
     "rlhf_triton.tools.server.drain": "tools/server/drain.py",
     "examples.demo": "examples/demo/__main__.py",
-    "examples.demo.pretrained": "examples/demo/pretrained.py",
 }
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")

@@ -61,7 +61,8 @@ def test_a_checkout_uses_its_own_code_in_the_environment_of_another(tmp_path: Pa
         symlinks=True,
         ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", "tests", "runs"),
     )
-    (other / "rlhf_triton" / "__init__.py").write_text("print('of the other checkout')\n")
+    with (other / "rlhf_triton" / "__init__.py").open("a") as module:
+        module.write("print('of the other checkout')\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=other, env=environment, capture_output=True, text=True, check=False)

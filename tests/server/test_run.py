@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from bare_client import Refused, ask
 from live_system import (
     ENVIRONMENT,
@@ -39,12 +37,12 @@ from settled import settled_statistics
 from span_collector import Collector
 from transformers import AutoModelForCausalLM
 
+from rlhf_triton import CriticClient, RewardClient
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import load_config
-from rlhf_triton.critic_client import CriticClient
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.report.data import load_run
@@ -227,30 +225,17 @@ def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
 
 
 @pytest.mark.slow
-def test_the_critics_client_and_the_example_that_trains_with_it(
-    live: System, checkpoints: Checkpoints, training_key: str, monkeypatch: pytest.MonkeyPatch
-):
-    path = Path(__file__).resolve().parents[2] / "examples" / "ppo_with_triton_critic.py"
-    spec = importlib.util.spec_from_file_location("ppo_with_triton_critic", path)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    monkeypatch.setenv("TRAINING_KEY", training_key)
-    torch.manual_seed(0)
-    done = live.run.next_step() - 1
-    history = example.train(str(checkpoints.policy), live.run.url, "test", done=done, steps=3)
-    versions = [version for _, _, version in history]
-    assert versions == sorted(set(versions))
-    assert live.run.journal.last_step() == done + 3
-
-    rows, done = random_rows([3, 17, 40], seed=5), done + 3
+def test_the_critics_client_reads_trains_and_rewinds(live: System, checkpoints: Checkpoints, training_key: str):
+    rows, done = random_rows([3, 17, 40], seed=5), live.run.next_step() - 1
     with CriticClient(live.run.url, run_id="test", training_key=training_key) as critic:
         version = critic.rewind(done)
         before, scored = critic.values(rows), critic.score(rows)
         for ours, direct in zip(before.values, direct_values(live.run.store.folder(version), rows), strict=True):
             np.testing.assert_allclose(ours, direct, atol=1e-5, rtol=0)
-        np.testing.assert_allclose(scored.rewards, direct_rewards(live.run.config.reward.model, rows), atol=1e-5)
+        rewards = direct_rewards(live.run.config.reward.model, rows)
+        np.testing.assert_allclose(scored.rewards, rewards, atol=1e-5)
+        with RewardClient(live.run.url) as client:
+            np.testing.assert_allclose(client.score(rows), rewards, atol=1e-5)
         assert (before.weights_version, scored.weights_version, scored.errors) == (version, version, [""] * 3)
         old = [row[:-1] for row in before.values]
         update = (rows, [row + 5 for row in old], old, [np.ones(row.size) for row in old])

@@ -16,10 +16,11 @@ from fake_triton import Behaviour, FakeTriton
 from starlette.routing import Route
 from tritonclient.utils import deserialize_bytes_tensor
 
+from rlhf_triton.client import scoring
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.retry import RETRIES
 from rlhf_triton.config import ClientSection, GatewaySection
-from rlhf_triton.tools.gateway import app, scoring
+from rlhf_triton.tools.gateway import app, rows
 from rlhf_triton.tools.gateway.command import bounded
 from rlhf_triton.wire.contract import REWARD_MODEL
 
@@ -46,6 +47,7 @@ class FakeReward(FakeTriton):
         super().__init__(behaviour)
         self.version: int | None = None  # of the weights, an output of a reward model that has versions
         self.received: list[dict[str, np.ndarray]] = []
+        self.demanded: list[int | None] = []  # `min_version` of each request
         self.terms, self.labels = terms, labels
         self.parameters |= {"text": text, "labels": json.dumps(labels)}
         if terms:
@@ -59,7 +61,9 @@ class FakeReward(FakeTriton):
             return answer
         header_size = int(request.headers["Inference-Header-Content-Length"])
         inputs = tensors(body := await request.read(), header_size)
-        wanted = {output["name"] for output in json.loads(body[:header_size])["outputs"]}
+        header = json.loads(body[:header_size])
+        wanted = {output["name"] for output in header["outputs"]}
+        self.demanded.append(header.get("parameters", {}).get("min_version"))
         self.received.append(inputs)
         scores = []
         for i, row in enumerate(rows_of(inputs)):
@@ -163,7 +167,7 @@ async def gateway(
     calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
     section, patch = GatewaySection(port=0), pytest.MonkeyPatch()
     for name, limit in limits.items():
-        for module in (app, scoring):
+        for module in (app, rows, scoring):
             patch.setattr(module, name, limit, raising=False)
     named = {REWARD_MODEL: expected} if expected else None
     triton = None  # the policy alone is served

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.rewards import Sample, count
+from rlhf_triton import Sample, count
 
 
 def num_tokens(sample: Sample) -> float:

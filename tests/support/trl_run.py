@@ -1,7 +1,7 @@
-"""A run of TRL's GRPOTrainer, in TRL's own environment, with rewards from the gateway.
+"""A run of TRL's GRPOTrainer, in TRL's own environment, with rewards from Triton.
 
-Arguments: the policy's folder, an output folder, the number of steps. Writes each prompt, completion and reward to
-`rewards.jsonl`.
+Arguments: the policy's folder, an output folder, the number of steps, the server's address. Writes each prompt,
+completion and reward to `rewards.jsonl`.
 """
 
 import json
@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.tools.gateway.trainer_rewards import trl_reward
+import rlhf_triton as rt
 
 
 def main() -> None:
     """Train."""
     out, steps = Path(sys.argv[2]), int(sys.argv[3])
+    score = rt.RewardClient(sys.argv[4]).as_trl()
 
     def recorded(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-        rewards = trl_reward(prompts, completions, **columns)
+        rewards = score(prompts, completions, **columns)
         with (out / "rewards.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in zip(prompts, completions, rewards, strict=True))
         return rewards

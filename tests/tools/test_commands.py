@@ -45,6 +45,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "bench": ["trl", "--environment", "{folder}", "--out", "{folder}/bench"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
+    "example-model": ["{folder}/file"],
     "init": ["models", "--reward", "{folder}", "--no-load"],
 }
 
@@ -119,6 +120,8 @@ def test_exit_code_2_of_wrong_arguments(
         ("gateway", "rlhf_triton.tools.gateway.command", "transformers", "gateway,serving"),
         ("serve", "rlhf_triton.tools.serve", "psutil", "serve"),
         ("run", "rlhf_triton.tools.run", "matplotlib", "train"),
+        ("example-model", "rlhf_triton.tools.example_model", "torch", "serve"),
+        ("example-model", "rlhf_triton.tools.example_model", "gguf", "demo"),
     ],
 )
 def test_a_missing_package_names_the_extra_that_has_it(

@@ -210,6 +210,8 @@ class TestPage:
             assert text in page
         assert not re.search(r"PPO never saw|<script|url\(|@import", page)
         assert str(tmp_path) not in page
+        widths = re.findall(r"(?<!max-)(?:width: |minmax\()(\d+)px", page)
+        assert max(map(int, widths)) < 390, "a phone's width, which no rule exceeds"
         for key in SUMMARY_KEYS:
             assert (f"<code>{key}</code>" in page) == (not key.startswith(("process_reward_", "steps_")))
         assert page.count("<figure>") == 8
@@ -247,11 +249,13 @@ class TestPage:
             "After 2 steps of REINFORCE++, starting from &lt;tiny&gt;:",
             "<code>actor.optimizer.lr</code></td><td>0.125</td>",
             "<code>actor.kl.coef</code></td><td>0.5</td><td>0</td>",
-            'AutoModelForCausalLM.from_pretrained("mine/policy")',
+            'AutoModelForCausalLM.from_pretrained("policy")',
             "The mean training reward was 0.100 in the first step and 0.200 in the last.",
         ):
             assert expected in text
         # No machine, no default, and without validation and logged texts nothing of them.
+        write_page(load_run(run_dir), tmp_path / "page.html")
+        assert '.from_pretrained("mine/policy")' in (tmp_path / "page.html").read_text(), "seen from the page's folder"
         assert not re.search("8123|<code>actor.steps</code>|Texts before and after|held-out|<h2>Texts</h2>", text)
 
     @pytest.mark.usefixtures("no_pictures")

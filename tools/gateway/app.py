@@ -23,13 +23,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_triton.actor.capture.http import RELEASE, HttpError, refused
 from rlhf_triton.client.client import TritonClient
+from rlhf_triton.client.scoring import RewardSource, Room
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.gateway.dialects import reward_routes
 from rlhf_triton.tools.gateway.request_log import RequestLog, gateway_metrics
-from rlhf_triton.tools.gateway.scoring import MAX_BODY_BYTES, RewardSource, Room
+from rlhf_triton.tools.gateway.rows import MAX_BODY_BYTES
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})  # without a key
 NO_KEY = "no valid key: send `Authorization: Bearer KEY`, or put the key into the URL, http://:KEY@host"
+DEADLINE_S = 60.0  # for the rewards of a row, retries included
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
 COLLECTED_BYTES = 1_000_000  # of a body after which garbage is collected, which takes some 50 ms
@@ -46,7 +48,7 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
         key: what requests must carry, if set.
         more: routes beside those for rewards.
     """
-    registry, source = CollectorRegistry(), RewardSource(client) if client else None
+    registry, source = CollectorRegistry(), RewardSource(client, DEADLINE_S, DEADLINE_S) if client else None
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
@@ -21,24 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
+from rlhf_triton.client.scoring import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
-from rlhf_triton.tools.gateway.rows import (
-    Chat,
-    Row,
-    RowResult,
-    Rows,
-    Texts,
-    TokenIds,
-    chat_row,
-    check_all,
-    text_row,
-)
-from rlhf_triton.tools.gateway.scoring import RewardSource
-from rlhf_triton.wire.contract import MESSAGES, PROBABILITIES, REWARD_MODEL
-
-UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-RESERVED = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, MESSAGES}
+from rlhf_triton.tools.gateway.rows import Chat, Rows, Texts, TokenIds, check_all, check_rows
+from rlhf_triton.wire.contract import PROBABILITIES, REWARD_MODEL
 
 
 @dataclass(frozen=True)
@@ -373,6 +358,7 @@ def _endpoint(source: RewardSource, dialect: type[ScoredBody]) -> Callable[..., 
     async def scored(body: ScoredBody, request: Request) -> Results:
         served = await source.served()
         rows = body.rows(served)
+        check_rows(rows, served)
         request.state.num_rows = len(rows)
         return Results(await source.score(rows, body.outputs(served)), served)
 

@@ -211,7 +211,7 @@ class RunRecord:
     texts: list[dict[str, Any]]  # from training rollouts, if the run has no pairs, or conversations
     is_finished: bool  # the actor has done its last step and validation
     in_progress: bool
-    has_policy: bool
+    policy: Path | None  # the folder of the trained policy, absolute
 
     @cached_property
     def sections(self) -> list[ReportSection]:
@@ -269,7 +269,7 @@ def _load(run_dir: Path, summary: dict[str, Any], is_finished: bool) -> RunRecor
         texts=[] if pairs and pairs[0].conversation_before is None else _read_texts(run_dir),
         is_finished=is_finished,
         in_progress=in_progress(run_dir),
-        has_policy=loading_line(run_dir) is not None,
+        policy=run_dir / "policy" if loading_line(run_dir) else None,
     )
 
 

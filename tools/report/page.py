@@ -1,6 +1,7 @@
 """`rlhf-triton report`: results, pictures and texts of a run, also while it is in progress, as one HTML file."""
 
 import argparse
+import os
 import statistics
 from base64 import b64encode
 from collections.abc import Sequence
@@ -67,20 +68,21 @@ def write_page(run: RunRecord, out: Path) -> None:
         "conversation": Conversation.of,
         "base64": lambda text: b64encode(text.encode()).decode(),
     }
-    page = environment.get_template("report.html.j2").render(_values(run))
+    page = environment.get_template("report.html.j2").render(_values(run, out))
     try:
         replace_file(out, page.encode(), durable=False)
     except OSError as error:
         raise RlhfError(f"{out} cannot be written: {error.strerror}") from error
 
 
-def _values(run: RunRecord) -> dict[str, Any]:
-    """Return the template's variables."""
+def _values(run: RunRecord, out: Path) -> dict[str, Any]:
+    """Return the template's variables; paths are relative to the folder of the page, `out`."""
     reward = run.reward_gain
     added = {name: sentence for section in run.sections for name, (_, sentence) in section.figures.items()}
     return {
         "run": run,
         "state": state(run),
+        "policy_path": run.policy and os.path.relpath(run.policy, out.resolve().parent),
         "s": run.summary,
         "reward": reward,
         "verdict": reward and verdict("The reward", reward),

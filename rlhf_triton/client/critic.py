@@ -1,26 +1,22 @@
-"""The clients of a served critic and reward model, for asyncio and for code without an event loop."""
+"""The clients of a served critic and its reward model, for asyncio and for code without an event loop."""
 
-import asyncio
-import functools
-import os
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
+from rlhf_triton.client.calling import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.client import TrainAnswer, TritonClient
-from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestRefused
-from rlhf_triton.client.served import ServedModel
+from rlhf_triton.client.errors import absence_explained
+from rlhf_triton.client.rows import Rows, token_rows, training_arrays
 from rlhf_triton.config import ClientSection
-from rlhf_triton.critic_client.rows import Rows, token_rows, training_arrays
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import VersionRange
+
+NO_CRITIC = "no critic: its YAML needs a section `critic`"
+NO_REWARD = "no reward: its YAML needs a section `reward`"
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class RowScores(RowValues):
     """For each row why it has no reward, empty if it has one."""
 
 
-class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
+class AsyncCriticClient(AsyncClient):
     """A critic that Triton serves and a sidecar trains, for a trainer of your own. An async context manager.
 
     **Rows** are ragged, `[length_i]` each; never pad them. Position t of a row belongs to the value at token t, the
@@ -82,29 +78,11 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         Raises:
             ContractError: an invalid address or run id.
         """
-        servers = (url,) if isinstance(url, str) else tuple(url)
-        try:
-            settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
-        except ValidationError as error:
-            raise contract.ContractError(
-                f"url: {url!r}, must be host:port, dns:name:port, or several of them"
-            ) from error
-        if not servers or not contract.RUN_ID_PATTERN.fullmatch(run_id):
-            raise contract.ContractError(f"url: {url!r}, run_id: {run_id!r}; both must be set, as in the server's YAML")
+        if not contract.RUN_ID_PATTERN.fullmatch(run_id):
+            raise contract.ContractError(f"run_id: {run_id!r}, must be the one in the server's YAML")
+        super().__init__(url, training_key=training_key, settings=settings)
         self.run_id = run_id
-        self._client = TritonClient(servers[0], settings, training_key=training_key)
-        self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = self._owns_run = False
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel the calls in flight and close all connections. Accepted steps are still trained."""
-        if not self._is_closed:
-            self._is_closed = True
-            await self._client.__aexit__()
+        self._owns_run = False
 
     async def values(
         self, rows: Rows, *, min_version: int | None = None, exact_version: int | None = None
@@ -205,48 +183,31 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         self._owns_run = True
         return version
 
-    def check_usable(self) -> None:
-        """Raise RlhfError if the client is closed, or was made in another process."""
-        if self._pid != os.getpid():
-            raise RlhfError("the client was made in another process; make one after the fork")
-        if self._is_closed:
-            raise RlhfError("the client is closed; make another one")
-
     async def _connected(self, *, writes: bool = False) -> TritonClient:
         """Return the client of the servers, after the first of them has described its critic."""
-        self.check_usable()
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise RlhfError("the client is used in another event loop; make one client in each")
-        self._loop = loop
+        self._check_loop()
         if writes and not self._owns_run:
             raise RlhfError(
                 "call rewind first: rewind(0) begins a run, rewind(n) resumes it after step n, and makes this client "
                 "its owner"
             )
         if contract.CRITIC not in self._client.declared:
-            await self._described(contract.CRITIC, "no critic: its YAML needs a section `critic`")
+            with absence_explained(NO_CRITIC):
+                await self._client.describe(contract.CRITIC)
         return self._client
 
     async def _outputs_with_rewards(self, client: TritonClient) -> frozenset[str]:
         """Return the outputs of critic_infer. Raises RlhfError if there are no rewards of the same tokens."""
         if contract.CRITIC_INFER not in client.declared:
-            reward = await self._described(contract.REWARD_MODEL, "no reward: its YAML needs a section `reward`")
+            with absence_explained(NO_REWARD):
+                reward = await client.describe(contract.REWARD_MODEL)
             if reward.tokenizer != client.declared[contract.CRITIC].tokenizer:
                 raise RlhfError(
                     "the reward model has another tokenizer than the critic, so it cannot score these tokens; ask for "
-                    "`values` here, and send texts to the gateway for rewards"
+                    "`values` here, and for rewards of texts with a RewardClient"
                 )
             await client.describe(contract.CRITIC_INFER)
         return client.declared[contract.CRITIC_INFER].outputs
-
-    async def _described(self, model: str, missing: str) -> ServedModel:
-        try:
-            return await self._client.describe(model)
-        except RequestRefused as error:
-            if error.code != UNKNOWN_MODEL:
-                raise
-            raise RlhfError(f"the server serves {missing} ({error})") from error
 
 
 def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
@@ -258,28 +219,11 @@ def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list
     return values, int(answer[contract.WEIGHTS_VERSION].flat[0])
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _blocking(
-    call: Callable[Concatenate[AsyncCriticClient, P], Coroutine[Any, Any, T]],
-) -> "Callable[Concatenate[CriticClient, P], T]":
-    """Return the method of `CriticClient` that waits for this one of `AsyncCriticClient`."""
-
-    @functools.wraps(call)
-    def wait(self: "CriticClient", *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(call, *args, **kwargs)
-
-    return wait
-
-
-class CriticClient(AbstractContextManager["CriticClient"]):
+class CriticClient(BlockingClient[AsyncCriticClient]):
     """Blocking version of `AsyncCriticClient`, which documents the calls. A context manager.
 
-    Any thread may call it, several at the same time: call `train` in a thread to overlap it with other work. It has an
-    event loop in a thread of its own, so make one client in each process, after the fork. Called inside a running event
-    loop, which it would block, it raises RlhfError.
+    Any thread may call it, several at the same time; `…_future` returns at once, with a `concurrent.futures.Future` of
+    the answer. Make one client in each process, after the fork.
     """
 
     def __init__(
@@ -291,49 +235,13 @@ class CriticClient(AbstractContextManager["CriticClient"]):
         settings: ClientSection | None = None,
     ) -> None:
         """Connect to nothing yet; arguments and errors as in `AsyncCriticClient`."""
-        self._client = AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="critic-client", daemon=True)
-        self._thread.start()
-        self._closing = threading.Lock()
+        super().__init__(AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings))
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all connections; calls in flight in other threads raise RlhfError."""
-        if not self._thread.is_alive():  # closed already, or in a forked process, which has only the thread that forked
-            return
-        with self._closing:
-            if self._loop.is_closed():
-                return
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    values = _blocking(AsyncCriticClient.values)
-    score = _blocking(AsyncCriticClient.score)
-    train = _blocking(AsyncCriticClient.train)
-    save = _blocking(AsyncCriticClient.save)
-    rewind = _blocking(AsyncCriticClient.rewind)
-
-    def _wait(
-        self,
-        call: Callable[Concatenate[AsyncCriticClient, P], Coroutine[Any, Any, T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        self._client.check_usable()  # first: in a forked process, another thread may hold the lock forever
-        if asyncio._get_running_loop() is not None:
-            raise RlhfError("this call would block the running event loop; use AsyncCriticClient there")
-        with self._closing:
-            self._client.check_usable()
-            future = asyncio.run_coroutine_threadsafe(call(self._client, *args, **kwargs), self._loop)
-        try:
-            return future.result()
-        except CancelledError as error:
-            raise RlhfError("the client was closed before the answer arrived") from error
-        except BaseException:  # such as Ctrl-C: the request must not go on
-            future.cancel()
-            raise
+    values = blocking(AsyncCriticClient.values)
+    score = blocking(AsyncCriticClient.score)
+    train = blocking(AsyncCriticClient.train)
+    save = blocking(AsyncCriticClient.save)
+    rewind = blocking(AsyncCriticClient.rewind)
+    values_future = future(AsyncCriticClient.values)
+    score_future = future(AsyncCriticClient.score)
+    train_future = future(AsyncCriticClient.train)

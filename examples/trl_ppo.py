@@ -1,0 +1,67 @@
+"""PPO in TRL: its GRPOTrainer generates, computes the loss and steps; a critic that Triton serves gives the advantages.
+
+rlhf-triton serve --config critic.yaml                # run: {dir: runs/mine}, critic: {model: path/to/policy}
+python -m rlhf_triton.trainer --config critic.yaml    # in another terminal
+python examples/trl_ppo.py --policy path/to/policy --url 127.0.0.1:8000 --run_id mine --learning_rate 1e-5
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import HfArgumentParser
+from trl import GRPOConfig, GRPOTrainer
+
+import rlhf_triton as rt
+
+
+@dataclass
+class Arguments:  # beside TRL's own
+    policy: str
+    url: str
+    run_id: str
+
+
+def share_of_e(completions, **_):  # or, of a served model, rt.RewardClient(url).as_trl()
+    return [text.count("e") / max(1, len(text)) for text in completions]
+
+
+def gae(values, reward):  # of a response, with gamma 1 and lambda 0.95; its last token has the reward
+    gains = np.append(values[1:], 0) - values
+    gains[-1] += reward
+    for t in reversed(range(len(gains) - 1)):
+        gains[t] += 0.95 * gains[t + 1]
+    return gains
+
+
+class PPOTrainer(GRPOTrainer):  # in one process
+    def _calculate_rewards(self, *arguments):
+        self.rewards = super()._calculate_rewards(*arguments)
+        return self.rewards
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        ids, kept = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+        rows = [row[mask.bool()].cpu().numpy() for row, mask in zip(ids, kept, strict=True)]
+        before = (batch["prompt_mask"].sum(1) - 1).tolist()  # position t of a row is the choice of token t+1
+        values = [row[first:-1] for row, first in zip(critic.values(rows).values, before, strict=True)]
+        gains = [gae(*pair) for pair in zip(values, self.rewards.nansum(1).tolist(), strict=True)]
+        targets = (map(np.add, gains, values), values, map(np.ones_like, values))  # returns, old values, mask
+        whole = ([np.pad(part, (first, 0)) for part, first in zip(parts, before, strict=True)] for parts in targets)
+        self.step = getattr(self, "step", 0) + 1
+        update = critic.train(self.step, rows, *whole)  # returns once the new weights are served
+        self._metrics["train"]["critic/loss"].append(update.loss_mean)
+        mean, std = np.concatenate(gains).mean(), np.concatenate(gains).std() + 1e-8
+        advantages = pad_sequence([torch.as_tensor((gain - mean) / std) for gain in gains], batch_first=True)
+        return {**batch, "advantages": advantages.to(ids.device)}
+
+
+if __name__ == "__main__":
+    arguments, config = HfArgumentParser((Arguments, GRPOConfig)).parse_args_into_dataclasses()
+    prompts = ("The weather", "Open the file", "My best friend", "Once upon a time") * 100
+    data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    with rt.CriticClient(arguments.url, run_id=arguments.run_id) as critic:
+        critic.rewind(0)
+        PPOTrainer(arguments.policy, share_of_e, args=config, train_dataset=data).train()

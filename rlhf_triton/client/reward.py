@@ -1,0 +1,316 @@
+"""The clients of a served reward: for asyncio, for code without an event loop, and as functions of other trainers."""
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rlhf_triton.client.calling import AsyncClient, BlockingClient, blocking, future
+from rlhf_triton.client.errors import RequestFailed, absence_explained
+from rlhf_triton.client.rows import token_rows
+from rlhf_triton.client.scoring import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import ClientSection
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.chats import warn_once
+from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange
+from rlhf_triton.wire.messages import BadMessages, plain_messages
+
+logger = logging.getLogger(__name__)
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Input: TypeAlias = str | tuple[str | Messages, str] | Messages | Sequence[int] | np.ndarray
+FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
+NO_REWARD = "no reward: its YAML needs a section `reward`, or `rewards`"
+NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
+
+
+class Scores(np.ndarray):
+    """The rewards of n rows: a float32 array `[n]`, NaN where a row has none, with what else the server says of them.
+
+    Of a checkpoint whose labels are not merged (`reward.attribute_weights: separate`) it is `[n, A]`. Slices and
+    results of arithmetic are plain arrays.
+    """
+
+    errors: list[str]
+    """For each row why it has no reward, empty if it has one."""
+    versions: list[int | None]
+    """Of each row, the version of the reward model's weights that scored it; None if the reward has no versions."""
+    components: dict[str, np.ndarray]
+    """Of a sum of rewards: each term by its name, float32 `[n]`, NaN where it failed."""
+    steps: list[np.ndarray]
+    """Of a process reward: the rewards of each row's steps, float32 `[k_i]`; else empty."""
+    step_ends: list[np.ndarray]
+    """Of a process reward: the last token of each step; of a text, the number of characters to its end."""
+
+    @classmethod
+    def of(cls, results: Sequence[RowResult], served: ServedModel) -> "Scores":
+        """Return the scores of rows."""
+        width = max((len(result.rewards) for result in results), default=0) or served.num_rewards
+        none = (math.nan,) * width
+        rewards = np.asarray([result.rewards or none for result in results], np.float32).reshape(-1, width)
+        self = (rewards[:, 0] if width == 1 else rewards).view(cls)
+        self.errors = [result.error or "" for result in results]
+        self.versions = [result.weights_version for result in results]
+        terms = np.full((len(results), len(served.components)), np.nan, np.float32)
+        for i, result in enumerate(results):
+            if result.components:
+                terms[i] = [math.nan if term is None else term for term in result.components]
+        self.components = {name: terms[:, k] for k, name in enumerate(served.components)}
+        empty = (np.empty(0, np.float32), np.empty(0, np.int64))
+        found = [result.steps or empty for result in results] if served.granularity else []
+        self.steps, self.step_ends = [rewards for rewards, _ in found], [ends for _, ends in found]
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return np.asarray(self)[key]
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = [np.asarray(each) if isinstance(each, Scores) else each for each in inputs]
+        return getattr(ufunc, method)(*plain, **options)
+
+
+class AsyncRewardClient(AsyncClient):
+    """The reward that Triton serves: a checkpoint, functions, or their sum. An async context manager.
+
+    A row that the server refuses, such as a text that is too long, has the reward NaN and its error; it does not affect
+    the others. Requests have deadlines, retries, and failover between several servers, as `settings` says. Use a client
+    in one event loop; its calls may overlap.
+    """
+
+    def __init__(self, url: str | Sequence[str], *, settings: ClientSection | None = None) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: `host:port` of the server's HTTP port, or those of all servers, or `dns:name:port`.
+            settings: deadlines, retries and limits; `servers` is taken from `url`.
+
+        Raises ContractError for an invalid address.
+        """
+        super().__init__(url, settings=settings)
+        self._source = RewardSource(self._client, deadline_s=0.0)  # a wrong address fails at once
+
+    async def score(
+        self,
+        inputs: Sequence[Input],
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt_lengths: Sequence[int] | None = None,
+        min_version: int | None = None,
+        exact_version: int | None = None,
+    ) -> Scores:
+        """Return the rewards of n rows, which may be of different kinds and lengths.
+
+        Args:
+            inputs: n rows, each a text; a pair of a prompt, a text or messages, and its response; the messages of a
+                chat; or token ids of the reward model's tokenizer, special tokens included. The reward model renders
+                texts and chats itself.
+            metadata: of each row, columns for reward functions (`sample.metadata`).
+            prompt_lengths: of each row of token ids, how many belong to its prompt, for process rewards.
+            min_version: oldest version of a live reward model's weights that may answer.
+            exact_version: the only version that may answer. Give one of the two, or neither.
+
+        Raises:
+            ContractError: an argument is invalid; the message names the row, and nothing was sent.
+            RlhfError: no reward is served, or the client is used wrongly.
+            RequestFailed: no server has answered in time.
+        """
+        self._check_loop()
+        rows = rows_of(inputs, metadata, prompt_lengths)
+        versions = VersionRange.of({"min_version": min_version, "exact_version": exact_version})
+        with absence_explained(NO_REWARD):
+            served = await self._source.served()
+        outputs = (STEP_REWARDS, STEP_ENDS) if served.granularity else ()
+        results = await self._source.score(rows, outputs, versions) if rows else []
+        if results and all(result.status in UNAVAILABLE for result in results):
+            raise RequestFailed(str(results[0].error))
+        return Scores.of(results, served)
+
+
+class RewardClient(BlockingClient[AsyncRewardClient]):
+    """Blocking version of `AsyncRewardClient`, which documents the calls. A context manager.
+
+    Any thread may call it, several at the same time; `score_future` returns at once, with a
+    `concurrent.futures.Future` of the scores. It can be pickled, and used in a forked process, where it connects anew.
+    """
+
+    def __init__(self, url: str | Sequence[str], *, settings: ClientSection | None = None) -> None:
+        """Connect to nothing yet; arguments and errors as in `AsyncRewardClient`."""
+        self._make = functools.partial(AsyncRewardClient, url, settings=settings)
+        super().__init__(self._make())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), *self._make.args, **self._make.keywords), ()
+
+    def _prepare(self) -> None:
+        if not self._client.is_of_this_process:
+            BlockingClient.__init__(self, self._make())
+
+    score = blocking(AsyncRewardClient.score)
+    score_future = future(AsyncRewardClient.score)
+
+    def as_trl(self) -> Callable[..., list[float | None]]:
+        """Return the reward as a function of TRL: `GRPOTrainer(reward_funcs=client.as_trl())`.
+
+        Columns of the data set reach reward functions as `sample.metadata`. A completion without a reward is None,
+        which TRL leaves out of its update. The terms of a sum are logged as metrics.
+        """
+
+        def triton_reward(
+            prompts: Sequence[str | Messages], completions: Sequence[str | Messages], **columns: Any
+        ) -> list[float | None]:
+            metadata = [dict[str, Any]() for _ in prompts]
+            for name, values in columns.items():
+                if is_column(name, values, len(prompts)):
+                    for known, value in zip(metadata, values, strict=True):
+                        known[name] = plain(value)
+            rows = [
+                (prompt, completion) if isinstance(completion, str) else [*prompt, *completion]
+                for prompt, completion in zip(prompts, completions, strict=True)
+            ]
+            scores = self.score(rows, metadata)
+            missing = [error for error in scores.errors if error]
+            if missing:
+                logger.warning("%d of %d completions have no reward: %s", len(missing), len(rows), missing[0])
+            if (log_metric := columns.get("log_metric")) is not None:
+                for name, values in scores.components.items():
+                    if not np.isnan(values).all():
+                        log_metric(f"reward_components/{name}", float(np.nanmean(values)))
+            return [None if math.isnan(score) else score for score in one_each(scores).tolist()]
+
+        return triton_reward
+
+    def as_verl(self, prompt_key: str = "question") -> Callable[..., float]:
+        """Return the reward as verl's custom reward function, `compute_score`.
+
+        `data_source`, `ground_truth` and `extra_info` reach reward functions as `sample.metadata`. verl has no value
+        for a missing reward, so the function raises RlhfError.
+
+        Args:
+            prompt_key: key of `extra_info` with the prompt, a text or messages, which verl does not pass otherwise.
+        """
+
+        def compute_score(
+            data_source: str,
+            solution_str: str,
+            ground_truth: Any,
+            extra_info: Mapping[str, Any] | None = None,
+            *,
+            prompt_key: str = prompt_key,  # also one of verl's `reward_kwargs`
+            **_: Any,
+        ) -> float:
+            info = dict(extra_info or {})
+            if prompt_key not in info:
+                raise KeyError(f"extra_info has no {prompt_key!r}, the prompt; name its key: as_verl(prompt_key=…)")
+            columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
+            prompt = info[prompt_key]
+            row = (prompt if isinstance(prompt, str) else [*prompt], solution_str)
+            return float(complete(self.score([row], [plain(columns)]))[0])
+
+        return compute_score
+
+    def as_openrlhf(self) -> Callable[..., dict[str, Any]]:
+        """Return the reward as OpenRLHF's `reward_func`, for a file that `--reward.remote_url` names.
+
+        `labels` reach reward functions as `sample.metadata["label"]`. Raises RlhfError if a row has no reward.
+        """
+
+        def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any) -> Any:
+            rows = [  # its tokenizer may have changed the prompt
+                (prompt, query[len(prompt) :]) if query.startswith(prompt) else query
+                for query, prompt in zip(queries, prompts, strict=True)
+            ]
+            scores = complete(self.score(rows, [{"label": plain(label)} for label in labels]))
+            rewards = scores.tolist()
+            terms = {name: term.tolist() for name, term in scores.components.items()}
+            return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
+
+        return reward_func
+
+
+def rows_of(
+    inputs: Sequence[Input], metadata: Sequence[Mapping[str, Any]] | None, prompt_lengths: Sequence[int] | None
+) -> list[Row]:
+    """Return the rows to score. Raises ContractError with the row that is invalid."""
+    if isinstance(inputs, str | Mapping) or (len(inputs) and isinstance(inputs[0], Mapping | int | np.integer)):
+        raise ContractError(f"inputs: {inputs!r:.80}, must be a list of rows; put brackets around one row")
+    for name, given in (("metadata", metadata), ("prompt_lengths", prompt_lengths)):
+        if given is not None and len(given) != len(inputs):
+            raise ContractError(f"{name}: {len(given)} entries for {len(inputs)} rows")
+    found = []
+    for i, each in enumerate(inputs):
+        known = dict(metadata[i]) if metadata is not None else {}
+        if taken := RESERVED & known.keys():
+            raise ContractError(f"metadata[{i}].{min(taken)}: a reserved name; put it into the row, or rename it")
+        try:
+            json.dumps(known)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ContractError(f"metadata[{i}]: {error}; reward functions receive what JSON can express") from error
+        found.append(_row(i, each, known, 0 if prompt_lengths is None else int(prompt_lengths[i])))
+    return found
+
+
+def _row(index: int, given: Any, metadata: dict[str, Any], prompt_length: int) -> Row:
+    if isinstance(given, str):
+        return Row((given,), metadata=metadata)
+    if isinstance(given, bytes | Mapping) or not hasattr(given, "__len__"):
+        raise ContractError(f"inputs[{index}]: {given!r:.80}, must be {FORMS}")
+    if len(given) == 2 and isinstance(given[1], str):
+        prompt, response = given
+        if isinstance(prompt, str):
+            return text_row(prompt, response, metadata)
+        given = [*prompt, {"role": "assistant", "content": response}]
+    if len(given) and isinstance(given[0], Mapping):
+        try:
+            return chat_row(plain_messages([dict(message) for message in given]), metadata)
+        except BadMessages as error:
+            raise ContractError(f"inputs[{index}]{error}") from error
+    try:
+        (tokens,) = token_rows([given])
+    except ContractError as error:
+        reason = str(error).removeprefix("tokens[0]: ")
+        raise ContractError(f"inputs[{index}]: {reason}; a row is {FORMS}") from error
+    if prompt_length and not 0 < prompt_length < len(tokens):
+        raise ContractError(f"prompt_lengths[{index}]: {prompt_length}, must be 0 to {len(tokens) - 1}")
+    return Row(tokens=tokens, metadata=metadata, prompt_length=prompt_length)
+
+
+def one_each(scores: Scores) -> Scores:
+    """Return the scores. Raises RlhfError if a row has several, for which a trainer has no place."""
+    if scores.ndim > 1:
+        raise RlhfError("the reward model has several rewards per row: set reward.attribute_weights")
+    return scores
+
+
+def complete(scores: Scores) -> Scores:
+    """Return the scores. Raises RlhfError with the error of the first row that has none, or if a row has several."""
+    error = next((f"row {i}: {error}" for i, error in enumerate(scores.errors) if error), None)
+    if error is not None:
+        raise RlhfError(error)
+    return one_each(scores)
+
+
+def is_column(name: str, values: Any, num_rows: int) -> bool:
+    """Return whether a keyword argument of TRL is a column of the data set that JSON can express."""
+    if name in NOT_METADATA or not isinstance(values, list) or len(values) != num_rows:
+        return False
+    try:
+        json.dumps(values, default=_number)
+    except (TypeError, ValueError, RecursionError) as error:  # images, for example
+        warn_once(f"reward functions do not receive the column {name}: {error}")
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """Return a value with arrays and numbers of NumPy and torch as Python's own. Raises TypeError for other objects."""
+    return json.loads(json.dumps(value, default=_number))
+
+
+def _number(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")

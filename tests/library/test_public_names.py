@@ -1,0 +1,28 @@
+"""What `import rlhf_triton as rt` has."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rlhf_triton as rt
+
+PUBLIC = """
+AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSection ContractError CriticClient Environment LossInputs
+RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Sample Scores ServerFailed TrainAnswer count
+"""
+
+
+def test_the_public_names_are_these():
+    """One that is added or goes changes what users may rely on."""
+    assert rt.__all__ == dir(rt) == PUBLIC.split()
+    for name in rt.__all__:
+        assert getattr(rt, name).__doc__, name
+    with pytest.raises(AttributeError, match="has no attribute 'Rewardclient'"):
+        rt.Rewardclient  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_else():
+    code = "import sys; import rlhf_triton; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {"asyncio", "numpy", "pydantic", "torch"} & {*loaded} == set()

@@ -1,0 +1,257 @@
+"""The reward's client for other trainers, in front of a fake server: forms of rows, scores, failures, trainers."""
+
+import asyncio
+import copy
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from fake_reward import FakeReward
+from fake_triton import FakeTriton
+
+from rlhf_triton import AsyncRewardClient, ClientSection, ContractError, RequestFailed, RewardClient, RlhfError, Scores
+from rlhf_triton.client.scoring import RowResult
+from rlhf_triton.client.served import ServedModel
+
+QUICK = ClientSection(max_outage_s=0.0)
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def reply(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def play(call: Callable[[RewardClient, FakeReward], Any], server: FakeTriton | None = None, **options: Any) -> Any:
+    """Return what `call` returns in a thread, with a client of a fake server."""
+
+    async def run() -> Any:
+        async with server or FakeReward(**options) as fake:
+
+            def body() -> Any:
+                with RewardClient(fake.url, settings=QUICK) as reward:
+                    return call(reward, fake)
+
+            return await asyncio.to_thread(body)
+
+    return asyncio.run(run())
+
+
+# ---- rows and scores ----
+
+
+def test_texts_pairs_chats_and_tokens_have_rewards_in_one_call():
+    def call(reward: RewardClient, server: FakeReward) -> Scores:
+        inputs = ["four", ("ab", "cde"), [*CHAT, *reply("Yes")], (CHAT, "No"), [1, 2, 3], torch.tensor([4, 5])]
+        return reward.score(inputs, [{"answer": str(i)} for i in range(6)], prompt_lengths=[0] * 6)
+
+    scores = play(call)
+    np.testing.assert_array_equal(scores, np.asarray([4, 5, 3, 2, 6, 9], np.float32))
+    assert (scores.dtype, scores.errors, scores.versions) == (np.float32, [""] * 6, [None] * 6)
+    assert (scores.components, scores.steps, scores.step_ends) == ({}, [], [])
+
+
+def test_a_chat_is_sent_as_messages_and_reply_with_its_columns():
+    def call(reward: RewardClient, server: FakeReward) -> dict[str, Any]:
+        reward.score([[*CHAT, *reply("Yes")]], [{"answer": 5}])
+        (inputs,) = server.received
+        assert inputs["sentences"].tolist() == [[b"Yes"]]
+        return json.loads(inputs["metadata"][0, 0])
+
+    assert play(call, terms=("length",)) == {"answer": 5, "messages": CHAT, "response": "Yes"}
+
+
+def test_a_row_without_a_reward_is_nan_with_its_error_and_its_terms():
+    scores = play(lambda reward, _: reward.score(["ab", "refuse", "nan"]), terms=("length", "verifier"))
+    assert scores.tolist()[0] == 2
+    assert np.isnan(scores).tolist() == [False, True, True]
+    assert scores.errors == ["", "text: 'refuse' has no tokens", "the verifier crashed"]
+    np.testing.assert_array_equal(scores.components["length"], [2, np.nan, 1])
+    np.testing.assert_array_equal(scores.components["verifier"], [2, np.nan, np.nan])
+
+
+def test_scores_are_an_array_whose_parts_are_plain_arrays():
+    scores = play(lambda reward, _: reward.score(["a", "abc"]))
+    assert isinstance(scores, np.ndarray)
+    for part in (scores[:1], scores * 2, scores > 1, np.asarray(scores)):
+        assert type(part) is np.ndarray
+    assert (scores.mean(), float(scores[1]), len(scores)) == (2, 3, 2)
+    assert torch.as_tensor(scores).tolist() == [1, 3]
+
+
+def test_rows_name_the_version_that_scored_them_and_may_demand_one():
+    def call(reward: RewardClient, server: FakeReward) -> list[int | None]:
+        server.version = 4
+        with pytest.raises(ContractError, match=r"^min_version: -1, must be an integer"):
+            reward.score(["a"], min_version=-1)
+        scores = reward.score(["a"], min_version=3)
+        assert server.demanded == [3]
+        return scores.versions
+
+    assert play(call) == [4]
+
+
+def test_steps_of_a_process_reward_and_labels_that_are_not_merged():
+    steps = (np.asarray([0.25, 0.5], np.float32), np.asarray([3, 7]))
+    served = ServedModel(granularity="step")
+    scores = Scores.of([RowResult(rewards=(0.5,), steps=steps), RowResult(error="refused")], served)
+    assert [row.tolist() for row in scores.steps] == [[0.25, 0.5], []]
+    assert [row.tolist() for row in scores.step_ends] == [[3, 7], []]
+    several = Scores.of([RowResult(error="refused"), RowResult(rewards=(1.0, 2.0))], ServedModel(num_rewards=2))
+    np.testing.assert_array_equal(several, [[np.nan, np.nan], [1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "told"),
+    [
+        ("one text", {}, r"^inputs: 'one text', must be a list of rows; put brackets around one row"),
+        (CHAT, {}, r"^inputs: \[\{'role'.*put brackets"),
+        ([5, 6, 7], {}, r"^inputs: \[5, 6, 7\], must be a list of rows"),
+        (["a", 5], {}, r"^inputs\[1\]: 5, must be a text, a pair"),
+        ([{"prompt": "a"}], {}, r"^inputs: .*put brackets"),
+        ([["a", "b", "c"]], {}, r"^inputs\[0\]: shape \[3\] of .*; a row is a text, a pair"),
+        ([[0.5]], {}, r"^inputs\[0\]: float64 numbers, must be integers; a row is"),
+        ([[{"role": "user"}]], {}, r"^inputs\[0\]\[0\].content: missing or null"),
+        (["a"], {"metadata": []}, r"^metadata: 0 entries for 1 rows"),
+        (["a"], {"metadata": [{"response": "b"}]}, r"^metadata\[0\].response: a reserved name"),
+        (["a"], {"metadata": [{"image": object()}]}, r"^metadata\[0\]: .*not JSON serializable"),
+        ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_named_and_nothing_is_sent(inputs: Any, options: dict[str, Any], told: str):
+    def call(reward: RewardClient, server: FakeReward) -> None:
+        with pytest.raises(ContractError, match=told):
+            reward.score(inputs, **options)
+        assert server.received == []
+
+    play(call)
+
+
+def test_no_rows_have_no_rewards():
+    scores = play(lambda reward, _: reward.score([]))
+    assert (scores.shape, scores.errors) == ((0,), [])
+
+
+# ---- use ----
+
+
+class NoReward(FakeTriton):
+    """A server without a reward."""
+
+    async def _config(self, request: web.Request) -> web.Response:
+        return web.json_response({"error": "Request for unknown model: 'reward_model' is not found"}, status=400)
+
+
+def test_a_server_without_a_reward_has_its_own_error():
+    def call(reward: RewardClient, _: Any) -> None:
+        with pytest.raises(RlhfError, match=r"serves no reward: its YAML needs a section `reward`.*not found"):
+            reward.score(["a"])
+
+    play(call, NoReward())
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_and_no_reward():
+    with RewardClient("127.0.0.1:1") as reward, pytest.raises(RequestFailed, match="cannot be reached"):
+        reward.score(["a"])
+    with pytest.raises(ContractError, match="url: 'http://localhost', must be host:port"):
+        RewardClient("http://localhost")
+
+
+def test_a_client_works_in_a_forked_process_and_after_pickling():
+    def call(reward: RewardClient, _: FakeReward) -> None:
+        assert reward.score(["a"]).tolist() == [1]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os._exit(int(reward.score(["abc"])[0]))
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        with copy.copy(reward) as other:
+            assert other.score_future(["ab"]).result().tolist() == [2]
+
+    play(call)
+
+
+def test_async_calls_overlap():
+    async def run() -> None:
+        async with FakeReward(lambda model, number: "wait") as server, AsyncRewardClient(server.url) as reward:
+            asked = [asyncio.create_task(reward.score([text])) for text in ("a", "ab")]
+            while server.in_flight < 2:
+                await asyncio.sleep(0.001)
+            server.go.set()
+            assert [scores.tolist() for scores in await asyncio.gather(*asked)] == [[1], [2]]
+
+    asyncio.run(run())
+
+
+# ---- as functions of trainers ----
+
+
+def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(caplog: pytest.LogCaptureFixture):
+    def call(reward: RewardClient, server: FakeReward) -> list[float | None]:
+        function, logged = reward.as_trl(), dict[str, float]()
+        assert function.__name__ == "triton_reward"  # TRL's name of its metrics
+        texts = function(["a", "b", "c"], ["bc", "refuse", "nan"], completion_ids=[[1], [2], [3]], trainer_state=None)
+        assert texts == [3, None, None]
+        server.received.clear()
+        columns = {"answer": ["x", "y"], "image": [object(), object()], "step": 3, "completion_ids": [[1], [2]]}
+        rewards = function(
+            prompts=[CHAT, CHAT], completions=[reply("Yes"), reply("No")], log_metric=logged.__setitem__, **columns
+        )
+        sent = [item for inputs in server.received for item in inputs["metadata"][:, 0]]
+        assert [name in sent[0] for name in (b'"answer": "x"', b"image", b"completion_ids")] == [True, False, False]
+        assert logged == {"reward_components/length": 2.5, "reward_components/verifier": 2.5}
+        return rewards
+
+    assert play(call, terms=("length", "verifier")) == [3, 2]
+    told = [message for message in caplog.messages if "column" in message]
+    assert told == ["reward functions do not receive the column image: object cannot be sent as JSON"]
+
+
+def test_verl_gets_a_number_or_an_error():
+    def call(reward: RewardClient, server: FakeReward) -> float:
+        function = reward.as_verl()
+        info = {"question": "2+3=", "num_turns": np.int64(1)}
+        with pytest.raises(RlhfError, match=r"row 0: .*has no tokens"):
+            function("sums", "refuse", "5", info)
+        with pytest.raises(KeyError, match="prompt_key"):
+            function("sums", "5", "5", {})
+        chat = reward.as_verl("turns")("sums", "five", None, {"turns": np.asarray(CHAT, object)})
+        assert chat == 4
+        return function(data_source="sums", solution_str="5", ground_truth="5", extra_info=info, router="unused")
+
+    assert play(call) == 5
+
+
+def test_openrlhf_gets_rewards_scores_and_terms_or_an_error():
+    def call(reward: RewardClient, server: FakeReward) -> dict[str, Any]:
+        function = reward.as_openrlhf()
+        with pytest.raises(RlhfError, match=r"row 1: .*has no tokens"):
+            function(["ab", "refuse"], ["a", "r"], ["x", "y"])
+        server.received.clear()
+        found = function(["ab", "changed"], ["a", "other"], ["x", "y"], role="unused")
+        sent = [json.loads(item) for inputs in server.received for item in inputs["metadata"][:, 0]]
+        assert sent == [{"label": "x", "prompt": "a", "response": "b"}, {"label": "y"}]
+        return found
+
+    rewards = [2.0, 7.0]
+    terms = {"length": rewards}
+    assert play(call, terms=("length",)) == {"rewards": rewards, "scores": rewards, "extra_logs": terms}
+
+
+def test_no_reward_is_invented_without_a_server():
+    def call(reward: RewardClient, server: FakeReward) -> None:
+        function = reward.as_trl()
+        server.behaviour = lambda model, number: "failed"  # the server's last word on this row
+        assert function(["a"], ["b"]) == [None]
+        server.behaviour = lambda model, number: "busy"
+        for ask in (function, lambda *_: reward.as_verl()("sums", "5", "5", {"question": "2+3="})):
+            with pytest.raises(RequestFailed, match="no room"):
+                ask(["a"], ["b"])
+
+    play(call)
