@@ -37,10 +37,11 @@ from benchmarks.measuring import (
 )
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.client.control_plane import ControlPlane
+from rlhf_triton.client.control_plane import ControlPlane, ModelServers
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ClientSection, RunConfig
 from rlhf_triton.digests import digest_of_mapped
+from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import with_free_ports
@@ -51,6 +52,7 @@ RUN_ID = "bench"
 SERVED = {"threads": 1, "token_budget": 256}
 SWAP, TRITON, QUIET = "swap", "triton", "quiet"  # kinds of blocks; the first two are kinds of reloads, too
 RELOAD_EVERY_S = 0.5
+LOAD_TIMEOUT_S = 60.0
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
 
@@ -157,7 +159,7 @@ class ReloadService:
     def __init__(self, folder: Path, model: str, stack: contextlib.ExitStack) -> None:
         """Start it; it stops when `stack` closes."""
         from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
-        from rlhf_triton.trainer.publish import Publisher, initialise_stores
+        from rlhf_triton.trainer.publish import initialise_stores
 
         quiet_transformers()
         shutil.rmtree(folder, ignore_errors=True)
@@ -176,7 +178,6 @@ class ReloadService:
         self.store = WeightsStore(self.config.run.weights_dir)
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
-        self._publisher = lambda: Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
         self._step = 0
         found = sorted(os.sched_getaffinity(0))  # of server, clients and trainer; with two, the last two share one
         self.client_core = found[:2][-1]
@@ -203,17 +204,28 @@ class ReloadService:
 
     def reload(self, kind: str) -> Sample:
         """Publish weights that differ a little, or let Triton replace the model's process; return the timings."""
-        done = self.as_publisher(self._publish if kind == SWAP else lambda: self._publisher().triton_reload())
-        timings = {key: getattr(done, key) for key in ("version", "publish_ms", "verify_ms", "reload_ms")}
-        return {"reload": kind, **timings}
+        return {"reload": kind, **self.as_publisher(self._publish if kind == SWAP else self._replace_process)}
 
-    def _publish(self) -> Any:
+    def _replace_process(self) -> Sample:
+        servers = ModelServers([self.config.server.grpc_url], control_key(self.store.root))
+        version = self.store.current() or 0
+        seconds, outcomes = timed(lambda: servers.load(version, timeout_s=LOAD_TIMEOUT_S))
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return {"version": version, "reload_ms": seconds * 1e3}
+
+    def _publish(self) -> Sample:
         import torch
+
+        from rlhf_triton.trainer.publish import Publisher
 
         self._step += 1
         with torch.no_grad():
             list(self.critic.model.parameters())[-1].add_(PERTURBATION)
-        return self._publisher().publish(self.critic, step=self._step, beat=lambda state: None)
+        publisher = Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
+        done = publisher.publish(self.critic, step=self._step, beat=lambda state: None)
+        return {key: getattr(done, key) for key in ("version", "publish_ms", "verify_ms", "reload_ms")}
 
 
 def _step_back(cores: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.store.durable import numbers_in, write_folder
@@ -44,7 +45,7 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
         CheckpointError: there is no such checkpoint, it is damaged, the model it started from cannot be loaded, `out`
             exists, or the policy has no adapter.
     """
-    checkpoints = run_dir / "checkpoints" / "actor"
+    checkpoints = actor_checkpoints(run_dir)
     steps = numbers_in(checkpoints)
     chosen = max(steps, default=None) if step is None else step
     if chosen not in steps:

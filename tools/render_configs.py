@@ -3,6 +3,7 @@
 `--check` writes nothing, and reports the files that are out of date.
 """
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -10,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # as a file: the package beside it, not the installed one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights, inspect_checkpoint
+from rlhf_triton.checkpoints.inspection import fingerprint_weights, inspect_checkpoint
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from rlhf_triton.config.command_line import reporting, run_parser
@@ -90,6 +91,7 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
 
     Raises:
         ConfigError: a rendered file is not valid; the message names model, field and value.
+        CheckpointError: a checkpoint is damaged, or has no tokenizer.
     """
     place = Path.absolute if resolve_paths else Path
     render = functools.partial(_render, server=config.server)
@@ -224,10 +226,8 @@ def _rewards(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
 
 def _reward_parameters(config: RunConfig, place: Place) -> dict[str, str]:
     section, scale = config.reward, config.reward.standardization
-    try:
+    with _named("reward.model"):
         weights = attribute_weights(section)
-    except CheckpointError as error:
-        raise ConfigError(f"reward.model: {error}") from error
     if section.store:
         kept = {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": "swap"}
     else:
@@ -243,6 +243,15 @@ def _reward_parameters(config: RunConfig, place: Place) -> dict[str, str]:
         **_checked_parameters(section),
         **kept,
     }
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Raise a CheckpointError or other ValueError of the block as a ConfigError that begins with the folder's key."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _function_parameters(term: RewardTerm, config: RunConfig, place: Place) -> dict[str, str]:
@@ -343,20 +352,16 @@ def _banned_token_ids(policy: Path) -> str:
         return ""
     from rlhf_triton.checkpoints.tokenization import special_tokens_in
 
-    try:
+    with _named("actor.policy.model"):
         return contract.id_ranges(special_tokens_in(policy.absolute()).banned_ids)
-    except ValueError as error:
-        raise ConfigError(f"actor.policy.model: {error}") from error
 
 
 def _weights_fingerprint(section: str, folder: Path) -> str:
     """Return the fingerprint of the weights in `folder`, of `<section>.model`; "" if there are none yet."""
     if not (folder / "config.json").is_file():
         return ""
-    try:
+    with _named(f"{section}.model"):
         return fingerprint_weights(folder)
-    except CheckpointError as error:
-        raise ConfigError(f"{section}.model: {error}") from error
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
@@ -391,10 +396,7 @@ def _labels(config: RunConfig) -> list[str]:
     folder, is_read_at_tokens = config.reward.model, bool(config.reward.logit or config.reward.process)
     if not config.uses_reward_model or is_read_at_tokens or not (folder / "config.json").is_file():
         return []
-    try:
-        return inspect_checkpoint(folder).label_names
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
+    return inspect_checkpoint(folder).label_names
 
 
 def _render_scoring(
@@ -456,11 +458,8 @@ def _fingerprints(folder: Path) -> dict[str, str]:
         return {"tokenizer_fingerprint": "", "rendering_fingerprint": ""}
     from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, rendering_fingerprint
 
-    try:
-        found = load_tokenizer(folder.absolute())
-        return {"tokenizer_fingerprint": fingerprint(found), "rendering_fingerprint": rendering_fingerprint(found)}
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    found = load_tokenizer(folder.absolute())
+    return {"tokenizer_fingerprint": fingerprint(found), "rendering_fingerprint": rendering_fingerprint(found)}
 
 
 def _training_key_hash(variable: str | None) -> str:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
+from rlhf_triton.actor.run.settings import describe_changes, find_changes, last_step, write_settings
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import REPORTED, RlhfError
 from rlhf_triton.process import StopSignals
-from rlhf_triton.store.durable import numbers_in, read_json
+from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools import preflight
@@ -285,9 +285,8 @@ def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSi
 
 
 def _what_resumes(run_dir: Path) -> str:
-    steps = numbers_in(run_dir / "checkpoints" / "actor")
-    if steps:
-        return f"resumes from the newest checkpoint (step {max(steps)})"
+    if step := last_step(run_dir):
+        return f"resumes from the newest checkpoint (step {step})"
     return "begins at step 1: there is no checkpoint yet"
 
 
@@ -303,7 +302,7 @@ def _print_outcome(run_dir: Path) -> None:
 
 def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
-    newest = max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
+    newest = last_step(run_dir)
     if newest > (read_json(run_dir / "policy" / "policy.json") or {}).get("step", 0):
         print(
             f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "

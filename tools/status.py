@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.run.settings import started_with
+from rlhf_triton.actor.run.settings import last_step, started_with
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_run_arguments, reporting
 from rlhf_triton.config.live_models import live_models
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
-from rlhf_triton.store.durable import numbers_in, read_json
+from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Journal
 from rlhf_triton.store.run_lock import RUN_LOCK_FILE, in_progress
 from rlhf_triton.store.weights import WeightsStore
@@ -71,8 +71,7 @@ def _state(config: RunConfig) -> str:
     if (read_json(folder / "actor_summary.json") or {}).get("steps") == last:
         steps = config.actor.steps  # `actor.max_minutes` ends a run earlier
         return f"finished after step {last}" + (f" of {steps}; the next start continues" if last < steps else "")
-    resumed = max(numbers_in(folder / "checkpoints" / "actor"), default=0)
-    return f"not running; the next start begins with step {resumed + 1}"
+    return f"not running; the next start begins with step {last_step(folder) + 1}"
 
 
 def _server(config: RunConfig) -> str:

@@ -14,31 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.store import durable
-from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, sealed
+from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, saved_steps, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate
 
 KEEP_SET_ASIDE = 3  # the newest damaged checkpoints, and the newest folders of entries that a rewind removed
-
-
-def schedule_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
-    """Return a text with both learning rates of optimizer step `step`, counted from 0, as a list.
-
-    [] if they are equal, or are those of `optimizer.lr`, whose own change is named.
-    """
-    prefix = "trainer.optimizer."
-    schedules = (
-        CriticOptimizerSection.model_validate(
-            {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
-        )
-        for settings in (old, new)
-    )
-    was, now = (schedule.learning_rate(step, total_steps=schedule.max_steps) for schedule in schedules)
-    is_named = (was, now) == (old[f"{prefix}lr"], new[f"{prefix}lr"])
-    return [] if was == now or is_named else [f"learning rate of the next optimizer step: was {was:.6g}, now {now:.6g}"]
-
-
 KEEP_FILE = "keep_steps.json"
 DAMAGED_PREFIX = "damaged-"
 
@@ -66,7 +46,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
-        return [step for step in durable.numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
+        return saved_steps(self.root)
 
     def asked_steps(self) -> list[int]:
         """Return the steps whose checkpoint was requested by critic_save or a rewind, or is damaged."""

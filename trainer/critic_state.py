@@ -19,13 +19,7 @@ from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.journal_entry import DamagedEntry, Entry, Result
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.checkpoint import (
-    KEEP_SET_ASIDE,
-    CheckpointFolder,
-    CheckpointState,
-    DamagedCheckpoint,
-    schedule_changes,
-)
+from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, DamagedCheckpoint
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, load_update
 from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.wire.training_payload import TrainPayload
@@ -102,7 +96,6 @@ class CriticState:
             return
         trained, folder = self.update.trained, self._checkpoints.root / str(state.step)
         if changed := trained.changed(state.settings, folder):  # changing them between runs is allowed
-            changed += schedule_changes(state.settings, trained.settings, state.optimizer_step)
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step,

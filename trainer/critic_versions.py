@@ -1,9 +1,5 @@
-"""Publishes the weights of the critic in training after steps and rewinds; reloads the critic in the background."""
+"""Publishes the weights of the critic in training after steps, saves and rewinds."""
 
-import logging
-import threading
-
-from rlhf_triton.client.control_plane import ControlPlaneError
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import span
@@ -13,12 +9,9 @@ from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
 from rlhf_triton.trainer.verification import holds_weights
 
-logger = logging.getLogger(__name__)
-JOIN_S = 0.005
-
 
 class CriticVersions:
-    """Publishes and reloads the critic in training."""
+    """Publishes the critic in training."""
 
     def __init__(
         self,
@@ -31,9 +24,7 @@ class CriticVersions:
         self._every = config.trainer.publish.every
         self._critic = critic
         self.publisher = publisher
-        self._reloads = config.critic.device == "cpu"  # a reload holds a third copy of the weights
         self._store, self._progress = store, progress
-        self._reload: threading.Thread | None = None
         set_log_position(version=self.current())
 
     def current(self) -> int:
@@ -68,25 +59,6 @@ class CriticVersions:
         parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= step)
         return self._publish(parent)[1]
 
-    def reload_after_save(self) -> None:
-        """Start a reload through Triton in a thread, in parallel to training; not on a GPU.
-
-        That is safe: the old process keeps serving until the new one is ready, and both follow CURRENT.
-        """
-        # While a reload is in progress, no second one is needed: the new process follows CURRENT, too.
-        under_way = self._reload is not None and self._reload.is_alive()
-        if self._reloads and not under_way:
-            self._reload = threading.Thread(
-                target=self._reload_through_triton, args=(self._critic.step,), name="reload", daemon=True
-            )
-            self._reload.start()
-
-    def finish_reload(self) -> None:
-        """Wait for the background reload. Raises RlhfError if it takes too long after a stop was requested."""
-        while self._reload is not None and self._reload.is_alive():
-            self._progress.wait("waiting for a reload through Triton")
-            self._reload.join(JOIN_S)
-
     def _publish(self, parent: int | None = None) -> tuple[Reload | None, str | None]:
         """Publish the critic, with retries after disk errors; return the reload, or the error if it is rejected."""
         step, newest = self._critic.step, self._store.versions()[-1]
@@ -106,9 +78,3 @@ class CriticVersions:
             return None, str(trouble)
         set_log_position(version=reload.version)
         return reload, None
-
-    def _reload_through_triton(self, step: int) -> None:
-        try:
-            self._progress.log_reload(step, self.publisher.triton_reload(), "save")
-        except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process keeps serving
-            logger.error("the reload through Triton after a save failed: %s", error)

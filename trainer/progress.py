@@ -104,6 +104,8 @@ class SidecarProgress:
 
     def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
         """Write one line for a critic update; `version` is the one served now."""
+        timing = asdict(reload) if reload is not None else {}
+        timing.pop("version", None)
         self._write(
             {
                 "step": step,
@@ -115,7 +117,7 @@ class SidecarProgress:
                 "optimizer_steps": report.optimizer_steps,
                 "skipped_steps": report.skipped_steps,
                 "out_of_memory/trainer.token_budget": report.out_of_memory,
-                **_timing(reload),
+                **timing,
                 **report.memory,
                 "weights_version": version,
             }
@@ -157,10 +159,6 @@ class SidecarProgress:
         self._exporter.count("rejected_versions", publisher.rejected - self._rejected)
         self._rejected = publisher.rejected
 
-    def log_reload(self, step: int, reload: Reload, reason: str) -> None:
-        """Write one line for a reload that is not part of a critic update."""
-        self._write({"step": step, "reason": reason, **_timing(reload), "weights_version": reload.version})
-
     def _write_heartbeat(self, state: str, micro_batch: int, trouble: str | None) -> None:
         self._last_beat = time.monotonic()
         shown = {"step": self.step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(trouble is not None)}
@@ -176,9 +174,3 @@ class SidecarProgress:
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
         position = {"step": line["step"], "version": line["weights_version"]}
         logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()), extra=position)
-
-
-def _timing(reload: Reload | None) -> dict[str, object]:
-    if reload is None:
-        return {}
-    return {key: value for key, value in asdict(reload).items() if key != "version"}

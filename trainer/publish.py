@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
@@ -50,10 +50,10 @@ class Reload:
 
     version: int
     reload: str  # "swap" or "triton"
-    publish_ms: float = 0.0  # writing the version
-    verify_ms: float = 0.0
-    reload_ms: float = 0.0  # from moving CURRENT (or calling load) until every instance serves it
-    served_by: dict[str, int] = field(default_factory=dict)  # instance (or server, for a Triton reload) -> its version
+    publish_ms: float  # writing the version
+    verify_ms: float
+    reload_ms: float  # from moving CURRENT until every instance serves it
+    served_by: dict[str, int]  # instance -> its version
 
 
 class Publisher:
@@ -179,27 +179,9 @@ class Publisher:
             self.heal()
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not staged yet: reloading %s through Triton", version, self._model)
-                self._outcomes()
+                self._reload_all()
                 recover_at = time.monotonic() + SERVE_TIMEOUT_S
             time.sleep(WAIT_POLL_S)
-
-    def triton_reload(self) -> Reload:
-        """Reload the model through Triton on every server: new processes load the version that CURRENT names.
-
-        Raises:
-            ControlPlaneError: a server refused the load or did not respond; its old process keeps serving.
-        """
-        start = time.monotonic()
-        outcomes = self._load()
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
-        if failed:
-            raise ControlPlaneError("; ".join(f"{outcome.url}: {outcome.error}" for outcome in failed))
-        return Reload(
-            self._store.current() or 0,
-            "triton",
-            reload_ms=(time.monotonic() - start) * 1e3,
-            served_by={outcome.url: outcome.version or 0 for outcome in outcomes},
-        )
 
     def look(self, working: Working = contextlib.nullcontext) -> None:
         """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died.
@@ -235,7 +217,7 @@ class Publisher:
         logger.warning("%s died: reloading %s through Triton", died[0].name, self._model)
         self._heal_at += RECOVERY_PAUSE_S
         with working(f"reloading {self._model} through Triton"):
-            return self._outcomes()
+            return self._reload_all()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
         """Set CURRENT and wait until every live instance serves the version; return each instance's version.
@@ -246,7 +228,7 @@ class Publisher:
         self._store.set_current(version)
         previous = manifest.parent if before == version else before  # equal if a step is replayed after a crash
         if self._reload == "triton":
-            self._reject_if_refused(version, previous, self._outcomes())
+            self._reject_if_refused(version, previous, self._reload_all())
         recover_at = time.monotonic() + SERVE_TIMEOUT_S
         while True:
             records = self._store.serving()
@@ -260,7 +242,7 @@ class Publisher:
             self._reject_if_refused(version, previous, self.heal())  # the new version may be what killed an instance
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not served yet: reloading %s through Triton", version, self._model)
-                self._reject_if_refused(version, previous, self._outcomes())
+                self._reject_if_refused(version, previous, self._reload_all())
                 recover_at = time.monotonic() + RECOVERY_PAUSE_S
             time.sleep(WAIT_POLL_S)
 
@@ -270,7 +252,7 @@ class Publisher:
         if refusals:
             refusal = refusals[0]
             self._move_current_back(previous)
-            self._outcomes()  # servers that did load the rejected version must reload `previous`
+            self._reload_all()  # servers that did load the rejected version must reload `previous`
             raise WeightsError(f"version {version} was refused by {refusal.url}: {refusal.error}")
         failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
         if failed:
@@ -280,16 +262,13 @@ class Publisher:
         if version is not None:
             self._store.set_current(version, back=True)
 
-    def _load(self) -> list[Loaded]:
-        return self._servers.load(self._store.current() or 0, timeout_s=SERVE_TIMEOUT_S)
-
-    def _outcomes(self) -> list[Loaded]:
+    def _reload_all(self) -> list[Loaded]:
         """Reload all servers; return the outcomes and log the errors.
 
         An unreachable server is not an error: it loads the version that CURRENT names when it starts again.
         """
         try:
-            outcomes = self._load()
+            outcomes = self._servers.load(self._store.current() or 0, timeout_s=SERVE_TIMEOUT_S)
         except ControlPlaneError as error:  # a DNS name could not be resolved
             logger.warning("%s", error)
             return []

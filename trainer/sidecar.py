@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass, replace
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.store.journal import DamagedEntry, Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore
@@ -69,14 +68,11 @@ class Sidecar:
                 self.pending.finish(entry, self.rewind(entry))
             elif entry.kind == "save":
                 self.pending.finish(entry, self.save(entry))
-                self.versions.reload_after_save()
             elif entry.step <= self.critic.step:
                 self.pending.finish(entry, self.checkpoints.lost_result(entry))
             else:
                 self.train(entry)
         self.checkpoints.write_last()
-        with contextlib.suppress(RlhfError):  # everything is on disk; the server finishes a slow reload alone
-            self.versions.finish_reload()
 
     def train(self, entry: Entry) -> None:
         """Train on the next step, publish the weights, and record the result."""

@@ -29,7 +29,7 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: floa
 
     Args:
         rewards: `[B]`, one score per response.
-        kl: `[B, S-1]`, from `kl.kl_estimate`.
+        kl: `[B, S-1]`, from `losses.kl_estimate`.
         lengths: `[B]`, tokens of prompt + response.
         kl_coef: weight of the penalty, >= 0.
 

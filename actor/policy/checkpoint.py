@@ -23,7 +23,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
-from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, sealed
+from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, saved_steps, sealed
 
 logger = logging.getLogger(__name__)
 WAY_OUT = "or start a run in another folder (run.dir)"
@@ -37,11 +37,6 @@ class RunState:
     shaper: RewardShaper
     kl: KLControl
     inputs: StepInputs
-
-
-def saved_steps(root: Path) -> list[int]:
-    """Return the steps with a complete checkpoint, ascending."""
-    return [step for step in numbers_in(root) if (root / str(step) / STATE_FILE).is_file()]
 
 
 def critic_steps(root: Path) -> list[int]:

@@ -21,7 +21,7 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring.metrics import ACTOR, Exporter, Values
 from rlhf_triton.monitoring.tracing import span
-from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from
+from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -155,6 +155,23 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
 def has_signal(line: Mapping[str, Any]) -> bool:
     """Return whether a response of a step has an advantage other than 0, by the step's line of metrics.jsonl."""
     return any(line.get(f"train_rollouts/advantages_{name}", 1.0) != 0 for name in ("mean", "std"))
+
+
+def figures_of_steps(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the last line of metrics.jsonl, {} if there is none, and the summary's figures of all its steps."""
+    last: dict[str, Any] = {}
+    num_steps, seconds, masked, useless = 0, 0.0, 0, 0
+    for line in each_line(path):
+        last, num_steps = line, num_steps + 1
+        seconds += line.get("timers/step_time", 0.0)
+        masked += int(line.get("train_rollouts/masked_samples", 0))
+        useless += not has_signal(line)
+    figures = {
+        "masked_samples": masked,
+        "steps_without_signal": useless,
+        "seconds_per_step": seconds / max(1, num_steps),
+    }
+    return last, figures
 
 
 class Timers:

@@ -26,11 +26,18 @@ from rlhf_triton.actor.policy.checkpoint import (
     reference_fingerprint,
     restore,
     save_checkpoint,
-    saved_steps,
     set_aside,
 )
-from rlhf_triton.actor.run.metrics import ActorMetrics, Metric, MetricsLog, Trackers, finite, has_signal
-from rlhf_triton.actor.run.settings import flat_settings
+from rlhf_triton.actor.run.metrics import (
+    ActorMetrics,
+    Metric,
+    MetricsLog,
+    Trackers,
+    figures_of_steps,
+    finite,
+    has_signal,
+)
+from rlhf_triton.actor.run.settings import actor_checkpoints, flat_settings
 from rlhf_triton.actor.run.staleness import VersionSteps
 from rlhf_triton.actor.run.validation import Validation, explained, samples, training_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -43,7 +50,7 @@ from rlhf_triton.monitoring.tracing import end_step
 from rlhf_triton.python_backend.models.card import card_bytes
 from rlhf_triton.store.durable import read_json, sweep, write_folder, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
-from rlhf_triton.store.sealed_folder import DamagedCheckpoint
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint, saved_steps
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 
@@ -64,7 +71,7 @@ class Recorder:
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
         self._run_id = config.run.identity
-        self._checkpoints = config.run.dir / "checkpoints" / "actor"
+        self._checkpoints = actor_checkpoints(config.run.dir)
         self._weights = WeightsStore(config.run.weights_dir)
         self._state = state
         self._policy = state.policy
@@ -80,7 +87,6 @@ class Recorder:
         self.weights_version = 0  # newest critic version that the server has reported
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
         self._unsaved: int | None = None  # newest step whose critic_save failed
-        self._masked_samples = 0
         self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
         self._have_gradient: list[bool] = []  # but for the KL's, of the first steps with an update
@@ -101,7 +107,6 @@ class Recorder:
         set_log_position(step=step)
         if state:
             restore(self._checkpoints / str(step), state, self._state)
-            self._masked_samples = state["masked_samples"]
             logger.info("resuming from the checkpoint of step %d", step)
             if step >= self._settings.steps:
                 logger.warning(
@@ -232,7 +237,6 @@ class Recorder:
         taught = set((await asyncio.to_thread(_learned_conversations, batch)).tolist())
         self._warn_of_no_learning(step, line, bool(taught), ends)
         self._warn_of_excluded(step, [i in taught for i in range(len(ends))], ends)
-        self._masked_samples += num_failed
         return distance
 
     def _warn_of_no_learning(
@@ -321,7 +325,6 @@ class Recorder:
         """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
         _warn_of_failures(f"validation {when}", result.conversations)
         described = await asyncio.to_thread(text_metrics, result.conversations)
-        self._masked_samples += int(described["masked_samples"])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         line = finite(line | process_metrics(result.conversations))
         if when == "before":
@@ -397,7 +400,6 @@ class Recorder:
         state = {
             "step": step,
             "run_id": self._run_id,
-            "masked_samples": self._masked_samples,
             "critic_step": step,
             "weights_version": self.weights_version,
             **self._reference,
@@ -433,6 +435,7 @@ class Recorder:
             await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=critic_steps(self._checkpoints))
         await self.save_policy(steps)
         await asyncio.to_thread(self._log.close)
+        _, figures = await asyncio.to_thread(figures_of_steps, self._dir / "metrics.jsonl")
         summary = {
             "steps": steps,
             **self._validated_figures(),
@@ -441,9 +444,8 @@ class Recorder:
             "retries": self._client.counters.retries,
             "outages": self._client.counters.outages,
             "outage_seconds": self._client.counters.outage_seconds,
-            "masked_samples": self._masked_samples,
             "seconds_total": seconds,
-            **await asyncio.to_thread(self._step_figures),
+            **figures,
         }
         await asyncio.to_thread(write_json, self._dir / "actor_summary.json", finite(summary))
         return summary
@@ -481,14 +483,6 @@ class Recorder:
 
     def _validation(self, when: str) -> dict[str, Any]:
         return read_json(self._dir / f"validation_{when}.json") or {}
-
-    def _step_figures(self) -> dict[str, float]:
-        """Return the summary entries of the steps, those before a resume included."""
-        lines = [(line["timers/step_time"], has_signal(line)) for line in each_line(self._dir / "metrics.jsonl")]
-        return {
-            "steps_without_signal": sum(not is_useful for _, is_useful in lines),
-            "seconds_per_step": sum(seconds for seconds, _ in lines) / max(1, len(lines)),
-        }
 
 
 def _why_no_signal(algorithm: AlgorithmSection) -> str:

@@ -22,15 +22,12 @@ from rlhf_triton.config import ActorSection
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.wire.contract import VersionRange
 
-# Critic updates in flight: sent before the policy's update, awaited when scoring needs their weights.
-
-
 logger = logging.getLogger(__name__)
 Ready = asyncio.Task[VersionRange | None]  # ends when scoring may begin; what it demands of the critic
 
 
 class RemoteCritic:
-    """The critic at the server: its updates that were sent but not awaited yet; none in a run without a critic."""
+    """The critic at the server: its updates in flight, which scoring awaits; none in a run without a critic."""
 
     def __init__(self, client: TritonClient, recorder: Recorder, *, run_id: str) -> None:
         self._client, self._recorder, self._run_id = client, recorder, run_id

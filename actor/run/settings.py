@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import numbers_in, read_json, write_json
 from rlhf_triton.store.jsonl import append_jsonl
-from rlhf_triton.store.sealed_folder import STATE_FILE
 
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
@@ -45,8 +43,9 @@ CONTENT = "its content"  # in the place of a value, where the file that a settin
 def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     """Return what changed since the earlier start of a run that resumes, as {`section.key`: [old, new]}.
 
-    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared, but
-    what follows from them is: the learning rate of the next step depends on `actor.steps`.
+    A run without a checkpoint has no earlier start. Settings of its operation, such as ports, are not compared, nor is
+    `actor.steps`, unless the learning rate falls over these steps. A setting in whose place the run's own state is
+    resumed is marked as without effect.
 
     Args:
         accepted: whether reward, environment, algorithm and policy may change.
@@ -69,11 +68,13 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         for key in {**before, **now}
         if _differs(key, before.get(key), now.get(key))
     }
-    if (config.run.weights_dir / "CURRENT").exists():  # the critic's version 0 was made before
-        changed = {
-            f"{key} (without effect)" if key.startswith(KEPT) else key: values for key, values in changed.items()
-        }
-    changed |= _scheduled(earlier, config, changed, step)
+    kept = KEPT if (config.run.weights_dir / "CURRENT").exists() else ()  # the critic's version 0 was made before
+    if config.actor.kl.target is not None:
+        kept = (*kept, "actor.kl.coef")  # checkpoints have the adapted one
+    changed = {f"{key} (without effect)" if key.startswith(kept) else key: values for key, values in changed.items()}
+    optimizer, was, new = config.actor.optimizer, earlier.actor.steps, config.actor.steps
+    if optimizer.min_lr not in (None, optimizer.lr) and was != new:
+        changed["actor.steps"] = [was, new]
     contents = read_contents(config)
     differing = [key for key in contents if key in known and known[key] != contents[key]]
     changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
@@ -85,39 +86,6 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
             + "\npass --accept-changes to go on with these, or set them back; `rlhf-triton run --fresh` starts over"
         )
     return changed
-
-
-def _scheduled(earlier: RunConfig, config: RunConfig, changed: Mapping[str, Any], step: int) -> dict[str, list[Any]]:
-    """Return step-dependent settings that differ from the earlier start's at the step after `step`.
-
-    Learning rate and KL coefficient; also `actor.steps`, if the learning rate follows from it.
-    """
-    state = read_json(config.run.dir / "checkpoints" / "actor" / str(step) / STATE_FILE) or {}
-    found: dict[str, list[Any]] = {}
-    if taken := state.get("optimizer_step"):
-        last, was, new = (
-            each.actor.optimizer.learning_rate(at, total_steps=each.actor.optimizer_steps)
-            for each, at in ((earlier, taken - 1), (earlier, taken), (config, taken))
-        )
-        is_named = (was, new) == (earlier.actor.optimizer.lr, config.actor.optimizer.lr)  # among the changes
-        if not is_named and not math.isclose(was, new, rel_tol=1e-6, abs_tol=1e-12):
-            if earlier.actor.steps != config.actor.steps:
-                found["actor.steps"] = [earlier.actor.steps, config.actor.steps]
-            key = f"actor.optimizer.lr in step {step + 1}, after {last:.3g} in step {step}"
-            found[key] = [_round_for_display(was), _round_for_display(new)]
-    kl, coef = config.actor.kl, state.get("kl_coef")
-    is_adaptive = (earlier.actor.kl.target, kl.target) != (None, None)
-    if coef is not None and is_adaptive and {"actor.kl.coef", "actor.kl.target"} & changed.keys():
-        new = kl.coef if kl.target is None else coef  # as a checkpoint restores it
-        found[f"actor.kl.coef in step {step + 1}, which actor.kl.target adapts"] = [
-            _round_for_display(coef),
-            _round_for_display(new),
-        ]
-    return found
-
-
-def _round_for_display(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:
@@ -156,9 +124,14 @@ def read_contents(config: RunConfig) -> dict[str, str]:
     return contents
 
 
+def actor_checkpoints(run_dir: Path) -> Path:
+    """Return the folder of the actor's checkpoints."""
+    return run_dir / "checkpoints" / "actor"
+
+
 def last_step(run_dir: Path) -> int:
     """Return the step of the actor's newest checkpoint; 0 if there is none."""
-    return max(numbers_in(run_dir / "checkpoints" / "actor"), default=0)
+    return max(numbers_in(actor_checkpoints(run_dir)), default=0)
 
 
 def started_with(run_dir: Path) -> RunConfig | None:

@@ -113,6 +113,7 @@ class VllmClient:
             Trouble: the attempt failed.
             RlhfError: the server was started without something that is needed.
         """
+        await self.check()
         body = {"token_ids": [*token_ids], "sampling_params": dict(sampling), **more}
         choices = (await self.post(GENERATE, body)).get("choices")
         if not choices:
@@ -145,6 +146,12 @@ class VllmClient:
                 f"--logprobs-mode {LOGPROBS_MODE}"
             )
         self._checked.add(self.url)
+
+    async def get_ready(self, model: str) -> str | None:
+        """Check the server again, which may have been restarted; return None. Raises Trouble, RlhfError."""
+        self._checked.discard(self.url)
+        await self.check()
+        return None
 
     async def get(self, path: str) -> dict[str, Any]:
         """Return the server's JSON object. Raises Trouble, RlhfError."""
@@ -233,7 +240,7 @@ class VllmConnection:
             raise Trouble(Kind.LOST, "has other weights", f"it generated with {names}, not {self._version.name}")
         return turn
 
-    async def why_not_ready(self, model: str) -> str | None:
+    async def get_ready(self, model: str) -> str | None:
         """Load the version if the server is healthy without it; return why it is not ready. Raises Trouble."""
         self._is_loaded = False  # it may have been restarted
         await self._load()

@@ -239,24 +239,3 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-
-
-def load_trained(model: Any, tensors: dict[str, Tensor], source: Path, section: str) -> None:
-    """Load tensors that `trained_tensors` returned.
-
-    Args:
-        source: their file, for the error.
-        section: the section of the configuration with the `lora_...` settings, for the error.
-
-    Raises:
-        CheckpointError: names or shapes differ from the model's adapters.
-    """
-    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    shapes, stored = ({name: each.shape for name, each in found.items()} for found in (own, tensors))
-    if shapes != stored:
-        raise CheckpointError(
-            f"the adapters in {source} do not match {section}.lora_rank and {section}.lora_targets; restore "
-            "these settings, or start a run in another folder (run.dir)"
-        )
-    for name, parameter in own.items():
-        parameter.data.copy_(tensors[name])

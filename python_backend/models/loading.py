@@ -256,15 +256,14 @@ def load_classifier(info: CheckpointInfo, head: Head, dtype: str, pooling: Pooli
     return model
 
 
-def attribute_weights_of(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:
-    """Return the weights `[A]` of a head's attributes, by default 1/A each. Raises CheckpointError unless they fit."""
-    weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
+def attribute_weights_of(info: CheckpointInfo, head: Head, weights: Sequence[float]) -> Tensor:
+    """Return the weights `[A]` of a head's attributes. Raises CheckpointError unless they fit."""
     if len(weights) != head.num_labels:
         raise CheckpointError(
             f"{info.folder}: its head has {head.num_labels} outputs, but attribute_weights has {len(weights)}; give "
             "one weight per output"
         )
-    return torch.tensor(weights, dtype=torch.float32)
+    return torch.tensor(list(weights), dtype=torch.float32)
 
 
 def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None = None) -> Any:

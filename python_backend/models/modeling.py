@@ -280,7 +280,7 @@ def load_reward(
         attribute_weights: weights of the A attributes in their sum, which is the reward; `separate`: return all A
             scores. Needed for A > 1.
         probability: return the sigmoid of the score, or of the sum.
-        standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
+        standardization: `model` (config.json's `reward_standardization`), `off`, or (mean, std).
         group: load this rank's part of the model; `device` is then its own.
         like: a model that was loaded with the same settings; load other weights of it.
 
@@ -343,15 +343,14 @@ def load_critic(
     device: str = "cpu",
     dtype: str = "float32",
     standardization: Standardization = "model",
-    attribute_weights: Sequence[float] | None = None,
     group: RankGroup | None = None,
 ) -> CriticModel:
     """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
 
     A head on each token (token classification, value head, a decoder's `score`), linear or with several layers, becomes
-    the value head; several attributes are merged into their sum, weighted by `attribute_weights` (default 1/A each). A
-    checkpoint without a head, or with a pooling or a gate of its own, gets a value head that returns 0. With `group`,
-    loads this rank's part of the model; `device` is then its own.
+    the value head; several attributes are merged into their mean. A checkpoint without a head, or with a pooling or a
+    gate of its own, gets a value head that returns 0. With `group`, loads this rank's part of the model; `device` is
+    then its own.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
@@ -366,8 +365,8 @@ def load_critic(
         note = f"{found.prefix} has its own {'pooling' if found.gate is None else 'gate'}: the value head starts at 0"
     else:
         note = f"the value head is {found.prefix}"
-        if found.num_labels > 1 or attribute_weights is not None:
-            head = merged(head, attribute_weights_of(info, found, attribute_weights))
+        if found.num_labels > 1:
+            head = merged(head, torch.full((found.num_labels,), 1 / found.num_labels))
             note += f", its {found.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device)

@@ -51,8 +51,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         *,
         training_key: str | None = None,
         retries: int = RETRIES,
-        retry_reserve: int = RETRY_RESERVE,
-        train_deadline_s: float = TRAIN_DEADLINE_S,
         max_in_flight: int = MAX_IN_FLIGHT,
         expected: Mapping[str, Expected] | None = None,
     ) -> None:
@@ -61,8 +59,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             url: the server's address, unless `settings.servers` is set.
             training_key: sent with every request, if set.
             retries: most of one request after a 503, a timeout or a lost connection.
-            retry_reserve: size of each retry budget.
-            train_deadline_s: timeout of one attempt of critic_train or critic_save.
             max_in_flight: most requests in flight, over all servers.
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
                 Default: those of the first answer to `describe`, and requests wait for a server with the same.
@@ -72,12 +68,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """What each model for which `describe` was called declares, as a server returned it last."""
         self._settings = settings
         self._retries = retries
-        self._train_deadline_s = train_deadline_s
         self._in_flight = asyncio.Semaphore(max_in_flight)
         key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
         self._headers = {**UNCOMPRESSED, **key}
         # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
-        self._scoring_budget, self._training_budget = (RetryBudget(retry_reserve) for _ in range(2))
+        self._scoring_budget, self._training_budget = (RetryBudget(RETRY_RESERVE) for _ in range(2))
         self._sender = Sender(uuid.uuid4().hex)
         self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
@@ -259,7 +254,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             repeats_failures=not writes,
             demanded=versions,
         )
-        deadline_s = self._train_deadline_s if writes else s.deadline_s
+        deadline_s = TRAIN_DEADLINE_S if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with span(model), self._calling(), self._servers.turns.join() if writes else nullcontext() as turn:
             trace = traceparent()

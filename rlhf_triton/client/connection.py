@@ -130,7 +130,7 @@ class HTTPConnection:
         self._difference = difference
         raise Trouble(Kind.DIFFERENT, "serves another configuration", difference)
 
-    async def why_not_ready(self, model: str) -> str | None:
+    async def get_ready(self, model: str) -> str | None:
         """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"

@@ -29,8 +29,11 @@ from rlhf_triton.errors import RlhfError, reason_of
 class Connection(Protocol):
     """Interface of a connection to one server."""
 
-    async def why_not_ready(self, model: str) -> str | None:
-        """Return why the model gets no requests there; None: it is ready. Raises Trouble if the probe fails."""
+    async def get_ready(self, model: str) -> str | None:
+        """Probe the server, and load what it lacks for the model; return why it is not ready, or None if it is.
+
+        Raises Trouble if the probe fails.
+        """
 
     async def close(self) -> None:
         """Close the connection; requests in flight fail."""
@@ -263,7 +266,7 @@ class ServerPool(Generic[C]):
         writes: bool,
         patient: bool,
         besides: Collection[str] = (),
-        session: int | None = None,
+        session: int | str | None = None,
     ) -> AsyncIterator[Server[C]]:
         """Select a server for one attempt, which counts as in flight until the end of the block.
 
@@ -428,7 +431,7 @@ class ServerPool(Generic[C]):
             await self._wait(model)
         return server
 
-    def _least_busy(self, model: str, *, besides: Collection[str], session: int | None) -> Server[C] | None:
+    def _least_busy(self, model: str, *, besides: Collection[str], session: int | str | None) -> Server[C] | None:
         """Return the available server with the fewest requests in flight, or the session's server; None: there is none.
 
         One of `besides` is chosen only if there are no others.
@@ -527,7 +530,7 @@ class ServerPool(Generic[C]):
 
     async def _probe(self, server: Server[C]) -> str | None:
         try:
-            causes = [await server.connection.why_not_ready(model) for model in sorted(self._models)]
+            causes = [await server.connection.get_ready(model) for model in sorted(self._models)]
         except Trouble as trouble:
             self._fail_waiting(server, trouble)
             return trouble.why or trouble.what
@@ -543,7 +546,7 @@ class ServerPool(Generic[C]):
         """Return why this server is not ready to answer the model, with its address; None if it is."""
         try:
             suspended = server.suspended.get(model)  # Triton reports the model of a dead process as ready
-            cause = suspended.cause if suspended else await server.connection.why_not_ready(model)
+            cause = suspended.cause if suspended else await server.connection.get_ready(model)
         except Trouble as trouble:
             cause = trouble.why or trouble.what
         return f"{server.url}: {cause}" if cause else None

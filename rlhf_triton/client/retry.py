@@ -86,7 +86,7 @@ class Attempts:
         outlast_s: float = 0.0,
         repeats_failures: bool = False,
         demanded: VersionRange | None = None,
-        session: int | None = None,
+        session: int | str | None = None,
     ) -> None:
         """
         Args:

@@ -37,7 +37,7 @@ class _Tracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(_warn_once(exporter, endpoint)))
-        self._tracer = self._provider.get_tracer("python_backend")
+        self._tracer = self._provider.get_tracer("rlhf_triton")
         self._steps: dict[int, Any] = {}
 
     @contextlib.contextmanager

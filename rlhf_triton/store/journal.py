@@ -300,7 +300,7 @@ class Journal(JournalState):
 
         `step` may be the next one, whose critic_train is still in flight. `keep_steps` lists the checkpoints up to
         `step` that the caller still needs. A repeated request for a step whose save is pending returns the same entry:
-        each save costs a reload, and a caller that retries after a timeout must not lengthen the queue.
+        a caller that retries after a timeout must not lengthen the queue.
 
         Raises ContractError if `run_id` names another run, `step` is beyond the next one, a rewind is in progress, or
         the run was rewound after the request was sent.

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.digests import brief, digest_of, json_digest
 from rlhf_triton.errors import reason_of
+from rlhf_triton.store.durable import numbers_in
 
 STATE_FILE = "state.json"
 DIGEST = "digest"  # the content's own
@@ -15,6 +16,11 @@ DIGEST = "digest"  # the content's own
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint's content does not match its digests; the message names the file."""
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Return the steps that have a checkpoint in `root`, ascending."""
+    return [step for step in numbers_in(root) if (root / str(step) / STATE_FILE).is_file()]
 
 
 def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:

@@ -312,7 +312,12 @@ def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
         raise ContractError(f"{SEQUENCE_LENGTHS}[{index}]: 0, an empty sequence cannot be scored")
     if limits.max_length is not None and row.size > limits.max_length:
         raise ContractError(f"{TOKENS}[{index}]: {row.size} tokens, the model has {limits.max_length} positions")
-    if int(row.view(np.uint64).max()) >= limits.vocab_size:  # as an unsigned number, a negative id is a large one
+    check_vocabulary(row, index, limits)
+
+
+def check_vocabulary(row: np.ndarray, index: int, limits: Limits) -> None:
+    """Raise ContractError if token row `row` `[length]` has an id outside the vocabulary."""
+    if int(row.view(f"u{row.itemsize}").max()) >= limits.vocab_size:  # as an unsigned number, a negative id is large
         position = int(np.flatnonzero((row < 0) | (row >= limits.vocab_size))[0])
         raise ContractError(
             f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
@@ -417,23 +422,6 @@ def expect_integers(name: str, array: np.ndarray) -> None:
 def _expect_one(name: str, array: np.ndarray) -> None:
     if array.size != 1:
         raise ContractError(f"{name}: shape {list(array.shape)}, must be [1]")
-
-
-def expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> None:
-    """Raise ContractError if one of the first `sizes[i]` tokens of row i is outside the vocabulary.
-
-    Later tokens are padding and may have any value.
-    """
-    # Fast path, usually taken. Viewed as unsigned, a negative id is a large number and exceeds the limit too.
-    if int(tokens.view(f"u{tokens.itemsize}").max()) < limits.vocab_size:
-        return
-    inside = np.arange(tokens.shape[1])[None] < sizes[:, None]
-    bad = np.flatnonzero(((tokens < 0) | (tokens >= limits.vocab_size)) & inside)
-    if bad.size:
-        row, column = (int(i) for i in np.unravel_index(int(bad[0]), tokens.shape))
-        raise ContractError(
-            f"{TOKENS}[{row}, {column}]: {int(tokens[row, column])} is outside the vocabulary [0, {limits.vocab_size})"
-        )
 
 
 def row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarray) -> np.ndarray:

@@ -17,8 +17,8 @@ from rlhf_triton.wire.contract import (
     TOKENS,
     ContractError,
     Limits,
+    check_vocabulary,
     expect_integers,
-    expect_vocabulary,
     row_lengths,
 )
 
@@ -88,7 +88,8 @@ class SentPayload:
                     f"{MASK}[{row}, {column}]: {mask[row, column]:g}, must be 0: a sequence of {self.lengths[row]} "
                     "tokens has one entry fewer"
                 )
-        expect_vocabulary(self.tokens, self._ends, self.limits)
+        for i, end in enumerate(self._ends.tolist()):  # later tokens are padding and may have any value
+            check_vocabulary(self.tokens[i, :end], i, self.limits)
 
     def packed(self) -> TrainPayload:
         """Return the rows without padding, as views of the received arrays if there is none. Does not validate."""

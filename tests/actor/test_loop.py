@@ -35,7 +35,6 @@ from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, SampledRow
 from rlhf_triton.actor.loop import PPORun
-from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.collection import Collector
@@ -52,6 +51,7 @@ from rlhf_triton.client.served import ServedModel
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload

@@ -1,4 +1,4 @@
-"""`actor.run.recorder`, `settings`, `metrics` and `trackers`: checkpoints to resume from and those still needed, the
+"""`actor.run.recorder`, `settings` and `metrics`: checkpoints to resume from and those still needed, the
 best policy, settings that may not change, and what Prometheus, files and trackers receive.
 """
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps, saved_steps
+from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
 from rlhf_triton.actor.run.recorder import ConstantTerms, Recorder
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
@@ -38,6 +38,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.learning.ranks import ALONE
 from rlhf_triton.learning.trained import Trained
 from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
@@ -457,26 +458,23 @@ COSINE = {"lr": 5e-5, "min_lr": 0.0, "update_minibatch_size": 64}  # two optimiz
         (
             {**COSINE, "steps": 5},
             {**COSINE, "steps": 10},
-            ["actor.steps: 5 -> 10", "actor.optimizer.lr in step 6, after 1.22e-06 in step 5: 0.0 -> 2.5e-05"],
+            ["actor.steps: 5 -> 10"],
         ),
         ({"steps": 5}, {"steps": 10, "lr": 0.5}, ["actor.optimizer.lr: 9e-07 -> 0.5"]),
         (
             {"steps": 50, "warmup_steps": 20},
             {"steps": 50, "warmup_steps": 40},
-            [
-                "actor.optimizer.warmup_steps: 20 -> 40",
-                "actor.optimizer.lr in step 6, after 4.5e-07 in step 5: 4.95e-07 -> 2.475e-07",
-            ],
+            ["actor.optimizer.warmup_steps: 20 -> 40"],
         ),
         (
             {"steps": 50, "kl_target": 6.0},
             {"steps": 50, "kl_target": 6.0, "kl_coef": 0.5},
-            ["actor.kl.coef: 0.01 -> 0.5", "actor.kl.coef in step 6, which actor.kl.target adapts: 0.02 -> 0.02"],
+            ["actor.kl.coef (without effect): 0.01 -> 0.5"],
         ),
         (
             {"steps": 50, "kl_target": 6.0},
             {"steps": 50},
-            ["actor.kl.target: 6.0 -> None", "actor.kl.coef in step 6, which actor.kl.target adapts: 0.02 -> 0.01"],
+            ["actor.kl.target: 6.0 -> None"],
         ),
         (
             {"steps": 50, "prompts_files": [{"path": "a"}]},
@@ -489,8 +487,6 @@ def test_a_schedule_that_changes_at_a_resume_is_named_with_both_values(
     tmp_path: Path, before: dict[str, Any], now: dict[str, Any], lines: list[str]
 ):
     run = after_five_steps(tmp_path / "run", **before)
-    state = {"optimizer_step": 10, "kl_coef": 0.02 if "kl_target" in before else 0.01}
-    (run / "checkpoints" / "actor" / "5" / "state.json").write_text(json.dumps(state))
     config = config_of(run, **now)
     changed = find_changes(config, accepted=False)
     assert describe_changes(changed) == lines

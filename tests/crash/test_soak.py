@@ -10,9 +10,8 @@ import pytest
 from crash_system import DisturbedSystem
 from live_system import Checkpoints, make_run
 
-from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.store.jsonl import NewLines, read_jsonl
-from rlhf_triton.store.sealed_folder import read_state
+from rlhf_triton.store.sealed_folder import read_state, saved_steps
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 2))
 SEED = int(os.environ.get("CRASH_SEED", 1))

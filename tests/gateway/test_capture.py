@@ -520,12 +520,18 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
         expected = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "stop_token_ids": [1]}
         assert expected.items() <= sampling.items()
         one.drops = 1
-        for number in range(2):
-            await sampler.sample(chr(first[0]), [first[0], 4], Sampling(9))
-            assert (len(two.requests), len(one.requests)) == (len(second) + 1, len(first) + 1 + number)
+        await sampler.sample(chr(first[0]), [8], Sampling(9))
+        assert [body["token_ids"] for body in one.requests[-2:]] == [[8], [8]], "it is healthy, and has the prefix"
+        await one.stop()
+        await sampler.sample(chr(first[0]), [9], Sampling(9))
+        assert two.requests[-1]["token_ids"] == [9]
+        await one.start()
+        while one.requests[-1]["token_ids"] != [10]:  # until a probe has found it
+            await sampler.sample(chr(first[0]), [10], Sampling(9))
+            await asyncio.sleep(0.01)
         await two.stop()
-        await sampler.sample(chr(second[0]), [9], Sampling(9))
-        assert one.requests[-1]["token_ids"] == [9]
+        await sampler.sample(chr(second[0]), [11], Sampling(9))
+        assert one.requests[-1]["token_ids"] == [11]
         await one.stop()
         with pytest.raises(HttpError, match="is vLLM running there") as found:
             await sampler.sample("a", [9], Sampling(9))

@@ -94,7 +94,7 @@ def same(scores: np.ndarray) -> np.ndarray:
 
 ATTRIBUTES = {"num_labels": 3, "reward_standardization": {"mean": 0.5, "std": 2.0}}
 WEIGHTS = [0.5, -1.0, 2.0]
-FIRST = {"attribute_weights": [1, 0, 0]}
+MEAN = {"attribute_weights": [1 / 3] * 3}  # as a critic merges them
 OPENRLHF = {"prefix": "my_head", "value_head_prefix": "my_head", "mean": 0.25, "std": 0.5, "normalize_reward": True}
 HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
     **{family: (sequence(family), {}, same) for family in (*CAUSAL, "roberta", "mixtral")},
@@ -105,15 +105,15 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
     "TRL": (value_head("llama", prefix="v_head.summary", bias=True), {}, same),
     "value head of attributes": (
         value_head("gpt2", prefix="v_head", num_labels=3, bias=True),
-        {"attribute_weights": WEIGHTS},
-        lambda s: (s @ WEIGHTS)[None],
+        MEAN,
+        lambda s: s.mean(keepdims=True),
     ),
     "OpenRLHF": (value_head("llama", **OPENRLHF), {}, lambda s: (s - 0.25) / 0.5),
     "OpenRLHF, not normalised": (value_head("gpt2", **{**OPENRLHF, "normalize_reward": False}), {}, same),
     "mean": (mean, {"pooling": "mean"}, same),
     "attributes": (
         sequence("llama", **ATTRIBUTES),
-        {"attribute_weights": [1 / 3] * 3},
+        MEAN,
         lambda s: (s.mean(keepdims=True) - 0.5) / 2,
     ),
     "attributes, weighted": (
@@ -122,11 +122,15 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
         lambda s: ((s @ WEIGHTS)[None] - 0.5) / 2,
     ),
     "attributes, apart": (sequence("bert", **ATTRIBUTES), {"attribute_weights": "separate"}, lambda s: (s - 0.5) / 2),
-    "one attribute, raw": (sequence("llama", **ATTRIBUTES), {**FIRST, "standardization": "off"}, lambda s: s[:1]),
-    "one attribute, scaled": (
+    "attributes, raw": (
         sequence("llama", **ATTRIBUTES),
-        {**FIRST, "standardization": (3, 1)},
-        lambda s: s[:1] - 3,
+        {**MEAN, "standardization": "off"},
+        lambda s: s.mean(keepdims=True),
+    ),
+    "attributes, scaled": (
+        sequence("llama", **ATTRIBUTES),
+        {**MEAN, "standardization": (3, 1)},
+        lambda s: s.mean(keepdims=True) - 3,
     ),
 }
 
@@ -166,7 +170,7 @@ def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
 def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
     """An encoder's sequence head has its own pooling, so that the value head starts at 0."""
     save, settings, change = HEADS[kind]
-    settings = {name: value for name, value in settings.items() if name != "pooling"}
+    settings = {name: value for name, value in settings.items() if name == "standardization"}
     expected = np.stack([change(save(tmp_path / "0", 1)(row)) for row in MIXED])
     critic = load_critic(tmp_path / "0", **settings)
     is_pooled = critic.note.endswith("has its own pooling: the value head starts at 0")

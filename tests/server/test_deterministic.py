@@ -10,9 +10,9 @@ import pytest
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, validations_of, wait_for
 from safetensors.torch import load_file
 
-from rlhf_triton.actor.policy.checkpoint import saved_steps
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.tools.server.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from bare_client import Refused, ask
@@ -33,16 +32,16 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Mo
 from rlhf_triton.config import load_config
 from rlhf_triton.digests import digest_of
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.weights import main as weights
 from rlhf_triton.trainer.critic_update import CriticUpdate
-from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN
 from rlhf_triton.wire.training_payload import train_payload
 
 pytestmark = pytest.mark.timeout(900)
 SUPPORT = Path(__file__).parents[1] / "support"
 ROWS = random_rows([3, 17], seed=0)
-SAVE = {"dummy_var": np.zeros(1, np.int64)}
 
 
 # ---- two servers ----
@@ -123,11 +122,9 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     assert len({record.pid for record in records}) == 2
     assert pair.run.critic_updates(up_to=2)[-1]["served_by"] == {record.name: version for record in records}
 
-    ask(pair.run.url, CRITIC_SAVE, SAVE)  # and with it a reload through Triton, on both
-    wait_for(lambda: any(line.get("reason") == "save" for line in pair.run.critic_metrics()), pair.system.sidecar)
-    line = [line for line in pair.run.critic_metrics() if line.get("reason") == "save"][-1]
     urls = pair.run.config.trainer.servers
-    assert line["served_by"] == {url: version for url in urls}
+    loaded = ModelServers(urls, control_key(pair.run.store.root)).load(version, timeout_s=120.0)
+    assert [(outcome.url, outcome.version) for outcome in loaded] == [(url, version) for url in urls]
     old = {record.pid for record in records}
     wait_for(lambda: not old & {record.pid for record in pair.run.store.serving()}, pair.system.sidecar)  # they unload
     assert len(pair.run.store.serving()) == 2

@@ -14,8 +14,10 @@ import psutil
 from crash_system import RANK, Background, DisturbedSystem
 from crash_traffic import Traffic
 
+from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 
@@ -173,8 +175,10 @@ class Killer:
         self._give_up.wait(self._random.uniform(0, 1.0))
         if point == "idle":
             self._traffic.hold.set()
-        if point in ("reload", "checkpoint"):
+        if point == "checkpoint":
             self._traffic.save_now.set()
+        if point == "reload":
+            threading.Timer(0.5, self._reload_critic).start()
         processes = self._processes(victim)
         seen = self._points.wait(point, 60.0, self._give_up)
         self._give_up.wait(self._random.uniform(0, LASTS_S.get(point, 0.0)) + self._random.uniform(0, 0.02))
@@ -196,6 +200,11 @@ class Killer:
             f"{victim:<12} {way:<7} at {point:<13} {seen}{'' if hit else '  (missed)'}"
         )
         return hit
+
+    def _reload_critic(self) -> None:
+        """Load the critic through Triton, as the supervisor and `critic.reload: triton` do."""
+        config = self._system.config
+        ModelServers([config.server.grpc_url], control_key(config.run.weights_dir)).load(0, timeout_s=60.0)
 
     def _hit(self, process: psutil.Process, way: str) -> bool:
         if way == "stopped":

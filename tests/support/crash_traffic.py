@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
+from unittest.mock import patch
 
 import numpy as np
 from crash_system import Background
 
+import rlhf_triton.client.client
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.config import ClientSection
@@ -20,7 +22,7 @@ from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 T = TypeVar("T")
 VOCAB_SIZE = 100
 ROWS, LONGEST = 48, 96  # of a batch: its rows, and the tokens of a row
-SAVE_EVERY = 10  # steps; each save makes the server load the critic anew, which takes seconds
+SAVE_EVERY = 10  # steps; each writes a checkpoint
 SCORERS = 3
 SCORER_PAUSE_S = 0.06
 WRITER_PAUSE_S = 0.8  # at most; limits the number of versions, which must fit on the disk
@@ -30,7 +32,8 @@ REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, who
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
 IMPATIENT = ClientSection(deadline_s=5.0, max_outage_s=0)
-WRITING: dict[str, Any] = {"retries": 2, "train_deadline_s": 10.0}
+WRITING_RETRIES = 2
+WRITING_DEADLINE_S = 10.0
 
 
 StopAccepting = Callable[[], Callable[[], None]]
@@ -143,9 +146,13 @@ class Traffic:
         return self.record.trained[-1][0] if self.record.trained else 0
 
     async def _converse(self) -> None:
+        with patch.object(rlhf_triton.client.client, "TRAIN_DEADLINE_S", WRITING_DEADLINE_S):
+            await self._send_until_done()
+
+    async def _send_until_done(self) -> None:
         async with (
             TritonClient(self._url, IMPATIENT, retries=1) as scoring,
-            TritonClient(self._url, IMPATIENT, **WRITING) as writing,
+            TritonClient(self._url, IMPATIENT, retries=WRITING_RETRIES) as writing,
         ):
             scorers = [asyncio.create_task(self._score(scoring, number)) for number in range(SCORERS)]
             try:
@@ -185,7 +192,7 @@ class Traffic:
     async def _rewind(self, client: TritonClient, step: int) -> int:
         """Rewind while the next step is being accepted, as if an actor died and resumed; return the new last step."""
         target = int(self._choice.integers(self.earliest_rewind(step), step, endpoint=True))
-        async with TritonClient(self._url, IMPATIENT, **WRITING) as earlier:
+        async with TritonClient(self._url, IMPATIENT, retries=WRITING_RETRIES) as earlier:
             sent = asyncio.ensure_future(self._training(earlier, step + 1)())
             resume = await asyncio.to_thread(self._stop_accepting)
             try:

@@ -92,7 +92,7 @@ class FakeTriton(FakeServer):
 
 def client_of(*servers: FakeTriton, **changes: Any) -> TritonClient:
     """A client of these servers with `changes` of its settings, or of its limits, which are arguments of its own."""
-    names = ("retries", "retry_reserve", "train_deadline_s", "max_in_flight")
+    names = ("retries", "max_in_flight")
     limits = {name: changes.pop(name) for name in names if name in changes}
     settings = ClientSection(**{"deadline_s": 120.0, "servers": [server.url for server in servers], **changes})
     return TritonClient("unused:1", settings, **limits)

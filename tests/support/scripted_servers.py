@@ -29,7 +29,7 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def why_not_ready(self, model: str) -> str | None:
+    async def get_ready(self, model: str) -> str | None:
         self.asked.append(model)
         await self.gate.wait()
         if self.refuses:

@@ -48,17 +48,9 @@ def write_run(
     swaps = [
         {"step": k, "time": 101.0 + 2 * k, "weights_version": k, "reload": "swap", "reload_ms": 5.0} for k in steps
     ]
-    triton = {
-        "step": 3,
-        "time": 200.0,
-        "weights_version": 3,
-        "reload": "triton",
-        "reload_ms": 900.0,
-        "reason": "save",
-    }
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 13, "ti')
     if critic:
-        write_jsonl(run_dir / "critic_metrics.jsonl", [*swaps, triton])
+        write_jsonl(run_dir / "critic_metrics.jsonl", swaps)
     if validated:
         rows = [
             {"prompt_id": f"p{i}", "when": when, "prompt": "It <b>is</b>", "response": text, "reward": reward}

@@ -16,7 +16,7 @@ from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from rlhf_triton.checkpoints.inspection import fingerprint_weights
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.tools import render_configs as render
@@ -179,7 +179,7 @@ def test_what_triton_would_not_accept_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"critic_train/config.pbtxt is not valid for Triton"):
         render.parse_config("critic_train", 'backand: "python"')
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} has no tokenizer")):
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} has no tokenizer")):
         parsed(critic={"model": str(tmp_path)})
 
 

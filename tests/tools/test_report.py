@@ -59,7 +59,7 @@ ACTOR = {
 CRITIC = [
     {"step": 1, "time": 1.0, "weights_version": 1, "reload": "swap", "reload_ms": 4.0},
     {"step": 2, "time": 2.0, "weights_version": 2, "reload": "swap", "reload_ms": 8.0},
-    {"step": 2, "time": 3.0, "weights_version": 2, "reload": "triton", "reload_ms": 900.0, "reason": "save"},
+    {"step": 3, "time": 3.0, "weights_version": 2, "error": "skipped"},
 ]
 MEASURED = {"server_failures": 0, "peak_rss_mb": 512.0, "seconds_total": 60.0}
 
@@ -103,10 +103,8 @@ class TestData:
             "reward_gain_ci95": [2.0, 3.0],  # the gains of the two pairs
             "unique_before": 0.5,
             "unique_after": 1.0,
-            "reloads_swap": 2,
-            "reloads_triton": 1,
-            "swap_ms_p50": 6.0,
-            "triton_reload_ms_p50": 900.0,
+            "reloads": 2,
+            "reload_ms_p50": 6.0,
             "kl_final": 1.5,
             "peak_rss_mb": 512.0,
             "seconds_total": 60.0,
@@ -120,7 +118,7 @@ class TestData:
         (run_dir / "actor_summary.json").write_text(json.dumps(actor | {"failed_critic_updates": float("nan")}))
         (run_dir / "samples.jsonl").unlink()
         summary = finish_run(run_dir, **MEASURED).summary
-        reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
+        reloads = {"reloads", "reload_ms_p50"}
         of_texts = {"unique_before", "unique_after"}
         assert not summary.keys() & {*critic, *reloads, *of_texts, "failed_critic_updates", "kl_final"}
         assert None not in summary.values()
@@ -202,7 +200,7 @@ class TestPage:
         full_run = write_run(tmp_path / "demo")
         page = page_of(full_run)
         for text in (
-            "12 new critic versions by swap (median 5 ms) and 1 by Triton reload (median 900 ms)",
+            "12 new critic versions (median 5 ms)",
             "The reward rose by 2.000",
             "The mean reward was 0.000 before and 2.000 after.",
             "Largest gains",
@@ -231,7 +229,7 @@ class TestPage:
         run = load_run(write_run(tmp_path / "long", num_steps=5000))
         steps = [row["step"] for row in run.steps]
         assert steps == list(range(1, 5000, 4))
-        assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
+        assert run.summary["reloads"] == 5000
         assert len(pictures(run)) == 8
 
     @pytest.mark.usefixtures("no_pictures")
@@ -494,21 +492,13 @@ def append(path: Path, *rows: dict[str, Any], torn: str = "") -> None:
 
 
 SWAP = {"step": 1, "time": 103.0, "weights_version": 1, "reload": "swap", "reload_ms": 12.4}
-TRITON = {
-    "step": 1,
-    "time": 104.0,
-    "weights_version": 1,
-    "reload": "triton",
-    "reload_ms": 2345.0,
-    "reason": "save",
-}
 
 
 def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with RunProgress(tmp_path, 4) as progress:
         progress.phase("starting [bold]tritonserver[/bold]")
         progress.refresh()  # no file yet
-        append(tmp_path / "critic_metrics.jsonl", SWAP, TRITON)
+        append(tmp_path / "critic_metrics.jsonl", SWAP)
         parts = {"reward_a": 0.25, "reward_b": 1.0, "reward_b_missing": 1.0, "useful_prompts": 0.5}
         second_row = step_row(2, **{f"train_rollouts/{name}": value for name, value in parts.items()})
         append(tmp_path / "metrics.jsonl", step_row(1), torn="[3]\nno json\n")
@@ -524,9 +514,9 @@ def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert out.splitlines()[:2] == ["[0:00] starting [bold]tritonserver[/bold]", "a message"]
     first, second = out.splitlines()[2:4]
-    assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  swap reload 12 ms")
+    assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  reload 12 ms")
     assert "  reward +0.200  a +0.250  b +1.000  useful prompts 50%  KL 0.50  " in second
-    assert "swap reload 12 ms  triton reload 2,345 ms  failed requests 0  2.0 s  ETA 0:04" in second
+    assert "reload 12 ms  failed requests 0  2.0 s  ETA 0:04" in second
     validations = ["validation at step 0: reward +0.500, 0.25 nats of KL", "validation at step 2: reward unavailable"]
     assert out.splitlines()[4:] == [*validations, "another"]
 

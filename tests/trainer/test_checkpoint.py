@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from test_critic_update import settings, weights
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config.trained import decisive_settings
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint
-from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState, schedule_changes
+from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 from tests.support.loaders import load_critic
-from tests.support.settings import trainer_section
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +68,3 @@ def test_a_checkpoint_of_other_trained_weights_is_refused(critic: Path, folder: 
     with pytest.raises(CheckpointError, match=r"was saved with trainer\.lora_rank: 2, not 3; restore it"):
         folder.load(1, update)
     assert torch.equal(weights(update), before)
-
-
-@pytest.mark.parametrize(
-    ("new", "step", "expected"),
-    [
-        ({}, 5, []),
-        ({"weight_decay": 0.5}, 5, []),
-        ({"lr": 0.5}, 10, []),  # `Trained.changed` names it
-        ({"lr": 0.5}, 5, ["learning rate of the next optimizer step: was 0.06, now 0.3"]),
-        ({"max_steps": 30}, 20, ["learning rate of the next optimizer step: was 0, now 0.05"]),
-    ],
-)
-def test_a_changed_schedule_is_named_with_both_learning_rates(new: dict[str, Any], step: int, expected: list[str]):
-    schedule = {"lr": 0.1, "min_lr": 0.0, "warmup_steps": 10, "max_steps": 20}
-    old, now = (decisive_settings("trainer", trainer_section(**{**schedule, **more})) for more in ({}, new))
-    assert schedule_changes(json.loads(json.dumps(old)), now, step) == expected

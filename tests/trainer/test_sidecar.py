@@ -1,6 +1,5 @@
 """`trainer.sidecar`: exactly once, in order, answered when served; what cannot be served or trained is an error."""
 
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from sidecar_rig import PATIENCE_S, Rig, overflowing, payload, until
 import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
+from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.config.sections import MonitoringSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.card import OutOfMemory
@@ -22,7 +22,7 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.wire.contract import ContractError
 
 
@@ -134,30 +134,6 @@ def test_a_stop_while_no_instance_serves_loses_nothing(
     assert torch.equal(rig.weights(), straight.weights(2))
 
 
-def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
-    """The checkpoint of the last step does not wait for it either."""
-    monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
-    loading, may_end = threading.Event(), threading.Event()
-
-    def load(self: Publisher) -> Reload:
-        loading.set()
-        may_end.wait()
-        return Reload(1, "triton")
-
-    monkeypatch.setattr(Publisher, "triton_reload", load)
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
-    rig.save()
-    assert loading.wait(PATIENCE_S)
-    rig.train(2)
-    rig.save()
-    rig.train(3)  # a second save does not make the training wait for the first one's reload
-    assert rig.stop() is None
-    assert rig.checkpoints.latest() == 3
-    may_end.set()
-
-
 # ---- what callers see while it works or waits ----
 
 
@@ -207,9 +183,9 @@ def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, m
     rig.train(1)
     (record,) = rig.store.serving()
     monkeypatch.setattr(rlhf_triton.trainer.publish, "HEAL_AFTER_S", 0.0)
-    monkeypatch.setattr(Publisher, "_load", lambda self: [])
+    monkeypatch.setattr(ModelServers, "load", lambda self, version, timeout_s: [])
     with monkeypatch.context() as patch:
-        seen = watch(rig, patch, Publisher, "_outcomes")
+        seen = watch(rig, patch, Publisher, "_reload_all")
         patch.setattr(type(rig.store.records), "died", lambda self: [record])
         until(lambda: bool(seen), timeout_s=PATIENCE_S + 5.0)
     assert all(seen)

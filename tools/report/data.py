@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.run.metrics import has_signal
+from rlhf_triton.actor.run.metrics import figures_of_steps
 from rlhf_triton.actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import describe, load_function
@@ -168,7 +168,6 @@ PHASES = {
     "timers/critic_wait": "waiting for the critic",
     "timers/train_time": "policy update",
 }
-MEDIANS = {"swap": "swap_ms_p50", "triton": "triton_reload_ms_p50"}  # kind of reload -> figure
 SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with their descriptions in the report
     "steps": "Number of steps; each is one batch of rollouts and the update on it.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
@@ -186,16 +185,14 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
     "weights_version": "Version of the critic's weights that was served at the end.",
     "critic_updates": "Critic updates that were sent to the sidecar.",
     "failed_critic_updates": "Critic updates that failed in the sidecar; the run continued.",
-    "reloads_swap": "New weights loaded in place, inside the running server process.",
-    "reloads_triton": "New weights loaded through Triton's load call, in a fresh model instance.",
+    "reloads": "Versions of the critic that the server loaded during the run.",
     "failed_requests": "Requests that failed, by the client's count.",
     "server_failures": "Requests answered with an error other than 503, by the server's and its models' count.",
     "masked_samples": "Samples that were excluded from training because they have no reward.",
     "steps_without_signal": "Steps in which no response had an advantage, such as groups of equal rewards.",
     "seconds_total": "Seconds of the last `rlhf-triton run`, from its start to the report.",
     "seconds_per_step": "Mean seconds per step.",
-    "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
-    "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
+    "reload_ms_p50": "Median milliseconds until the server has loaded a version; the old weights serve meanwhile.",
     "peak_rss_mb": "Peak memory of all processes together, in MB.",
 }
 
@@ -307,22 +304,11 @@ def _actor_figures(run_dir: Path) -> dict[str, Any]:
 
 def _step_figures(run_dir: Path) -> dict[str, Any]:
     """Return the figures of the steps so far, from metrics.jsonl and critic_metrics.jsonl."""
-    last: dict[str, Any] = {}
-    num_rows, seconds, masked, useless = 0, 0.0, 0, 0
-    for row in each_line(run_dir / "metrics.jsonl"):
-        last, num_rows = row, num_rows + 1
-        seconds += row.get("timers/step_time", 0.0)
-        masked += int(row.get("train_rollouts/masked_samples", 0))
-        useless += not has_signal(row)
+    last, of_steps = figures_of_steps(run_dir / "metrics.jsonl")
     if not last:
         return {"steps": 0}
-    figures = {
-        "steps": last["step"],
-        "failed_requests": int(last.get("client/failed_requests", 0)),
-        "masked_samples": masked,
-        "steps_without_signal": useless,
-        "seconds_per_step": seconds / num_rows,
-    }
+    failed = int(last.get("client/failed_requests", 0))
+    figures: dict[str, Any] = {"steps": last["step"], "failed_requests": failed, **of_steps}
     if "train_rollouts/weights_version" in last:
         figures["critic_updates"] = last["step"]
         figures["failed_critic_updates"] = int(last.get("client/failed_critic_updates", 0))
@@ -345,16 +331,8 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    milliseconds: dict[str, list[float | None]] = {kind: [] for kind in MEDIANS}
-    for row in critic:
-        if row.get("reload") in milliseconds:
-            milliseconds[row["reload"]].append(row.get("reload_ms"))
-    figures: dict[str, Any] = {}
-    for kind, p50 in MEDIANS.items():
-        times = [ms for ms in milliseconds[kind] if ms is not None]
-        figures[f"reloads_{kind}"] = len(milliseconds[kind])
-        figures[p50] = statistics.median(times) if times else None
-    return figures
+    milliseconds = [row["reload_ms"] for row in critic if "reload_ms" in row]
+    return {"reloads": len(milliseconds), "reload_ms_p50": statistics.median(milliseconds) if milliseconds else None}
 
 
 def _finite_figures(figures: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class RunProgress:
         self._total = total_steps
         self._every = max(1, round(total_steps / MOST_LINES))
         self._recent = deque[dict[str, Any]](maxlen=ETA_STEPS + 1)  # the last steps
-        self._reloads: dict[str, dict[str, Any]] = {}
+        self._reload: dict[str, Any] = {}  # the critic's last update that was published
         self._resumed_at = 0
         self._validated = -1  # step of the newest validation
         self._start = self._printed_at = time.monotonic()
@@ -75,7 +75,7 @@ class RunProgress:
         """Yield the rows of new steps; each is one of the recent ones before it is yielded."""
         for row in self._critic_metrics.read_objects():
             if row.get("reload"):
-                self._reloads[row["reload"]] = row
+                self._reload = row
         known = 0
         for row in self._metrics.read_objects():
             step = row.get("step")
@@ -98,9 +98,7 @@ class RunProgress:
         return "-" if per_step is None else _clock(per_step * (self._total - last["step"]))
 
     def _step_line(self, row: dict[str, Any]) -> str:
-        swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
-        newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
-        served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
+        served = self._reload or {"weights_version": row.get("train_rollouts/weights_version")}
         figures = [
             ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
             *((name, _format(row, f"{COMPONENT}{name}", "+.3f")) for name in components([row])),
@@ -109,8 +107,7 @@ class RunProgress:
             ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
             ("critic explains", _format(row, "train_rollouts/explained_variance", ".2f")),
             ("weights version", _format(served, "weights_version", ".0f")),
-            ("swap reload", _format(swap, "reload_ms", ",.0f", " ms")),
-            ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
+            ("reload", _format(self._reload, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
         known = (f"{name} {text}" for name, text in figures if text)  # a run without a critic has no critic figures

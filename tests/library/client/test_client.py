@@ -70,11 +70,10 @@ async def test_a_transient_failure_is_retried_and_a_final_one_is_not(
 
 
 @pytest.mark.parametrize("kind", ["scoring", "training"])
-async def test_every_attempt_has_the_deadline_of_its_kind(kind: str):
-    deadlines = {"deadline_s": 0.05, "train_deadline_s": 1000}
-    if kind == "training":
-        deadlines = {"deadline_s": 1000, "train_deadline_s": 0.05}
-    async with FakeTriton(lambda *_: "hang") as server, client_of(server, retries=1, **deadlines) as client:
+async def test_every_attempt_has_the_deadline_of_its_kind(kind: str, monkeypatch: pytest.MonkeyPatch):
+    scoring_s, training_s = (0.05, 1000) if kind == "scoring" else (1000, 0.05)
+    monkeypatch.setattr("rlhf_triton.client.client.TRAIN_DEADLINE_S", training_s)
+    async with FakeTriton(lambda *_: "hang") as server, client_of(server, retries=1, deadline_s=scoring_s) as client:
         with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
             await (client.rewards(ROWS) if kind == "scoring" else train(client, 1))
         assert client.counters == RequestCounters(requests=1, retries=1, failed_requests=1)
@@ -91,7 +90,7 @@ async def test_requests_in_flight_are_bounded_on_connections_that_are_kept():
         assert server.most_in_flight == len(server.connections) == 3
 
 
-async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retries():
+async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retries(monkeypatch: pytest.MonkeyPatch):
     """Forty requests of six retries each: 240 attempts more without a budget, here 5 + 20 % of 40.
 
     With one budget for both, every critic_train of 200 rounds failed at its first 503.
@@ -102,8 +101,8 @@ async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retrie
         refused[model] -= 1
         return "busy" if refused[model] >= 0 else "ok"
 
-    limits = {"retries": 6, "retry_reserve": 5}
-    async with FakeTriton(behave) as server, client_of(server, **limits) as client:
+    monkeypatch.setattr("rlhf_triton.client.client.RETRY_RESERVE", 5)
+    async with FakeTriton(behave) as server, client_of(server, retries=6) as client:
         answers = await asyncio.gather(*(client.rewards(ROWS) for _ in range(40)), return_exceptions=True)
         counters = client.counters
         spent = [answer for answer in answers if "the budget of retries is exhausted" in str(answer)]
@@ -122,8 +121,14 @@ async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retrie
 NEWER = VersionRange(4)
 
 
+@pytest.fixture
+def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_triton.client.client.RETRY_RESERVE", 0)
+
+
+@pytest.mark.usefixtures("no_budget")
 async def test_a_request_waits_for_the_version_that_it_demands_and_costs_no_retry():
-    async with FakeTriton(first(*["behind"] * 9)) as server, client_of(server, retries=0, retry_reserve=0) as client:
+    async with FakeTriton(first(*["behind"] * 9)) as server, client_of(server, retries=0) as client:
         await client.score(ROWS, ("values",), versions=NEWER)
         assert client.counters == RequestCounters(requests=1, retries=9)
         assert server.probes == 0, "it is healthy"
@@ -145,9 +150,10 @@ async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_d
         assert len(server.asked) == 4
 
 
+@pytest.mark.usefixtures("no_budget")
 async def test_another_server_answers_for_one_that_is_behind():
     behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
-    async with behind, other, client_of(behind, other, retries=0, retry_reserve=0) as client:
+    async with behind, other, client_of(behind, other, retries=0) as client:
         for _ in range(4):
             await client.score(ROWS, ("values",), versions=NEWER)
         assert len(other.asked) == 4
@@ -195,7 +201,7 @@ async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained(monke
 
 
 async def test_a_request_whose_process_was_killed_is_sent_again():
-    """Triton never answers it: a run stood still until train_deadline_s."""
+    """Triton never answers it: a run stood still until TRAIN_DEADLINE_S."""
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
         step = asyncio.create_task(train(client, 1))
         for number in (1, 2):
