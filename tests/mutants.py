@@ -48,6 +48,14 @@ class Mutation:
             raise ValueError(f"{self.name}: {self.file} has {self.old.strip()!r} {found} times, not once")
         return source.replace(self.old, self.new)
 
+    def check_tests(self) -> None:
+        """Raise ValueError if a test does not exist, OSError if a file of tests does not."""
+        for test in self.tests:
+            file, _, name = test.partition("::")
+            name = re.split(r"[:\[]", name)[0]
+            if not re.search(rf"\b{name}\b", (ROOT / file).read_text()):
+                raise ValueError(f"{self.name}: {file} has no test {name}")
+
 
 def read_mutations(path: Path = LIST) -> list[Mutation]:
     """Return the faults listed in `path`."""
@@ -109,12 +117,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Break the code in many ways; a test must fail for each of them.")
     parser.add_argument("only", nargs="*", help="parts of names or paths; default: all faults")
     parser.add_argument("--jobs", type=int, default=2, help="how many to try at a time; default: 2")
-    parser.add_argument("--list", action="store_true", help="only check that each text is found exactly once")
+    parser.add_argument("--list", action="store_true", help="only check that texts and tests are found")
     args = parser.parse_args()
     chosen = [m for m in read_mutations() if not args.only or any(o in m.name or o in m.file for o in args.only)]
     for mutation in chosen:
         try:
             mutation.of((ROOT / mutation.file).read_text())
+            mutation.check_tests()
         except (ValueError, OSError) as error:
             sys.exit(f"tests/mutations.toml: {error}")
     if args.list:

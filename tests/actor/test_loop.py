@@ -837,6 +837,21 @@ def test_groups_without_spread_are_replaced_and_a_resume_continues_with_the_same
     assert all(line["train_rollouts/dropped_tokens"] > 0 for line in lines)
 
 
+class FailingHalf(Server):
+    """Rewards of the responses to prompts with an even first character; the others have none."""
+
+    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
+        found = await super().score_sentences(texts)
+        return {REWARDS: np.where([[ord(text[0]) % 2 == 0] for text in texts], found[REWARDS], np.nan)}
+
+
+def test_failed_rewards_of_dropped_groups_count(tmp_path: Path, checkpoints: Checkpoints):
+    """Their groups have no spread, so dynamic sampling replaces all of them."""
+    settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
+    with pytest.raises(RlhfError, match="max_failed_fraction"):
+        go(make_grpo(tmp_path, checkpoints, FailingHalf(), **settings))
+
+
 def test_what_cannot_be_replaced_stays(tmp_path: Path, checkpoints: Checkpoints):
     """At most one attempt in a step; the rollout has its size."""
     run = make_grpo(tmp_path, checkpoints, Rare(), max_resampled=1, mask_unfinished=False)
