@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rlhf_triton.config import load_config
+from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.process import how_ended
@@ -27,6 +28,8 @@ from rlhf_triton.tools.server.child import error_in, start_bound
 
 CONFIG_FILE = "run.yaml"
 POLL_S = 0.2
+GROUP_SIZE = 8  # responses to a prompt, for algorithms that compare them, unless it is given
+WARNINGS = ("  | actor: ", "  | critic sidecar: ", "  | warning: ", "  | error: ")  # as `rlhf-triton run` relays them
 STOPPED = (0, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes of a run that has done its work, or was stopped
 FolderPath: TypeAlias = str | os.PathLike[str]
 Table: TypeAlias = dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]
@@ -53,6 +56,7 @@ def train(
     algorithm: str | Mapping[str, Any] = "grpo",
     steps: int | None = None,
     critic: FolderPath | None = None,
+    validation: Any = None,
     dir: FolderPath | None = None,
     wait: bool = True,
     **settings: Any,
@@ -70,6 +74,7 @@ def train(
         algorithm: a name, or the settings of `actor.algorithm`.
         steps: number of steps of the whole run (`actor.steps`).
         critic: the model that the critic starts from; default: the policy, if the algorithm has a critic.
+        validation: prompts to which the policy responds before and after the training (`samples`), as `prompts`.
         dir: folder of the run; default: the first free `runs/train-N`.
         wait: return when the run has ended; Ctrl-C stops it with a checkpoint, and it ends with this process. False:
             return at once; the run goes on, also when this process ends, and `Run(dir)` finds it.
@@ -83,7 +88,9 @@ def train(
         sections = Sections(folder)
         sections.set_model("actor.policy.model", policy)
         if prompts is not None:
-            sections.set_prompts(prompts)
+            sections.set_prompts("actor.prompts.path", prompts, name="prompts")
+        if validation is not None:
+            sections.set_prompts("actor.validation.prompts", validation, name="validation")
         if reward is not None:
             sections.set_rewards(reward)
         sections.set("actor.algorithm", {"name": algorithm} if isinstance(algorithm, str) else algorithm)
@@ -93,6 +100,9 @@ def train(
             sections.set_model("critic.model", critic)
         for key, value in settings.items():
             sections.set(key, value)
+        known = ALGORITHMS.get(str(sections.get("actor.algorithm.name")))
+        if known is not None and known.needs_groups:
+            sections.set_default("actor.algorithm.responses_per_prompt", GROUP_SIZE)
         config = sections.check("rlhf_triton.train")
         if config.serves_critic and "critic.model" not in config.written:
             sections.set_model("critic.model", policy)
@@ -331,10 +341,10 @@ class Run:
 
 
 def _show(line: LiveLine, new: Iterable[bytes]) -> None:
-    """Show the newest phase or step, and keep what processes warn of."""
+    """Show the newest phase, step or validation, and keep what the processes warn of."""
     for each in new:
         text = each.decode(errors="replace").rstrip()
         if text.startswith(("[", "step ", "validation ")):
             line.show(text)
-        elif text.startswith("  | "):
-            line.keep(text)
+        elif text.startswith(WARNINGS):
+            line.keep(text.removeprefix("  | "))

@@ -21,6 +21,7 @@ from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.server.ports import PORT_KEYS
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+PROMPT_FORMS = "texts, chats, dictionaries, a data set or a file"
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # no pickles, which are refused anyway
 
 
@@ -32,30 +33,39 @@ class Sections:
         self.folder = folder
         self.data: dict[str, Any] = data or {"run": {"dir": str(folder)}, "server": dict.fromkeys(PORT_KEYS, 0)}
         self._files: dict[Path, str] = {}
-        self._table: Any = None
+        self._tables: dict[Path, Any] = {}
 
     def set(self, key: str, value: Any) -> None:
         """Set `section.key`. A dictionary is merged into the section; a function becomes a file that has it.
 
         Raises RlhfError for a value that cannot be written into a YAML.
         """
-        value = self._plain(key, value)
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        _merge(self.data, value)
+        _merge(self.data, _nested(key, self._plain(key, value)))
+
+    def get(self, key: str) -> Any:
+        """Return what `section.key` was set to, None if it was not."""
+        value: Any = self.data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def set_default(self, key: str, value: Any) -> None:
+        """Set `section.key` unless it is set."""
+        if self.get(key) is None:
+            self.set(key, value)
 
     def set_model(self, key: str, given: str | os.PathLike[str]) -> None:
-        """Set the folder of a model, which is downloaded if `given` is the name of one on the hub and no folder.
+        """Set the folder of a model, which is downloaded if `given` is `organization/name` and there is no such folder.
 
-        Raises RlhfError if it cannot be downloaded, or is a model itself.
+        Raises RlhfError if it cannot be downloaded, or is no path.
         """
         if not isinstance(given, (str, os.PathLike)):
             raise RlhfError(
-                f"{key} is a {type(given).__name__}, but other processes load it; save it, with its tokenizer, by "
-                "save_pretrained(folder), and give the folder"
+                f"{key}: {type(given).__name__}, must be the folder of a model; `save_pretrained(folder)` of model and "
+                "tokenizer writes one"
             )
         folder = Path(given).expanduser()
-        if not folder.exists() and isinstance(given, str) and HUB_NAME.fullmatch(given):
+        if isinstance(given, str) and HUB_NAME.fullmatch(given) and not folder.parent.exists():
             folder = _download(key, given)
         self.set(key, folder.absolute())
 
@@ -82,26 +92,26 @@ class Sections:
         if terms != {MODEL_TERM: {"weight": 1.0}}:  # which is the default
             self.set("rewards", terms)
 
-    def set_prompts(self, given: Any) -> None:
-        """Set the prompts to a file, or to rows, which become one: a data set, texts, chats, or dictionaries.
+    def set_prompts(self, key: str, given: Any, *, name: str) -> None:
+        """Set prompts to a file, or to rows, which become one: a data set, texts, chats, or dictionaries.
 
-        Raises RlhfError for a row that is none, or that JSON cannot express.
+        `name`: of the argument. Raises RlhfError for a row that is none, or that JSON cannot express.
         """
         if isinstance(given, (str, os.PathLike)):
-            self.set("actor.prompts.path", Path(given).expanduser().absolute())
-            return
-        if isinstance(given, Mapping):
-            raise RlhfError(f"prompts: a dictionary of {', '.join(map(str, given))}; give one of its data sets")
-        if hasattr(given, "to_parquet"):
-            path, self._table = self.folder / "prompts.parquet", given
+            path = Path(given).expanduser().absolute()
+        elif isinstance(given, Mapping):
+            raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, given))}; give one of its data sets")
+        elif hasattr(given, "to_parquet"):
+            path = self.folder / f"{name}.parquet"
+            self._tables[path] = given
         elif isinstance(given, Iterable):
-            path = self.folder / "prompts.jsonl"
-            self._files[path] = "".join(_line(i, row) for i, row in enumerate(given))
+            path = self.folder / f"{name}.jsonl"
+            self._files[path] = "".join(_line(f"{name}[{i}]", row) for i, row in enumerate(given))
             if not self._files[path]:
-                raise RlhfError("prompts: there is none; give texts, chats, dictionaries, a data set or a file")
+                raise RlhfError(f"{name}: there are no prompts; give {PROMPT_FORMS}")
         else:
-            raise RlhfError(f"prompts: {given!r:.80}, must be texts, chats, dictionaries, a data set or a file")
-        self.set("actor.prompts.path", path)
+            raise RlhfError(f"{name}: {given!r:.80}, must be {PROMPT_FORMS}")
+        self.set(key, path)
 
     def check(self, source: str) -> RunConfig:
         """Return the configuration. Raises ConfigError; `source` stands before its sentences."""
@@ -113,8 +123,8 @@ class Sections:
         for file, text in self._files.items():
             file.parent.mkdir(exist_ok=True)
             replace_file(file, text.encode(), durable=False)
-        if self._table is not None:
-            self._table.to_parquet(str(self.folder / "prompts.parquet"))
+        for file, table in self._tables.items():
+            table.to_parquet(str(file))
 
     def _plain(self, key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -177,6 +187,11 @@ def _made(given: str | os.PathLike[str] | None, kind: str) -> tuple[bool, Path]:
         number += 1
 
 
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    first, _, rest = key.partition(".")
+    return {first: _nested(rest, value) if rest else value}
+
+
 def _merge(data: dict[str, Any], added: Mapping[str, Any]) -> None:
     for key, value in added.items():
         if isinstance(value, dict) and isinstance(data.get(key), dict):
@@ -192,7 +207,7 @@ def _term_name(name: str, taken: Mapping[str, Any]) -> str:
     return next(each for each in names if each not in taken and each != MODEL_TERM)
 
 
-def _line(index: int, row: Any) -> str:
+def _line(where: str, row: Any) -> str:
     """Return a row of prompts as a line of JSONL."""
     if isinstance(row, str):
         row = {"text": row}
@@ -203,7 +218,7 @@ def _line(index: int, row: Any) -> str:
             raise TypeError(f"{row!r:.80}, must be a text, the messages of a chat, or a dictionary")
         return json.dumps(dict(row), ensure_ascii=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise RlhfError(f"prompts[{index}]: {error}") from error
+        raise RlhfError(f"{where}: {error}") from error
 
 
 def _download(key: str, name: str) -> Path:
@@ -213,6 +228,6 @@ def _download(key: str, name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
     except Exception as error:  # of the library, its transport, or its absence
         raise RlhfError(
-            f"{key}: {name} is no folder here, and cannot be downloaded from the hub: {reason_of(error)}; give the "
-            "folder of a model"
+            f"{key}: {name} is no folder here, and cannot be downloaded from the hub: "
+            f"{reason_of(error.__cause__ or error)}; give the folder of a model"
         ) from error
