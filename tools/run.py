@@ -44,7 +44,7 @@ ACTOR_STOP_S = STOP_GRACE_S + 5.0
 SIDECAR_STOP_S = 90.0
 
 
-class Run:
+class RunProcesses:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     def __init__(
@@ -256,7 +256,7 @@ def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSi
         with only_run(config.run.dir), RunProgress(config.run.dir, config.actor.steps) as progress:
             for line in told:
                 progress.log(line)
-            run = Run(arguments, config, progress, signals)
+            run = RunProcesses(arguments, config, progress, signals)
             try:
                 run.execute()
             except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_triton.client.critic import CriticClient
 from rlhf_triton.client.reward import RewardClient
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config import load_config
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.journal import Journal
@@ -58,11 +58,11 @@ def serve(
         config = sections.check("rlhf_triton.serve")
         with only_server(config.server_dir):
             sections.write(folder / CONFIG_FILE)
-    return Services(folder / CONFIG_FILE, config)
+    return Services(folder / CONFIG_FILE)
 
 
 class Services:
-    """What `serve` has started: a context manager, which stops it."""
+    """What `serve` has started, and its `url`, `config_path` and `log_path`: a context manager, which stops it."""
 
     config_path: Path
     """The YAML, for `rlhf-triton serve --config`."""
@@ -71,8 +71,9 @@ class Services:
     log_path: Path
     """The server's log; that of the sidecar, `sidecar.log`, is beside it."""
 
-    def __init__(self, config_path: Path, config: RunConfig) -> None:
+    def __init__(self, config_path: Path) -> None:
         """Start the processes. Raises RlhfError if one fails; none is then left running."""
+        config = load_config(config_path)
         self.config_path = config_path
         self.log_path = config.run.logs_dir / "serve.log"
         self._config = config
