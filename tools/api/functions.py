@@ -64,7 +64,9 @@ class _Source:
         lines = [f'"""`{self._name}` as it was when the run was started; written by rlhf_triton."""\n', FUTURE]
         if self._paths:
             lines += ["import sys\n", f"sys.path += {sorted(self._paths)!r}"]
-        return "\n".join([*lines, *sorted(self._imports), "", "\n\n".join(self._definitions.values())]).rstrip() + "\n"
+        return (
+            "\n".join([*lines, *sorted(self._imports), "", "\n\n\n".join(self._definitions.values())]).rstrip() + "\n"
+        )
 
     def _add(self, name: str, value: Any, attributes: frozenset[str]) -> None:
         """Add what defines `name` as `value`; `attributes`: those that are used of it, if it is a module."""

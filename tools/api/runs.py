@@ -77,7 +77,7 @@ def train(
         validation: prompts to which the policy responds before and after the training (`samples`), as `prompts`.
         dir: folder of the run; default: the first free `runs/train-N`.
         wait: return when the run has ended; Ctrl-C stops it with a checkpoint, and it ends with this process. False:
-            return at once; the run goes on, also when this process ends, and `Run(dir)` finds it.
+            return when it has passed its checks; it goes on, also when this process ends, and `Run(dir)` finds it.
         settings: further keys of the YAML, such as `**{"actor.optimizer.lr": 1e-5}`, or sections. Functions may stand
             where the YAML has `file.py:name`.
 
@@ -247,11 +247,11 @@ class Run:
                 if is_last:
                     break
                 time.sleep(POLL_S)
-        if process is None and self._log_changed() != written and (error := error_in(self.log_path)):
-            raise RlhfError(error)
-        if process is not None and process.returncode not in STOPPED:
-            why = f"the run {how_ended(process.returncode)}; its log is {self.log_path}"
-            raise RlhfError(error_in(self.log_path) or why)
+            if process is None and self._log_changed() != written and (error := error_in(self.log_path)):
+                raise RlhfError(error)
+            self._raise_if_failed()
+            if len(steps := self.metrics["step"]):
+                line.show(f"ended after step {steps[-1]:g}: {self.path}")
         return self
 
     def stop(self) -> None:
@@ -321,13 +321,23 @@ class Run:
                     start_new_session=True,
                 )
         _started[self.path] = process
-        if wait:
-            try:
+        try:
+            while not wait and process.poll() is None and run_process(self.path) != process.pid:
+                time.sleep(POLL_S)  # the checks come first
+            self._raise_if_failed()
+            if wait:
                 self.wait()
-            except KeyboardInterrupt:
-                self.stop()
-                print(f"stopped with a checkpoint; {self!r}.resume() goes on", file=sys.stderr)
-                raise
+        except KeyboardInterrupt:
+            self.stop()
+            print(f"stopped; {self!r}.resume() goes on from the newest checkpoint", file=sys.stderr)
+            raise
+
+    def _raise_if_failed(self) -> None:
+        """Raise RlhfError if the process that was started from here has failed."""
+        process = _started.get(self.path)
+        if process is not None and process.poll() not in (None, *STOPPED):
+            why = f"the run {how_ended(process.returncode)}; its log is {self.log_path}"
+            raise RlhfError(error_in(self.log_path) or why)
 
     def _folder(self) -> Path:
         """Return the run's folder. Raises RlhfError if it is not there any more."""
