@@ -33,8 +33,7 @@ from benchmarks.measuring import (
 )
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import write_jsonl
-from rlhf_triton.tools.run import LIBRARY_ENV
-from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 
 ROOT = Path(__file__).resolve().parents[1]
 PPO_TRL = "trl-ppo"  # folder of the last TRL that has PPO, in its environment

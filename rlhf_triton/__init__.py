@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rlhf_triton.environment import Environment
     from rlhf_triton.errors import RlhfError
     from rlhf_triton.rewards.function import Sample, count
+    from rlhf_triton.tools.api.runs import Run, train
+    from rlhf_triton.tools.api.services import Services, serve
     from rlhf_triton.wire.contract import ContractError
 
 _MODULES = {
@@ -44,11 +46,15 @@ _MODULES = {
     "RlhfError": "errors",
     "RowScores": "client.critic",
     "RowValues": "client.critic",
+    "Run": "tools.api.runs",
     "Sample": "rewards.function",
     "Scores": "client.reward",
     "ServerFailed": "client.errors",
+    "Services": "tools.api.services",
     "TrainAnswer": "client.client",
     "count": "rewards.function",
+    "serve": "tools.api.services",
+    "train": "tools.api.runs",
 }
 
 __all__ = [
@@ -66,11 +72,15 @@ __all__ = [
     "RlhfError",
     "RowScores",
     "RowValues",
+    "Run",
     "Sample",
     "Scores",
     "ServerFailed",
+    "Services",
     "TrainAnswer",
     "count",
+    "serve",
+    "train",
 ]
 
 

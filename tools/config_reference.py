@@ -9,6 +9,7 @@ too.
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -79,17 +80,20 @@ def _public() -> Iterator[str]:
         if inspect.isfunction(named) or ("__init__" in vars(named) and not dataclasses.is_dataclass(named)):
             yield _call(name, named)
         yield _as_markdown(named)
-        for method, value in vars(named).items() if isinstance(named, type) else ():
-            text = value.__doc__ if inspect.isfunction(value) and not method.startswith("_") else None
-            if text and text not in shown:  # that of a blocking method is the coroutine's
-                shown.add(text)
-                yield f"\n### {name}.{method}\n\n{_call(method, value)}\n{_as_markdown(value)}"
+        for member, value in vars(named).items() if isinstance(named, type) else ():
+            is_property = isinstance(value, property | functools.cached_property)
+            is_shown = (is_property or inspect.isfunction(value)) and not member.startswith("_")
+            if is_shown and value.__doc__ and value.__doc__ not in shown:  # a blocking method has the coroutine's
+                shown.add(value.__doc__)
+                call = "" if is_property else f"{_call(member, value)}\n"
+                yield f"\n### {name}.{member}\n\n{call}{_as_markdown(value)}"
     yield ""
 
 
 def _call(name: str, called: Any) -> str:
     """Return the call as a block of code, its annotations without modules."""
     signature = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", str(inspect.signature(called)))
+    signature = re.sub(r"-> '(\w+)'", r"-> \1", signature)
     return f"```text\n{name}{signature.replace('(self, ', '(').replace('(self)', '()')}\n```\n"
 
 

@@ -32,7 +32,7 @@ from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
-from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -42,17 +42,9 @@ from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
 POLL_S = 0.25
 ACTOR_STOP_S = STOP_GRACE_S + 5.0
 SIDECAR_STOP_S = 90.0
-LIBRARY_ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
-    # than one.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
-}
 
 
-class Run:
+class RunProcesses:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     def __init__(
@@ -264,7 +256,7 @@ def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSi
         with only_run(config.run.dir), RunProgress(config.run.dir, config.actor.steps) as progress:
             for line in told:
                 progress.log(line)
-            run = Run(arguments, config, progress, signals)
+            run = RunProcesses(arguments, config, progress, signals)
             try:
                 run.execute()
             except BaseException as error:

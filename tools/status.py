@@ -16,7 +16,7 @@ from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Journal
-from rlhf_triton.store.run_lock import RUN_LOCK_FILE, in_progress
+from rlhf_triton.store.run_lock import in_progress, read_phase
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.server.child import is_noise, last_lines
@@ -63,7 +63,7 @@ def _state(config: RunConfig) -> str:
     """Return whether the actor runs or has finished, or the step at which the next start begins."""
     folder = config.run.dir
     if in_progress(folder):
-        phase = (folder / RUN_LOCK_FILE).read_text() if (folder / RUN_LOCK_FILE).is_file() else ""
+        phase = read_phase(folder)
         return f"running{phase and ': '}{phase}"
     last = (_last_line(folder / "metrics.jsonl") or {}).get("step")
     if last is None:

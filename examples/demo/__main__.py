@@ -12,7 +12,7 @@ from pathlib import Path
 from examples.demo import agent, llm, prepare, reasoning
 from rlhf_triton.config import load_config
 from rlhf_triton.config.command_line import reporting
-from rlhf_triton.tools.run import LIBRARY_ENV
+from rlhf_triton.tools.server.child import LIBRARY_ENV
 
 CONFIGS = {
     "sentences": "configs/demo.yaml",

@@ -6,6 +6,7 @@ A second actor would also rewind the critic under the first one.
 import contextlib
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,28 @@ def in_progress(run_dir: Path) -> bool:
     return any(is_locked(run_dir / name) for name in (RUN_LOCK_FILE, LOCK_FILE))
 
 
+def write_phase(run_dir: Path, text: str) -> None:
+    """Write what this process, which holds the lock of `rlhf-triton run`, is doing."""
+    (run_dir / RUN_LOCK_FILE).write_text(f"{_holder()}: {text}")
+
+
+def read_phase(run_dir: Path) -> str:
+    """Return what `write_phase` wrote last; "" if there is nothing."""
+    path = run_dir / RUN_LOCK_FILE
+    return path.read_text().partition(": ")[2] if path.is_file() else ""
+
+
+def run_process(run_dir: Path) -> int | None:
+    """Return the process that holds the lock of `rlhf-triton run`; None if there is none on this host."""
+    path = run_dir / RUN_LOCK_FILE
+    found = re.match(r"process (\d+) on ([^:]*)", path.read_text()) if is_locked(path) else None
+    return int(found[1]) if found and found[2] == platform.node() else None
+
+
+def _holder() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
+
+
 @contextlib.contextmanager
 def _hold_lock(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
     path = folder / name
@@ -45,7 +68,7 @@ def _hold_lock(what: str, folder: Path, name: str, *, key: str = "run.dir") -> I
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(exclusive_lock(path, patience_s=PATIENCE_S))
-            path.write_text(f"process {os.getpid()} on {platform.node()}")
+            path.write_text(_holder())
         except TimeoutError:
             raise RlhfError(
                 f"another {what} is running in {folder} ({path.read_text()}); stop it first, or give this one its own "

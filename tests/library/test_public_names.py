@@ -9,7 +9,8 @@ import rlhf_triton as rt
 
 PUBLIC = """
 AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSection ContractError CriticClient Environment LossInputs
-RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Sample Scores ServerFailed TrainAnswer count
+RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Run Sample Scores ServerFailed Services
+TrainAnswer count serve train
 """
 
 

@@ -43,6 +43,8 @@ WITHOUT_TORCH = [
     "rlhf_triton.client.critic",
     "rlhf_triton.client.reward",
     "rlhf_triton.tools.__main__",
+    "rlhf_triton.tools.api.runs",
+    "rlhf_triton.tools.api.services",
     "benchmarks.scoring",
     "benchmarks.reload",
     "rlhf_triton.tools.gateway.app",

@@ -15,9 +15,8 @@ from live_system import Checkpoints, make_run
 from rlhf_triton.config import load_config
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.run import LIBRARY_ENV
 from rlhf_triton.tools.serve import ensure_first_version, supervised
-from rlhf_triton.tools.server.child import Child, tail
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, tail
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.tools.server.triton_home import ServerStartError

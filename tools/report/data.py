@@ -225,12 +225,17 @@ class RunRecord:
         return Gain.of(scored) if scored else None
 
 
-def load_run(run_dir: Path) -> RunRecord:
-    """Return the data that a run's folder has now: finished, in progress or crashed. Raises RlhfError."""
+def check_run(run_dir: Path) -> None:
+    """Raise RlhfError unless this is the folder of a run."""
     if not run_dir.is_dir():
         raise RlhfError(f"{run_dir} is {'not a folder' if run_dir.exists() else 'missing'}: name the folder of a run")
     if not any((run_dir / name).is_file() for name in RUN_FILES):
         raise RlhfError(f"{run_dir} is no run: it has neither {SETTINGS_FILE} nor metrics.jsonl")
+
+
+def load_run(run_dir: Path) -> RunRecord:
+    """Return the data that a run's folder has now: finished, in progress or crashed. Raises RlhfError."""
+    check_run(run_dir)
     try:
         return _load(run_dir.resolve(), *_current_summary(run_dir))
     except ValueError as error:  # from a file that is not what the run wrote
@@ -356,8 +361,8 @@ def loading_line(run_dir: Path) -> str | None:
     return f"AutoModelForCausalLM.from_pretrained({str(folder)!r})" if folder.is_dir() else None
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file by ascending step, thinned; for a step repeated after a resume, the last row."""
+def read_steps(path: Path, most: float = MOST_DRAWN) -> list[dict[str, Any]]:
+    """Return the rows of a file by ascending step, thinned to `most`; of a step repeated after a resume, the last."""
     rows: list[dict[str, Any]] = []
     every = 1
     for seen, row in enumerate(each_line(path)):
@@ -365,7 +370,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             rows.pop()
         if seen % every == 0:
             rows.append(row)
-        if len(rows) > MOST_DRAWN:
+        if len(rows) > most:
             rows = rows[::2]
             every *= 2
     return rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.store.jsonl import NewLines
-from rlhf_triton.store.run_lock import RUN_LOCK_FILE
+from rlhf_triton.store.run_lock import write_phase
 from rlhf_triton.tools.report.data import COMPONENT, components, formatted, number
 
 MOST_LINES = 100  # for a run's steps; more are left out
@@ -21,7 +21,7 @@ class RunProgress:
     """Context manager that prints how far a run is; call `refresh` a few times a second while it is open."""
 
     def __init__(self, run_dir: Path, total_steps: int) -> None:
-        self._phase_file = run_dir / RUN_LOCK_FILE
+        self._run_dir = run_dir
         self._metrics = NewLines(run_dir / "metrics.jsonl")
         self._critic_metrics = NewLines(run_dir / "critic_metrics.jsonl")
         self._validations = NewLines(run_dir / "validations.jsonl")
@@ -46,7 +46,7 @@ class RunProgress:
     def phase(self, text: str) -> None:
         """Print the phase that begins now."""
         self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
-        self._phase_file.write_text(text)  # for `rlhf-triton status`
+        write_phase(self._run_dir, text)  # for `rlhf-triton status`
 
     def log(self, text: str) -> None:
         """Print a line."""

@@ -123,6 +123,12 @@ def last_lines(path: Path, num_bytes: int) -> list[str]:
     return lines[1:] if start else lines
 
 
+def error_in(path: Path) -> str | None:
+    """Return the error that a command reported last in its output; None if it reported none."""
+    text = "\n" + path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return text.rpartition("\nerror: ")[2].strip() if "\nerror: " in text else None
+
+
 def poll_failure(path: Path) -> str:
     """Return the reason in the log why Triton could not read a model's configuration; "" if there is none."""
     reasons = ["".join(groups) for groups in _POLL_FAILURE.findall(tail(path, 100))]
@@ -149,6 +155,14 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent process is gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+LIBRARY_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # OpenMP threads that spin while they wait, the default, made two threads on a shared machine seven times slower
+    # than one.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
+}
 LONGEST_PAUSE_S = 60.0
 _TEXT_LINE = re.compile(r"[\d:]{8} ([A-Z]+) (.*)")
 _RELAYED = ("WARNING", "ERROR", "CRITICAL")

@@ -1,0 +1,117 @@
+"""Runs and services that a Python program starts: a run that is stopped and resumed, and served models with clients."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from live_system import TEXTS, Checkpoints, direct_rewards, direct_values, random_rows
+from transformers import AutoModelForCausalLM
+
+import rlhf_triton as rt
+
+SMALL: dict[str, Any] = {
+    "actor.rollout_size": 8,
+    "actor.prompts.max_tokens": 64,
+    "actor.generation.max_new_tokens": 8,
+    "actor.algorithm.mask_unfinished": False,
+    "actor.client.deadline_s": 120.0,
+}
+MARK = "s"
+
+
+def make_reward() -> Callable[[rt.Sample], float]:
+    """Return a function that no other process could import."""
+
+    def marks(sample: rt.Sample) -> float:
+        return (sample.response or "").count(MARK) - 0.1 * len(sample.response or "")
+
+    return marks
+
+
+@pytest.mark.slow
+def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path: Path, checkpoints: Checkpoints):
+    def begin() -> rt.Run:
+        return rt.train(
+            checkpoints.policy,
+            prompts=[" ".join(text.split()[:3]) for text in TEXTS],
+            reward=[make_reward(), (checkpoints.reward, 0.5)],
+            algorithm="ppo",
+            critic=checkpoints.critic,
+            validation=checkpoints.prompts,
+            steps=5000,
+            dir=tmp_path / "run",
+            wait=False,
+            **SMALL,
+        )
+
+    async def first() -> rt.Run:
+        run = await asyncio.to_thread(begin)
+        while len(run.metrics.get("step", ())) < 2:
+            assert run.is_running, run.log_path.read_text()
+            await asyncio.sleep(0.1)
+        run.stop()  # in a running event loop, as in a notebook
+        return run
+
+    run = asyncio.run(first())
+    assert not run.is_running
+    assert run.wait() is run, "a stop is no error"
+    steps = int(run.metrics["step"][-1])
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(run.policy_path).parameters()) > 0
+    assert len(run.samples("before")) == 8
+    assert run.samples() == []
+    found = rt.Run(tmp_path / "run").resume(**{"actor.steps": steps + 2})
+    assert found.metrics["step"].tolist() == [*range(1, steps + 3)]
+    assert np.isfinite(found.metrics["reward"]).all()
+    assert {"rewards/marks/mean", "rewards/model/mean", "kl", "entropy"} <= found.metrics.keys()
+    assert len(found.samples("after")) == 8
+    assert f"finished after step {steps + 2}" in found.status()
+    assert found.report().stat().st_size > 10_000
+
+
+def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path: Path, checkpoints: Checkpoints, capfd: Any):
+    with pytest.raises(rt.RlhfError) as caught:
+        rt.train(
+            checkpoints.policy, prompts=tmp_path / "none.jsonl", reward=make_reward(), dir=tmp_path / "run", **SMALL
+        )
+    assert str(caught.value).startswith(f"actor.prompts.path: {tmp_path}/none.jsonl does not exist")
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err + (tmp_path / "run" / "logs" / "run.log").read_text()
+    with pytest.raises(rt.RlhfError, match=f"reward.model: {tmp_path}/none .*; give the folder of a"):
+        rt.serve(tmp_path / "none", dir=tmp_path / "served")
+    assert not psutil.Process().children()
+
+
+def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path: Path, checkpoints: Checkpoints):
+    rows = random_rows((9, 4, 17), seed=1)
+    with rt.serve([(checkpoints.reward, 1.0)], checkpoints.critic, dir=tmp_path / "served") as server:
+        assert server.config_path == tmp_path / "served" / "serve.yaml"
+        np.testing.assert_allclose(server.reward.score(rows), direct_rewards(checkpoints.reward, rows), atol=1e-5)
+        server.critic.rewind(0)
+        values = server.critic.values(rows).values
+        for ours, direct in zip(values, direct_values(checkpoints.critic, rows), strict=True):
+            np.testing.assert_allclose(ours, direct, atol=1e-5)
+        ones = [np.ones(len(row) - 1, np.float32) for row in rows]
+        assert server.critic.train(1, rows, ones, [each[:-1] for each in values], ones).weights_version == 1
+        children = psutil.Process().children(recursive=True)
+        assert len(children) > 2
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_services_started_in_a_thread_outlive_it(tmp_path: Path, checkpoints: Checkpoints):
+    """The kernel ends a child with the thread that has started it."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(rt.serve(checkpoints.reward, dir=tmp_path / "served")))
+    thread.start()
+    thread.join()
+    time.sleep(1.0)
+    (server,) = found
+    assert np.isfinite(server.reward.score(["a text"])).all()
+    server.stop()
+    server.stop()

@@ -1,0 +1,472 @@
+"""What `rlhf_triton.train`, `serve` and `Run` write and read, without the processes that they start."""
+
+import itertools
+import linecache
+import os
+import re
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import yaml
+from recorded_run import RecordedRun
+from synthetic_run import write_run
+
+import rlhf_triton as rt
+from rlhf_triton.config import load_config
+from rlhf_triton.errors import FunctionError
+from rlhf_triton.rewards.function import load_function
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.run_lock import only_run, only_server
+from rlhf_triton.tools.api.functions import function_spec
+from rlhf_triton.tools.api.live_line import LiveLine
+from tests.support.messages import user
+
+GROUPS = {"actor.algorithm.responses_per_prompt": 4}
+CELLS = itertools.count()
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How the runs would be started, in the working directory `tmp_path`."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    monkeypatch.setattr(rt.Run, "_start", lambda self, **given: calls.append(given))
+    return calls
+
+
+def cell(source: str, **known: Any) -> dict[str, Any]:
+    """Execute a cell of a notebook; return what it defines."""
+    name = f"<cell {next(CELLS)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    defined = {"__name__": "__main__", **known}
+    exec(compile(source, name, "exec"), defined)
+    return defined
+
+
+# ---- the YAML of a run ----
+
+
+def test_train_writes_the_yaml_that_it_runs(started: list[dict[str, Any]], tmp_path: Path):
+    verdict = cell("def Verdict(sample):\n    return 1.0\n")["Verdict"]
+    run = rt.train(
+        "policy",
+        prompts=["It is", [user("Hi")], {"prompt": "2 + 3 =", "answer": "5"}],
+        reward=[verdict, ("models/reward", 0.5), ("rewards.py:verdict", 2)],
+        algorithm={"name": "dapo", "clip_ratio": 0.1},
+        steps=np.int64(7),
+        validation=tmp_path / "held_out.jsonl",
+        wait=False,
+        **{
+            "actor.optimizer.lr": 1e-5,
+            "rewards.verdict.timeout_s": 1.5,
+            "actor.generation": {"top_p": np.float64(0.9)},
+        },
+    )
+    assert started == [{"wait": False}]
+    assert run.path == tmp_path / "runs" / "train-1"
+    written = yaml.safe_load(run.config_path.read_text())
+    assert written == {
+        "run": {"dir": str(run.path)},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
+        "reward": {"model": str(tmp_path / "models" / "reward")},
+        "rewards": {
+            "verdict": {
+                "function": f"{run.path}/functions/Verdict_function.py:Verdict",
+                "weight": 1.0,
+                "timeout_s": 1.5,
+            },
+            "model": {"weight": 0.5},
+            "verdict_2": {"function": f"{tmp_path}/rewards.py:verdict", "weight": 2.0},
+        },
+        "actor": {
+            "policy": {"model": str(tmp_path / "policy")},
+            "prompts": {"path": str(run.path / "prompts.jsonl")},
+            "validation": {"prompts": str(tmp_path / "held_out.jsonl")},
+            "algorithm": {"name": "dapo", "clip_ratio": 0.1, "responses_per_prompt": 8},
+            "steps": 7,
+            "optimizer": {"lr": 1e-5},
+            "generation": {"top_p": 0.9},
+        },
+    }
+    assert load_config(run.config_path).actor.optimizer.lr == 1e-5
+    rows = read_jsonl(run.path / "prompts.jsonl")
+    assert rows == [{"text": "It is"}, {"messages": [user("Hi")]}, {"prompt": "2 + 3 =", "answer": "5"}]
+    assert rt.train("policy", prompts="p.jsonl", reward="models/reward", **GROUPS).path.name == "train-2"
+
+
+def test_a_critic_starts_from_the_policy_unless_another_model_is_given(started: list[dict[str, Any]], tmp_path: Path):
+    for critic, expected in ((None, "policy"), ("critic", "critic")):
+        run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm="sao", critic=critic)
+        config = load_config(run.config_path)
+        assert (config.critic.model, config.rewards) == (tmp_path / expected, None)
+
+
+def test_a_loss_may_be_given_as_a_function(started: list[dict[str, Any]]):
+    loss = cell("def flat(inputs):\n    return 0 * inputs.ratio\n")["flat"]
+    run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm={"name": "grpo", "loss": loss})
+    assert load_config(run.config_path).actor.algorithm.loss == f"{run.path}/functions/flat_function.py:flat"
+    assert (run.path / "functions" / "flat_function.py").is_file()
+
+
+def test_a_data_set_is_written_as_parquet(started: list[dict[str, Any]]):
+    class Dataset:
+        def to_parquet(self, path: str) -> None:
+            Path(path).write_text("rows")
+
+    run = rt.train("policy", prompts=Dataset(), reward="reward")
+    assert load_config(run.config_path).actor.prompts.path == run.path / "prompts.parquet"
+    assert (run.path / "prompts.parquet").read_text() == "rows"
+
+
+def test_models_of_the_hub_are_downloaded(started: list[dict[str, Any]], tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / "hub" / name))
+    run = rt.train("org/model", prompts="p.jsonl", reward="models/here")
+    config = load_config(run.config_path)
+    assert config.actor.policy.model == tmp_path / "hub" / "org" / "model"
+    assert config.reward.model == tmp_path / "models" / "here", "a folder, although it could be a name"
+
+    def unreachable(name: str, **_: Any) -> str:
+        raise OSError("no such host") from ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(rt.RlhfError, match=r"actor.policy.model: org/model is no folder here, and cannot .*not known;"):
+        rt.train("org/model", prompts="p.jsonl", reward="models/here")
+
+
+CLOSURE = "def outer():\n    limit = 3\n    def inner(sample):\n        return limit\n    return inner\nf = outer()\n"
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"policy": object()}, "actor.policy.model: object, must be the folder of a model; `save_pretrained"),
+    ({"prompts": [1]}, r"prompts\[0\]: 1, must be a text, the messages of a chat, or a dictionary"),
+    ({"prompts": ["a", {"x": {1}}]}, r"prompts\[1\]: Object of type set is not JSON serializable"),
+    ({"prompts": []}, "prompts: there are no prompts; give texts"),
+    ({"prompts": {"train": []}}, "prompts: a dictionary of train; give one of its data sets"),
+    ({"validation": 3}, "validation: 3, must be texts, chats"),
+    ({"reward": ["a", "b"]}, "reward: .*/a and b are two models, but a server has one reward model"),
+    ({"reward": [("a", "b")]}, "reward: the weight of 'a' is 'b', must be a number"),
+    ({"reward": lambda sample: 1.0}, "reward: <lambda> is a lambda, which has no name; write it as a function"),
+    ({"reward": cell(CLOSURE)["f"]}, "reward: inner uses 'limit' of the function around it, which cannot travel"),
+    ({"reward": "x.py:f", "learning_rate": 1e-4}, "unknown key learning_rate; did you mean actor.optimizer.lr?"),
+    ({"algorithm": "grppo"}, "actor.algorithm.name: .* did you mean grpo"),
+    ({"algorithm": 3}, "actor.algorithm is a section, not a value"),
+    ({"actor.steps": object()}, "actor.steps: <object object at .* cannot be written into a YAML; give numbers"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), REFUSALS)
+def test_a_wrong_argument_is_one_sentence_and_leaves_nothing(
+    started: list[dict[str, Any]], tmp_path: Path, given: dict[str, Any], sentence: str
+):
+    with pytest.raises(rt.RlhfError, match=sentence):
+        rt.train(**{"policy": "policy", "prompts": ["a"], "reward": "reward", **given})
+    assert not started
+    assert not [*(tmp_path / "runs").iterdir()]
+
+
+def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started: list[dict[str, Any]], tmp_path: Path):
+    first = rt.train("policy", prompts="p.jsonl", reward="reward", dir="mine")
+    before = first.config_path.read_text()
+    with only_run(first.path):
+        for again in (lambda: rt.train("other", prompts="p.jsonl", reward="reward", dir="mine"), first.resume):
+            with pytest.raises(rt.RlhfError, match=r"another `rlhf-triton run` is running in .*mine \(process"):
+                again()
+        assert first.config_path.read_text() == before
+    with only_server(tmp_path / "served"), pytest.raises(rt.RlhfError, match=r"another server is running in .*served"):
+        rt.serve("reward", dir="served")
+    Path("p.jsonl").touch()
+    with pytest.raises(rt.RlhfError, match=r"dir: .*p.jsonl: File exists; name another folder"):
+        rt.train("policy", prompts="p.jsonl", reward="reward", dir="p.jsonl")
+
+
+def test_resume_may_change_settings(started: list[dict[str, Any]]):
+    run = rt.train("policy", prompts="p.jsonl", reward="reward", steps=5)
+    assert run.resume(wait=False, accept_changes=True, **{"actor.steps": 9}) is run
+    assert load_config(run.config_path).actor.steps == 9
+    assert started[1] == {"wait": False, "arguments": ["--accept-changes"]}
+    with pytest.raises(rt.RlhfError, match=r"run.yaml: actor.steps: .*greater than or equal to 1"):
+        run.resume(**{"actor.steps": 0})
+    assert load_config(run.config_path).actor.steps == 9
+
+
+# ---- functions by value ----
+
+NOTEBOOK = '''\
+import collections
+import importlib.util
+import math as m
+import re
+from functools import lru_cache
+from rlhf_triton import Sample as S
+
+WORDS = ("the", "a")
+NUMBER = re.compile(r"-?\\d+", re.IGNORECASE)
+LIMITS = {"low": -1.5, "names": [True, None]}
+
+
+@lru_cache
+def count(text):
+    """Count, or call itself."""
+    return count("the") if not text else sum(word in WORDS for word in text.split())
+
+
+def unused(sample):
+    return undefined
+
+
+aliased = count
+
+
+def reward(sample: S, *, low=LIMITS["low"]) -> S:
+    found = importlib.util.find_spec("json") and NUMBER.findall(sample.text)
+    total = collections.Counter(found)["7"]
+    return low + m.floor(total) + aliased(sample.text) + max([0 for _ in WORDS])
+'''
+
+
+def test_a_function_of_a_notebook_travels_with_what_it_uses(tmp_path: Path):
+    files: dict[Path, str] = {}
+    spec = function_spec(cell(NOTEBOOK)["reward"], tmp_path, files)
+    ((path, text),) = files.items()
+    assert spec == f"{path}:reward"
+    assert path.parent == tmp_path
+    assert "unused" not in text
+    path.write_text(text)
+    code = f"import runpy; f = runpy.run_path({str(path)!r})['reward']; from rlhf_triton import Sample; " + (
+        "print(f(Sample(text='the 7 a 7')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/")
+    assert float(done.stdout) == -1.5 + 2 + 2
+
+
+def test_functions_of_modules_are_imported_by_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "plain_rewards.py").write_text("def good(sample):\n    return 3.0\n")
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scores.py").write_text("from . import __name__ as base\n\ndef good(sample):\n    return len(base)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_package.scores
+    import plain_rewards
+
+    files: dict[Path, str] = {}
+    assert function_spec(plain_rewards.good, tmp_path, files) == f"{tmp_path}/plain_rewards.py:good"
+    assert not files
+    spec = function_spec(own_package.scores.good, tmp_path, files)
+    ((path, text),) = files.items()
+    path.write_text(text)
+    code = f"from rlhf_triton.rewards.function import load_function; print(load_function({spec!r})(None))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, cwd=Path.cwd()
+    )
+    assert int(done.stdout) == len("own_package")
+
+
+def test_a_function_with_the_signature_of_trl_and_one_within_a_function_travel(tmp_path: Path):
+    def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    files: dict[Path, str] = {}
+    spec = function_spec(lengths, tmp_path, files)
+    for path, text in files.items():
+        path.write_text(text)
+    assert load_function(spec)(rt.Sample("a text", metadata={"response": "text"})) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (
+            "x = object()\ndef f(s):\n    return g(s)\ndef g(s):\n    return x",
+            "f uses 'x', which is a object, which cann",
+        ),
+        ("def f(s):\n    return y", "f uses 'y', which its module does not define; put it into a file"),
+        ("g = lambda s: 1\ndef f(s):\n    return g(s)", "f uses 'g', which is a lambda, which has no name; write it"),
+        (
+            "class C:\n    def m(self, s):\n        return 1\nf = C().m",
+            "m is a method of a C, whose state cannot travel",
+        ),
+        ("class C:\n    def __call__(self, s):\n        return 1\nf = C()", "C is a C, which cannot be written into"),
+        ("x = float('nan')\ndef f(s):\n    return x", "f uses 'x', which is a float, which cannot be written"),
+    ],
+)
+def test_what_cannot_travel_is_named(tmp_path: Path, source: str, sentence: str):
+    with pytest.raises(FunctionError, match=re.escape(sentence)):
+        function_spec(cell(source)["f"], tmp_path, {})
+
+
+def test_a_function_without_a_source_is_refused(tmp_path: Path):
+    known: dict[str, Any] = {"__name__": "__main__"}
+    exec("def f(sample):\n    return 1.0", known)
+    with pytest.raises(
+        FunctionError, match=r"f: the source of f cannot be read; put it into a file, and give its name"
+    ):
+        function_spec(known["f"], tmp_path, {})
+
+
+def test_a_class_of_a_script_travels(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom rlhf_triton.tools.api.functions import function_spec\n"
+        "BASE = 2\nclass Base:\n    more = BASE\nclass Reward(Base):\n    once = 1\n    twice = once + 1\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "    def __call__(self, sample):\n        return self.more + self.twice\n"
+        "files = {}\nfunction_spec(Reward, Path(sys.argv[1]), files)\n"
+        "for path, text in files.items():\n    path.write_text(text)\n"
+    )
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, cwd=Path.cwd(), env=_importable())
+    assert runpy.run_path(str(tmp_path / "Reward_function.py"))["Reward"]()(None) == 4
+
+
+def _importable() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(rt.__file__).parents[1])}
+
+
+# ---- a run's folder ----
+
+
+def test_metrics_have_our_names_and_those_of_trl(tmp_path: Path):
+    run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1, 2, 3).finished(3))
+    metrics = run.metrics
+    assert metrics["step"].tolist() == [1, 2, 3]
+    np.testing.assert_allclose(metrics["reward"], [0.1, 0.2, 0.3], atol=1e-6)
+    assert metrics["reward"] is metrics["train_rollouts/rewards"]
+    assert metrics["reward_std"].tolist() == pytest.approx([0, 0, 0], abs=1e-6)
+    assert (metrics["completions/mean_length"] > 0).all()
+    assert {each.dtype for each in metrics.values()} == {np.dtype(np.float64)}
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train_rollouts/useful_prompts": 0.25, "text": "x"}\n')
+    later = run.metrics
+    assert np.isnan(later["reward"]).tolist() == [False, False, False, True]
+    assert later["frac_reward_zero_std"][3] == 0.75
+    assert "kl" not in later, "without a reference there is none"
+    assert "text" not in later
+
+
+def test_samples_report_and_curves_of_a_finished_run(tmp_path: Path):
+    run = rt.Run(write_run(tmp_path / "run"))
+    assert len(run.samples("before")) == len(run.samples()) == 30
+    assert run.samples("training") == []
+    assert run.metrics["rewards/words/mean"][0] == pytest.approx(0.2)
+    assert run.report().read_text().startswith("<!doctype html>")
+    figure = run.plot()
+    assert len(figure.axes) > 4
+    assert figure._repr_svg_().startswith("<?xml")
+    with pytest.raises(rt.RlhfError, match="when: 'later', must be 'before', 'after' or 'training'"):
+        run.samples("later")
+    with pytest.raises(rt.RlhfError, match="has no policy yet: the first checkpoint is written"):
+        run.policy_path  # noqa: B018
+    with pytest.raises(rt.RlhfError, match="was started by a command; resume it with the same command and YAML"):
+        run.resume()
+
+
+def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = rt.Run(write_run(tmp_path / "run"))
+    (run.path / "policy").mkdir()
+    assert run.policy_path == run.path / "policy"
+    calls: list[tuple[str, Any]] = []
+    api = types.SimpleNamespace(
+        create_repo=lambda name, **given: calls.append((name, given)),
+        upload_folder=lambda **given: calls.append(("upload", given)),
+    )
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    assert run.push_to_hub("org/mine") == "https://huggingface.co/org/mine"
+    assert calls[0] == ("org/mine", {"private": True, "exist_ok": True})
+    assert calls[1] == ("upload", {"repo_id": "org/mine", "folder_path": str(run.path / "policy")})
+    (run.path / "checkpoints" / "actor" / "5").mkdir(parents=True)
+    (run.path / "export" / "step-5").mkdir(parents=True)
+    assert run.policy_path == run.path / "export" / "step-5", "the run failed after this checkpoint"
+    (run.path / "checkpoints" / "actor" / "6").mkdir(parents=True)
+    with pytest.raises(rt.RlhfError, match="6"):
+        run.policy_path  # noqa: B018
+
+
+def test_a_folder_that_is_no_run_or_is_deleted_is_one_sentence(tmp_path: Path):
+    with pytest.raises(rt.RlhfError, match="is missing: name the folder of a run"):
+        rt.Run(tmp_path / "none")
+    with pytest.raises(rt.RlhfError, match=r"is no run: it has neither settings.json nor metrics.jsonl"):
+        rt.Run(tmp_path)
+    folder = write_run(tmp_path / "run")
+    run = rt.Run(folder)
+    folder.rename(tmp_path / "elsewhere")
+    for read in (lambda: run.metrics, run.samples, run.report, run.plot, run.status, lambda: run.policy_path):
+        with pytest.raises(rt.RlhfError, match=f"{folder} is missing: name the folder of a run"):
+            read()
+
+
+RUNNING = """
+import signal, sys
+from pathlib import Path
+from rlhf_triton.store.run_lock import only_run, write_phase
+folder = Path(sys.argv[1])
+with only_run(folder):
+    write_phase(folder, "training: grpo")
+    signal.sigwait({signal.SIGINT})
+    (folder / "logs" / "run.log").write_text("[0:01] stopping\\nerror: the disk is full;\\nmake room\\n")
+"""
+
+
+def test_a_run_that_another_process_has_started_is_found_and_stopped(tmp_path: Path, capsys: Any):
+    run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1).finished(1))
+    (run.path / "logs").mkdir()
+    assert not run.is_running
+    run.stop()
+    command = [
+        sys.executable,
+        "-c",
+        "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})" + RUNNING,
+    ]
+    with subprocess.Popen([*command, str(run.path)], env=_importable()) as process:
+        while not run.is_running or "training" not in (run.path / "run.lock").read_text():
+            assert process.poll() is None
+        assert "running: training: grpo" in run.status()
+        run.stop()
+        assert process.wait() == 0
+    assert not run.is_running
+    run.wait()  # what it wrote before is of no interest
+
+
+def test_waiting_for_another_processes_run_raises_its_error(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1).finished(1))
+    run.log_path.parent.mkdir()
+    states = iter([True, False])
+
+    def is_running(_: rt.Run) -> bool:
+        run.log_path.write_text("step 1/2  reward\n  | actor: slow\nother\nerror: the disk is full;\nmake room\n")
+        return next(states)
+
+    monkeypatch.setattr(rt.Run, "is_running", property(is_running))
+    with pytest.raises(rt.RlhfError, match=r"^the disk is full;\nmake room$"):
+        run.wait()
+    assert capsys.readouterr().err == "step 1/2  reward\nactor: slow\n"
+
+
+def test_the_live_line_is_updated_in_a_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    shown: list[Any] = []
+    ipython = types.SimpleNamespace(
+        get_ipython=lambda: types.SimpleNamespace(kernel=1),
+        display=types.SimpleNamespace(
+            display=lambda *_, **__: types.SimpleNamespace(update=lambda x, raw: shown.append(x))
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    with LiveLine() as line:
+        line.show("step 1")
+        line.show("step 1")
+        line.show("step 2")
+        line.keep("a warning")
+    assert shown == [{"text/plain": "step 1"}, {"text/plain": "step 2"}]
+    assert capsys.readouterr().err == "a warning\n"
+    monkeypatch.delitem(sys.modules, "IPython")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with LiveLine() as line:
+        line.show("step 1")
+        line.keep("a warning")
+    assert capsys.readouterr().err == "\r\x1b[Kstep 1\r\x1b[Ka warning\n\r\x1b[Kstep 1\n"

@@ -1,0 +1,163 @@
+"""Functions given by value, as files that other processes import: their source, with what it uses."""
+
+import ast
+import builtins
+import dis
+import inspect
+import re
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from rlhf_triton.errors import FunctionError
+
+SESSIONS = ("__main__", "__mp_main__")  # a script or a notebook; importing it again would run it again
+FUTURE = "from __future__ import annotations\n"  # so that annotations need none of the names that they use
+REMEDY = "; put it into a file, and give its name as 'file.py:name'"
+INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+
+
+def function_spec(function: Callable[..., Any], folder: Path, files: dict[Path, str]) -> str:
+    """Return the `file.py:name` by which another process imports a function or a class.
+
+    A function of a module that is a file has one already. For another a file in `folder` is added to `files`,
+    {path: text}: one that imports it from its package, or, for one of a script, a notebook, or another function, its
+    source, with the imports, constants and functions of its module that it uses.
+
+    Raises FunctionError for a lambda, a closure, a method or another object, and for a name that cannot be written
+    down.
+    """
+    name = str(getattr(function, "__name__", type(function).__name__))
+    module = _module_of(function)
+    if module is not None and "." not in module.__name__:
+        return f"{Path(str(module.__file__)).absolute()}:{name}"
+    path = folder / f"{name.strip('<>')}_function.py"  # a module called as the function could hide one of Python's
+    files[path] = _Source(name, function).text
+    return f"{path}:{name}"
+
+
+def _module_of(value: Any) -> ModuleType | None:
+    """Return the module from which other processes can import a function or a class by its name."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if module is None or module.__name__ in SESSIONS or getattr(module, value.__name__, None) is not value:
+        return None
+    return module if getattr(module, "__file__", None) or module.__name__ in sys.builtin_module_names else None
+
+
+class _Source:
+    """The source of a function and of all that it uses of its module, in an order in which it can be executed."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self._name = name
+        self._paths: set[str] = set()  # folders of modules that are not installed
+        self._imports: set[str] = set()
+        self._definitions: dict[str, str] = {}
+        self._add(name, function, frozenset())
+
+    @property
+    def text(self) -> str:
+        """The file's text."""
+        lines = [f'"""`{self._name}` as it was when the run was started; written by rlhf_triton."""\n', FUTURE]
+        if self._paths:
+            lines += ["import sys\n", f"sys.path += {sorted(self._paths)!r}"]
+        return (
+            "\n".join([*lines, *sorted(self._imports), "", "\n\n\n".join(self._definitions.values())]).rstrip() + "\n"
+        )
+
+    def _add(self, name: str, value: Any, attributes: frozenset[str]) -> None:
+        """Add what defines `name` as `value`; `attributes`: those that are used of it, if it is a module."""
+        if name in self._definitions:
+            return
+        if isinstance(value, ModuleType):
+            self._import(value, f"import {value.__name__}" + f" as {name}" * (name != value.__name__))
+            for inner in attributes:
+                if isinstance(module := sys.modules.get(f"{value.__name__}.{inner}"), ModuleType):
+                    self._import(module, f"import {module.__name__}")
+        elif isinstance(value, re.Pattern):
+            self._imports.add("import re")
+            self._definitions[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
+        elif (text := _literal(value)) is not None:
+            self._definitions[name] = f"{name} = {text}"
+        elif hasattr(value, "__name__") and (module := _module_of(value)) is not None:
+            self._import(module, f"from {module.__name__} import {value.__name__} as {name}")
+        else:
+            self._define(name, value)
+
+    def _import(self, module: ModuleType, line: str) -> None:
+        self._imports.add(line)
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            depth = module.__name__.count(".") + hasattr(module, "__path__")
+            root = str(Path(file).absolute().parents[depth])
+            if root not in INSTALLED and not root.endswith("lib-dynload"):
+                self._paths.add(root)
+
+    def _define(self, name: str, value: Any) -> None:
+        inner = inspect.unwrap(value) if callable(value) else value
+        self._check(name, inner)
+        try:
+            source = textwrap.dedent(inspect.getsource(inner))
+            code = compile(FUTURE + source, name, "exec")
+        except (OSError, TypeError, SyntaxError) as error:
+            raise FunctionError(f"{self._name}: the source of {name} cannot be read{REMEDY}") from error
+        self._definitions[name] = ""  # in progress: it may use itself
+        known = inner.__globals__ if isinstance(inner, FunctionType) else vars(sys.modules[inner.__module__])
+        used, stored, attributes = _names_in(code)
+        for each in sorted(used):
+            if each in known:
+                self._add(each, known[each], attributes)
+            elif each not in stored and not hasattr(builtins, each):
+                raise FunctionError(f"{self._name} uses {each!r}, which its module does not define{REMEDY}")
+        del self._definitions[name]
+        alias = f"\n{name} = {inner.__name__}" if name != inner.__name__ else ""
+        self._definitions[name] = f"{source.rstrip()}{alias}"
+
+    def _check(self, name: str, inner: Any) -> None:
+        """Raise FunctionError unless `inner` is a function or a class without names of a function around it."""
+        if inspect.ismethod(inner):
+            why = f"is a method of a {type(inner.__self__).__name__}, whose state cannot travel"
+        elif not isinstance(inner, (FunctionType, type)):
+            why = f"is a {type(inner).__name__}, which cannot be written into the run's folder"
+        elif inner.__name__ == "<lambda>":
+            why = "is a lambda, which has no name; write it as a function"
+        elif free := sorted(_free_names(inner)):
+            why = f"uses {free[0]!r} of the function around it, which cannot travel; make it an argument with a default"
+        else:
+            return
+        subject = self._name if name == self._name else f"{self._name} uses {name!r}, which"
+        raise FunctionError(f"{subject} {why}" + ("" if ";" in why else REMEDY))
+
+
+def _free_names(inner: Any) -> set[str]:
+    functions = [inner] if isinstance(inner, FunctionType) else vars(inner).values()
+    names = {name for each in functions if isinstance(each, FunctionType) for name in each.__code__.co_freevars}
+    return names - {"__class__"}  # of `super()`
+
+
+def _literal(value: Any) -> str | None:
+    """Return a value of plain types as Python's source; None for any other."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, list, tuple, dict, set, type(None))):
+        try:
+            return repr(value) if ast.literal_eval(repr(value)) == value else None
+        except (ValueError, SyntaxError, RecursionError):
+            pass
+    return None
+
+
+def _names_in(code: CodeType) -> tuple[set[str], set[str], frozenset[str]]:
+    """Return the global names that the code reads, those that it stores, and all attributes that it uses."""
+    used, stored, attributes = set[str](), set[str](), set[str]()
+    pending = [code]
+    for each in pending:
+        pending += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+        attributes |= {*each.co_names}
+        for step in dis.get_instructions(each):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                used.add(str(step.argval))
+            elif step.opname in ("STORE_GLOBAL", "STORE_NAME"):
+                stored.add(str(step.argval))
+    return {name for name in used if not re.fullmatch("__.*__", name)}, stored, frozenset(attributes)

@@ -1,0 +1,233 @@
+"""The sections of a YAML from Python's values, and the files that they name: functions, prompts, models of the hub."""
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_triton.config import RunConfig, parse_config
+from rlhf_triton.config.rewards import MODEL_TERM
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC, with_absolute_path
+from rlhf_triton.store.durable import replace_file
+from rlhf_triton.tools.api.functions import function_spec
+from rlhf_triton.tools.server.ports import PORT_KEYS
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+PROMPT_FORMS = "texts, chats, dictionaries, a data set or a file"
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # no pickles, which are refused anyway
+
+
+class Sections:
+    """The sections of a configuration, as they are set one after the other, and the files of its folder."""
+
+    def __init__(self, folder: Path, data: dict[str, Any] | None = None) -> None:
+        """`data`: sections to begin with; default: those of a server on free ports."""
+        self.folder = folder
+        self.data: dict[str, Any] = data or {"run": {"dir": str(folder)}, "server": dict.fromkeys(PORT_KEYS, 0)}
+        self._files: dict[Path, str] = {}
+        self._tables: dict[Path, Any] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Set `section.key`. A dictionary is merged into the section; a function becomes a file that has it.
+
+        Raises RlhfError for a value that cannot be written into a YAML.
+        """
+        _merge(self.data, _nested(key, self._plain(key, value)))
+
+    def get(self, key: str) -> Any:
+        """Return what `section.key` was set to, None if it was not."""
+        value: Any = self.data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def set_default(self, key: str, value: Any) -> None:
+        """Set `section.key` unless it is set."""
+        if self.get(key) is None:
+            self.set(key, value)
+
+    def set_model(self, key: str, given: str | os.PathLike[str]) -> None:
+        """Set the folder of a model, which is downloaded if `given` is `organization/name` and there is no such folder.
+
+        Raises RlhfError if it cannot be downloaded, or is no path.
+        """
+        if not isinstance(given, (str, os.PathLike)):
+            raise RlhfError(
+                f"{key}: {type(given).__name__}, must be the folder of a model; `save_pretrained(folder)` of model and "
+                "tokenizer writes one"
+            )
+        folder = Path(given).expanduser()
+        if isinstance(given, str) and HUB_NAME.fullmatch(given) and not folder.parent.exists():
+            folder = _download(key, given)
+        self.set(key, folder.absolute())
+
+    def set_rewards(self, given: Any) -> None:
+        """Set `reward` and `rewards` to a model's folder, a function, or a list of these and of (which, weight).
+
+        Raises RlhfError for more than one model, and FunctionError for a function that cannot be written down.
+        """
+        terms: dict[str, dict[str, Any]] = {}
+        pairs: list[Any] = given if isinstance(given, list) else [given]
+        for each in pairs:
+            what, weight = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
+            if not isinstance(weight, int | float):
+                raise RlhfError(f"reward: the weight of {what!r:.80} is {weight!r:.40}, must be a number")
+            if (spec := self._function("reward", what)) is not None:
+                name = _term_name(spec.rpartition(":")[2], terms)
+                terms[name] = {"function": spec, "weight": float(weight)}
+            elif MODEL_TERM in terms:
+                first = self.data["reward"]["model"]
+                raise RlhfError(f"reward: {first} and {what} are two models, but a server has one reward model")
+            else:
+                self.set_model("reward.model", what)
+                terms[MODEL_TERM] = {"weight": float(weight)}
+        if terms != {MODEL_TERM: {"weight": 1.0}}:  # which is the default
+            self.set("rewards", terms)
+
+    def set_prompts(self, key: str, given: Any, *, name: str) -> None:
+        """Set prompts to a file, or to rows, which become one: a data set, texts, chats, or dictionaries.
+
+        `name`: of the argument. Raises RlhfError for a row that is none, or that JSON cannot express.
+        """
+        if isinstance(given, (str, os.PathLike)):
+            path = Path(given).expanduser().absolute()
+        elif isinstance(given, Mapping):
+            raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, given))}; give one of its data sets")
+        elif hasattr(given, "to_parquet"):
+            path = self.folder / f"{name}.parquet"
+            self._tables[path] = given
+        elif isinstance(given, Iterable):
+            path = self.folder / f"{name}.jsonl"
+            self._files[path] = "".join(_line(f"{name}[{i}]", row) for i, row in enumerate(given))
+            if not self._files[path]:
+                raise RlhfError(f"{name}: there are no prompts; give {PROMPT_FORMS}")
+        else:
+            raise RlhfError(f"{name}: {given!r:.80}, must be {PROMPT_FORMS}")
+        self.set(key, path)
+
+    def check(self, source: str) -> RunConfig:
+        """Return the configuration. Raises ConfigError; `source` stands before its sentences."""
+        return parse_config(copy.deepcopy(self.data), source)
+
+    def write(self, path: Path) -> None:
+        """Write the YAML, and the files that it names."""
+        self._files[path] = yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
+        for file, text in self._files.items():
+            file.parent.mkdir(exist_ok=True)
+            replace_file(file, text.encode(), durable=False)
+        for file, table in self._tables.items():
+            table.to_parquet(str(file))
+
+    def _plain(self, key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): self._plain(f"{key}.{name}", inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(key, inner) for inner in value]
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if hasattr(value, "tolist"):  # of NumPy
+            return value.tolist()
+        if callable(value):
+            return self._function(key, value)
+        if isinstance(value, str | int | float | None):
+            return value
+        raise RlhfError(f"{key}: {value!r:.80} cannot be written into a YAML; give numbers, texts, lists or functions")
+
+    def _function(self, key: str, given: Any) -> str | None:
+        """Return `file.py:name` of a function; None for the folder of a model."""
+        if isinstance(given, str) and (FILE_SPEC.fullmatch(given) or MODULE_SPEC.fullmatch(given)):
+            return with_absolute_path(given, Path.absolute)
+        if not callable(given) or hasattr(given, "save_pretrained"):
+            return None
+        try:
+            return function_spec(given, self.folder / "functions", self._files)
+        except RlhfError as error:
+            raise type(error)(f"{key}: {error}") from error
+
+
+@contextlib.contextmanager
+def new_folder(given: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]:
+    """Yield the folder `given`, by default the first free `runs/<kind>-N`; if the block fails, one that is new goes.
+
+    Raises RlhfError if it cannot be made.
+    """
+    try:
+        is_new, folder = _made(given, kind)
+    except OSError as error:
+        raise RlhfError(f"dir: {reason_of(error)}; name another folder") from error
+    try:
+        yield folder
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _made(given: str | os.PathLike[str] | None, kind: str) -> tuple[bool, Path]:
+    number = 1
+    while True:
+        folder = Path("runs", f"{kind}-{number}").absolute() if given is None else Path(given).expanduser().absolute()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+            return True, folder
+        except FileExistsError:
+            if given is not None and folder.is_dir():
+                return False, folder
+            if given is not None:
+                raise
+        number += 1
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    first, _, rest = key.partition(".")
+    return {first: _nested(rest, value) if rest else value}
+
+
+def _merge(data: dict[str, Any], added: Mapping[str, Any]) -> None:
+    for key, value in added.items():
+        if isinstance(value, dict) and isinstance(data.get(key), dict):
+            _merge(data[key], value)
+        else:
+            data[key] = value
+
+
+def _term_name(name: str, taken: Mapping[str, Any]) -> str:
+    """Return a valid name of a term of `rewards` for a function."""
+    base = re.sub("[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")[:36] or "reward"
+    names = [base, *(f"{base}_{number}" for number in range(2, 100))]
+    return next(each for each in names if each not in taken and each != MODEL_TERM)
+
+
+def _line(where: str, row: Any) -> str:
+    """Return a row of prompts as a line of JSONL."""
+    if isinstance(row, str):
+        row = {"text": row}
+    elif isinstance(row, list) and row and all(isinstance(message, Mapping) for message in row):
+        row = {"messages": row}
+    try:
+        if not isinstance(row, Mapping):
+            raise TypeError(f"{row!r:.80}, must be a text, the messages of a chat, or a dictionary")
+        return json.dumps(dict(row), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RlhfError(f"{where}: {error}") from error
+
+
+def _download(key: str, name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
+    except Exception as error:  # of the library, its transport, or its absence
+        raise RlhfError(
+            f"{key}: {name} is no folder here, and cannot be downloaded from the hub: "
+            f"{reason_of(error.__cause__ or error)}; give the folder of a model"
+        ) from error
