@@ -1,4 +1,4 @@
-"""An agent's function as an environment of one step, whose action is the address of the policy."""
+"""An agent function as an environment with a single step, whose action is the base URL of the policy."""
 
 import functools
 import inspect
@@ -19,11 +19,11 @@ class AgentRun:
         self._options = options
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Take the task; the agent itself begins the conversation."""
+        """Store the task; the agent itself starts the conversation."""
         self._row = row
 
     def step(self, action: str) -> Any:
-        """Run the agent to its end, with the base URL of the policy."""
+        """Run the agent to its end; `action`: the base URL of the policy."""
         outcome = self._run(action, dict(self._row), **self._options)
         return _awaited(outcome) if inspect.isawaitable(outcome) else ("", outcome, True)
 

@@ -233,7 +233,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
 
     def called(name: str) -> None:
         calls.append(name)
-        if calls == ["generate", "sampled_logprobs", "known"]:
+        if calls == ["generate", "sampled_logprobs", "add_logprobs"]:
             computed.set()
 
     server, ready = InstantScorer(), asyncio.get_running_loop().create_future()
@@ -307,7 +307,7 @@ def test_a_version_contains_the_updates_up_to_a_step(
 ):
     steps = VersionSteps(*start, **{"every": 1, **rules})
     for version, step in answers:
-        steps.learn(version, step)
+        steps.record(version, step)
     assert len(steps._steps) <= KEPT_VERSIONS
     assert {version: steps.step_of(version) for version in contained} == contained
 
@@ -722,7 +722,7 @@ ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
     "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
-    "disk": (failing_call("rollouts", "take", 3, OSError(5, "disk")), OSError, "disk"),
+    "disk": (failing_call("rollouts", "get", 3, OSError(5, "disk")), OSError, "disk"),
 }
 
 
@@ -983,7 +983,7 @@ LONG: list[tuple[Any, str]] = [
     (Policy, "generate"),
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),
-    (Scorer, "_texts"),
+    (Scorer, "_text_inputs"),
 ]
 
 

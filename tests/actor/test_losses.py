@@ -170,7 +170,7 @@ ROWS = r"a tensor of shape \(1, 5\)"
         (
             "return inputs.mean(inputs.logprobs), {'a': inputs.logprobs.sum()} if inputs.logprobs.shape[1] > 5 else {}",
             RlhfError,
-            r"returns metrics of other names for other rows \(a\); return the same ones always",
+            r"returns different metrics for different rows \(a\); always return the same names",
         ),
     ],
 )
