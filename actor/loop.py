@@ -38,7 +38,7 @@ class PPORun:
     """One run of the actor: its parts, and its steps."""
 
     def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
-        """`ranks`: the processes that train the policy, of which this is rank 0."""
+        """`ranks`: the processes that train the policy; this process is rank 0."""
         self.settings = actor = config.actor
         self.truncated = "score" if config.environment is None else config.environment.truncated
         self.stop = Stop()
@@ -64,7 +64,7 @@ class PPORun:
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device
         self.in_thread = make_compute_thread(actor.threads, device)
-        # A second thread, so that the update can run beside a rollout.
+        # A second thread, so that the update can run during a rollout.
         self.in_update_thread = (
             make_compute_thread(actor.threads, device) if actor.one_step_off_policy else self.in_thread
         )
@@ -78,7 +78,7 @@ class PPORun:
 
     @property
     def done(self) -> int:
-        """Steps whose updates are complete."""
+        """The last complete step, which is the number of complete steps."""
         return self.last.step
 
     async def run(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class PPORun:
         rows = rows_of(conversations_of(rollout.groups))
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
         if self.settings.one_step_off_policy and not is_last:
-            # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
+            # Before this step's update: the next rollout samples from a copy of the policy after `step - 1`.
             await self.rollouts.start(step + 1, updated=step - 1)
         update: dict[str, float] = {}
         if trains_policy := step > self.settings.algorithm.critic_warmup_steps:

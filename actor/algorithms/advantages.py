@@ -21,15 +21,15 @@ def require_same_shape(**tensors: Tensor) -> None:
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
-    """Combine scores and KL penalty: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
+    """Combine scores and KL penalty into token rewards: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
 
-    The score goes to the position that scores the last token (position length - 2 scores token length - 1). The
-    penalty covers every position, including prompt and padding, which `gae` masks. The score of an empty response
-    lies outside its mask, so `gae` drops it.
+    The score goes to the position of the last token (position length - 2 belongs to token length - 1). The penalty
+    covers every position, including prompt and padding, which `gae` masks. The score of an empty response lies outside
+    its mask, so `gae` drops it.
 
     Args:
         rewards: `[B]`, one score per response.
-        kl: `[B, S-1]`, from `kl.kl_estimate`.
+        kl: `[B, S-1]`, from `losses.kl_estimate`.
         lengths: `[B]`, tokens of prompt + response.
         kl_coef: weight of the penalty, >= 0.
 
@@ -109,10 +109,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_rounding(std: Tensor, mean: Tensor) -> Tensor:
-    """Return whether the standard deviation of float32 numbers is only rounding error.
+    """Return whether a standard deviation `std` of float32 numbers with mean `mean` is only rounding error.
 
-    If it is, treat it as 0 and never divide by it. Compute both arguments in float64: in float32 the mean of equal
-    numbers may differ from them, which makes their standard deviation positive.
+    If so, callers treat it as 0 and never divide by it. Compute both arguments in float64: in float32 the mean of equal
+    numbers may differ from the numbers, which makes their standard deviation positive.
     """
     return std <= ROUNDING * mean.abs()
 
@@ -139,7 +139,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     1: the values predict the returns up to a constant; 0: no better than a constant; below 0: worse. It is 0, not
     NaN, if the returns do not vary or the mask is empty. Pass Monte-Carlo returns, `gae(..., lam=1)[1]`: with
-    a smaller lam the returns contain the values that they are compared with, and the figure is too high.
+    a smaller lam the returns contain the values that they are compared with, and the result is too high.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t.
@@ -195,7 +195,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     """Standardise each score within its group: subtract the mean, divide by the standard deviation.
 
-        A_i = (R_i - mean) / (std + 1e-6)        std divides by n - 1, n the group's counted scores; 0 where n <= 1
+        A_i = (R_i - mean) / (std + 1e-6)        std divides by n - 1 for n counted scores in the group; 0 where n <= 1
 
     The group's mean includes response i itself. Scores that are equal up to float32 rounding give advantages of 0, so
     the prompt contributes no gradient.
@@ -273,7 +273,7 @@ def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, coun
 
 
 def _group_sums(rewards: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the rewards (0 if not counted), each row's group index, and the count and sum per group, in float64."""
+    """Return (rewards, 0 if not counted; group index of each row; count per group; sum per group), in float64."""
     names, index = groups.unique(return_inverse=True)
     rewards = rewards.double().masked_fill(~counted, 0.0)
     zeros = rewards.new_zeros(len(names))

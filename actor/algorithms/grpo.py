@@ -1,4 +1,4 @@
-"""GRPO and its relatives: a response's reward is compared with those of all responses to the same prompt."""
+"""GRPO and its relatives, which compare a response's reward with the rewards of all responses to the prompt."""
 
 import torch
 from torch import Tensor

@@ -57,13 +57,13 @@ class AdvantageInputs:
         return rewards if self.process_rewards is None else rewards + self.process_rewards
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """Copy the value of each response to all of its tokens: `[B]` -> `[B, S-1]`."""
+        """Copy the advantage of each response to all of its tokens: `[B]` -> `[B, S-1]`, 0 outside the mask."""
         return advantages[:, None] * self.mask
 
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Clip range of the probability ratio: [1 - low, 1 + high]; for `dppo`, of the difference: [-low, high]."""
+    """Clip range of the probability ratio, [1 - low, 1 + high]; for `dppo`, of the difference, [-low, high]."""
 
     low: float = 0.2
     high: float = 0.2
@@ -71,7 +71,7 @@ class ClipRange:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch: some responses of a minibatch. Log-probs are 0 where the weight is 0.
+    """A micro-batch, which is a part of a minibatch. Log-probs are 0 where the weight is 0.
 
     Raises: ValueError if shapes differ.
     """

@@ -20,7 +20,7 @@ def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         l_t = max(-A_t * rho_t, -A_t * clamp(rho_t, 1 - low, 1 + high))
         loss = sum_t w_t * l_t / total
 
-    Returns: (loss, metrics): `clip_fraction` counts the tokens whose gradient was removed by a clip.
+    Returns: (loss, metrics): `clip_fraction` counts the tokens whose gradient the clip removes.
     Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; clip-higher: Yu et al. 2025 (arXiv 2503.14476).
     """
     return _surrogate(inputs, inputs.log_ratio.exp())
@@ -99,7 +99,7 @@ def _weighted(inputs: LossInputs, factors: Tensor) -> tuple[Tensor, dict[str, Te
 def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the REINFORCE loss, -sum_t w_t * A_t * logprobs_t / total.
 
-    Its gradient equals that of the clipped loss at ratio 1, so it is meant for on-policy samples.
+    It has the gradient of the clipped loss at ratio 1, so it is meant for on-policy samples.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms", equation 11.
     """
@@ -161,7 +161,7 @@ MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rol
 
 
 def k1(difference: Tensor) -> Tensor:
-    """Return d: unbiased, and may be negative. As a loss its gradient is 0 in expectation."""
+    """Return d: unbiased, possibly negative. As a loss its gradient is 0 in expectation."""
     return difference
 
 

@@ -68,7 +68,7 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
             (gradient,) = torch.autograd.grad(value, inputs.logprobs, retain_graph=True)
             if bool(((inputs.weights == 0) & (gradient != 0)).any()):
                 raise FunctionError(
-                    f"actor.algorithm.loss: {spec} depends on tokens outside the responses that are learned from; "
+                    f"actor.algorithm.loss: {spec} depends on tokens with weight 0, which must not train the policy; "
                     "multiply by inputs.weights, or use inputs.mean"
                 )
         return value, {str(name): scalar.detach().to(value) for name, scalar in metrics.items()}

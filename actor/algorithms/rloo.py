@@ -1,4 +1,4 @@
-"""RLOO: each response is compared with the mean of the other responses to the same prompt."""
+"""RLOO, which compares each response's reward with the mean reward of the other responses to the prompt."""
 
 from torch import Tensor
 

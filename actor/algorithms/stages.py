@@ -29,7 +29,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = count, mean, squares
 
     def update(self, values: Tensor) -> None:
-        """Add finite values `[n]`; n may be 0."""
+        """Add the finite values `[n]` to the statistics; n may be 0."""
         if not values.numel():
             return
         count, mean = values.numel(), float(values.double().mean())

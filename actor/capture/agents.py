@@ -33,8 +33,8 @@ class CapturedAgents(ConversationRunner):
     _serving: Future[None] | None = None
 
     def __init__(self, settings: EnvironmentSection, tokenizer: Any, **options: Any) -> None:
-        """Start the workers and the server; arguments and errors as in `ConversationRunner`, but `in_step` is off."""
-        super().__init__(settings, tokenizer, **{**options, "in_step": False})
+        """Start the workers and the server; arguments and errors as in `ConversationRunner`, but `lockstep` is off."""
+        super().__init__(settings, tokenizer, **{**options, "lockstep": False})
         self._rows: dict[str, ConversationRows] = {}
         self._sessions = Sessions(
             tokenizer,

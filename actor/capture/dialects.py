@@ -51,7 +51,7 @@ class PolicyReply:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One API."""
+    """The request and reply formats of one API."""
 
     read: Callable[[Any, int], AgentRequest]
     """Parses a request's body; the number is the limit of a reply if the request sets none. Raises HttpError."""
@@ -196,7 +196,7 @@ class TextFormat(Body):
 
 
 class OpenAIRequest(Body):
-    """A request of chat completions; the fields after `stream_options` have one allowed value, or no effect."""
+    """A request to the chat completions API; the fields after `stream_options` have one allowed value, or no effect."""
 
     model: str = ""
     messages: Annotated[list[OpenAIMessage], Field(fail_fast=True)]
@@ -349,7 +349,7 @@ class Thinking(Body):
 
 
 class AnthropicRequest(Body):
-    """A request of messages."""
+    """A request to the messages API."""
 
     model: str = ""
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)]

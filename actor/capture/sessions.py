@@ -163,7 +163,7 @@ class Session:
         self._ends[_digest(call.digest, _identity(reply))] = call
 
     def rows(self) -> list[CapturedRow]:
-        """Return a row per call that no later call extends. A reply in several rows is trained in the first of them."""
+        """Return a row for each call that no later call extends. A reply in several rows is trained in the first."""
         continued, rows = {call.parent for call in self.calls}, list[CapturedRow]()
         for leaf in (call for call in self.calls if call not in continued):
             rows.append(CapturedRow.ending_with(leaf, {call for row in rows for call in row.calls}))

@@ -1,4 +1,4 @@
-"""Makes prompts from rows: renders chats, tokenises, and checks or shortens the result. Imports no torch."""
+"""Turns rows of prompt files into prompts: renders chats, tokenises, checks and truncates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class PromptReader:
         return Prompt(str(prompt_id), text, tokens, metadata, num_special, where)
 
     def _render(self, messages: list[dict[str, Any]], columns: Mapping[str, Any], where: str, source: str) -> str:
-        """Return the chat as text, rendered with the tokenizer's template up to the start of the reply."""
+        """Return the chat rendered with the tokenizer's template, up to the start of the reply. Raises PromptError."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise PromptError(
                 f"{where}: {source}: the policy's tokenizer has no chat template; use a text prompt instead"
@@ -232,7 +232,7 @@ def _check_characters(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise PromptError(
-            f"{where}: {half!r} is half a character (a lone surrogate), which has no encoding; mend or remove the row"
+            f"{where}: {half!r} is half a character (a lone surrogate), which UTF-8 cannot encode; fix or remove the row"
         ) from error
 
 
@@ -243,6 +243,6 @@ def check_columns(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts if reward.reads_texts else ():
         if clashing := sorted(reserved & prompt.metadata.keys()):
             raise PromptError(
-                f"{prompt.where}: the column {clashing[0]!r} has the name under which reward functions receive the "
-                "response's text, its steps or its group; rename the column"
+                f"{prompt.where}: the column {clashing[0]!r} has a reserved name, under which reward functions receive "
+                "the response's text, steps or group; rename the column"
             )

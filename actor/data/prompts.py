@@ -98,7 +98,7 @@ class StepInputs:
         self._responses_per_prompt = responses_per_prompt
         self.positions = {0: Positions()}  # step -> positions after it
         paths = [source.path for source in sources]
-        # The first file has the order of a run with this file alone.
+        # The first file has the same order as in a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
         self._files = {
             str(path): ShuffledFile(path, reader, file_seed) for path, file_seed in zip(paths, seeds, strict=True)
@@ -197,8 +197,8 @@ class StepInputs:
                 logger.warning("%s is not in the checkpoint; its prompts are taken from the beginning", path)
             elif saved_file["fingerprint"] != file.fingerprint:
                 logger.warning(
-                    "%s has changed since the checkpoint: after %d rows taken, the run continues in the order of the "
-                    "new file, so some of its prompts may be used twice in an epoch, and others not",
+                    "%s has changed since the checkpoint: after %d rows the run continues in the order of the new file, "
+                    "so it may repeat some prompts in this epoch and skip others",
                     path,
                     saved_file["rows"],
                 )

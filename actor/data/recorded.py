@@ -1,4 +1,4 @@
-"""A row of token ids during a conversation: sampled by the policy, or observed from the environment."""
+"""The rows of a conversation in progress: token ids that the policy sampled or observed from the environment."""
 
 import dataclasses
 import math
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from rlhf_triton.actor.data.chat import Message
 
-Version = int | str | None  # of the policy's weights
+Version = int | str | None  # version of the policy's weights
 
 
 @dataclass(frozen=True)
 class PolicyTurn:
-    """Tokens sampled after a prefix: the response to a prompt, one turn of a conversation, or the reply to a call."""
+    """The `n` tokens of one policy turn: a response to a prompt, a turn of a conversation, or a reply to a call."""
 
     tokens: list[int]  # n, including the end-of-sequence token or stop string that ended the turn
     ended: bool  # ended by an end-of-sequence token or a stop string, not by a limit
@@ -24,8 +24,8 @@ class PolicyTurn:
 class SampledTurn:
     """The place of one turn of the policy in its row, between two observations of an environment."""
 
-    start: int  # index of its first token in the row
-    end: int  # index after its last token
+    start: int  # index of the turn's first token in the row
+    end: int  # index after the turn's last token
     reward: float = 0.0  # the environment's reward for the turn
     tokens: tuple[int, ...] = ()  # the sampled tokens
     number: int = 0  # counts the turns of the conversation in time, over all of its rows

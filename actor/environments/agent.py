@@ -11,7 +11,7 @@ imported = functools.cache(import_function)
 
 
 class AgentRun:
-    """One run of an agent, `run(base_url, task, **options)`, which returns a reward or None."""
+    """One run of an agent function `run(base_url, task, **options)`, which returns a reward or None."""
 
     def __init__(self, run: str, **options: Any) -> None:
         self._run: Callable[..., Any] = imported(run)

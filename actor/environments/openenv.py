@@ -1,4 +1,4 @@
-"""An OpenEnv server as an environment: a session over its websocket, `URL/ws`, for each instance."""
+"""OpenEnv servers as environments: each instance is a session over the server's websocket, `URL/ws`."""
 
 import asyncio
 import contextlib

@@ -2,7 +2,7 @@
 
 Holds many instances of the class SPEC. Each has its own thread, so that a slow instance delays no other and
 thread-bound libraries work; coroutine methods run on the single event loop. The worker receives settings over the
-socket `FD`, then calls of instances by number. It answers parameter call with the result or `{"error": …}`.
+socket `FD`, then calls of instances by number. It answers each call with the result or `{"error": …}`.
 """
 
 import asyncio

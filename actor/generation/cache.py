@@ -45,7 +45,7 @@ class SlotCache(Cache):
                 tensor[first:last, :, begin:end] = tensor[:, :, begin:end][sources]
 
     def shift(self, rows: slice, begin: int, end: int, to: int) -> None:
-        """Move the columns `begin:end` of these rows to column `to`."""
+        """Move columns `begin:end` of these rows, so that they start at column `to`."""
         for layer in self.layers:
             for tensor in layer.tensors():
                 # clone: source and destination columns may overlap.
@@ -101,7 +101,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def cache_layers(model: Any) -> int:
-    """Return how many layers of `model` cache keys and values; 0 if it caches anything else, e.g. a recurrent state."""
+    """Return how many layers of `model` cache keys and values; 0 if one caches something else, e.g. recurrent state."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
@@ -211,7 +211,7 @@ def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> 
 
 
 def find_distinct(prompts: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Return the index of each prompt among the distinct prompts, and where each distinct prompt occurs first."""
+    """Return each prompt's index among the distinct prompts, and each distinct prompt's first index in `prompts`."""
     places: dict[Hashable, int] = {}
     first: list[int] = []
     for i, prompt in enumerate(prompts):

@@ -88,7 +88,7 @@ class ConversationRunner:
         *,
         max_prompt_tokens: int,
         vocab_size: int | None = None,
-        in_step: bool = False,
+        lockstep: bool = False,
         hidden_variables: Sequence[str] = (),
         stop_strings: Sequence[str] = (),
     ) -> None:
@@ -96,7 +96,7 @@ class ConversationRunner:
 
         Args:
             vocab_size: of the model's embeddings; None: tokens beyond them are not detected.
-            in_step: all rows wait for the slowest environment, so that the batches of decoding, and thus the last bits
+            lockstep: all rows wait for the slowest environment, so that the batches of decoding, and thus the last bits
                 of log-probs, do not depend on the speed of environments.
             hidden_variables: environment variables that the workers do not inherit.
             stop_strings: strings that end a turn of the policy.
@@ -106,7 +106,7 @@ class ConversationRunner:
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
         self._stop_strings, self._vocab_size = {*stop_strings}, vocab_size
-        self.longest, self.in_step = settings.max_tokens, in_step
+        self.longest, self.lockstep = settings.max_tokens, lockstep
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -287,7 +287,7 @@ class ConversationSource:
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
         self._unfinished = set(prompts)
-        self._in_step = runner.in_step
+        self._lockstep = runner.lockstep
         self._not_started = deque(prompts)  # in this order they start, once there is room for their environments
         self._awaited = {self._not_started.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
         self._tasks = [
@@ -311,7 +311,7 @@ class ConversationSource:
         ready: list[tuple[int, Sequence[int]]] = []
         while self._unfinished:
             try:
-                arrival = self._arrivals.get(block=bool(self._awaited) if self._in_step else wait and not ready)
+                arrival = self._arrivals.get(block=bool(self._awaited) if self._lockstep else wait and not ready)
             except queue.Empty:
                 break
             if isinstance(arrival, BaseException):
@@ -324,7 +324,7 @@ class ConversationSource:
                 continue
             ready.append(arrival)
             self._awaited.discard(arrival[0] % ROW_STEP)
-        return sorted(ready, key=lambda row: row[0]) if self._in_step else ready
+        return sorted(ready, key=lambda row: row[0]) if self._lockstep else ready
 
     def close(self) -> None:
         """Cancel the unfinished conversations and their environments; `next_rows` then raises CancelledError."""
@@ -344,7 +344,7 @@ class ConversationSource:
         restarts = 0
         conversation = None
         try:
-            # Kept across restarts: in step, all rows wait for this one, so freeing its slot would gain nothing.
+            # Kept across restarts: in lockstep, all rows wait for this one, so freeing its slot would gain nothing.
             async with runner.limit:
                 while conversation is None:
                     try:

@@ -32,7 +32,7 @@ from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_
 from rlhf_triton.python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
-PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes
+PROOF_TOKENS = 4  # tokens per prompt on which slot-based decoding and plain forward passes are compared
 MORE_STOP_TOKENS = 16
 DRAWN_AT_ONCE = 64
 NEAR = 0.01  # total variation distance: at most one token in a hundred would be drawn differently
@@ -106,7 +106,7 @@ class Generation:
         self.run_rows(dict(enumerate(prompts)), finished, seed=seed, greedy=greedy)
 
     def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses of `run` to some of the prompts, given by index."""
+        """Generate the responses to some of the prompts of `run`; `prompts`: by index."""
         missing = list(prompts)
 
         def record(index: int, conversation: Conversation) -> None:
@@ -238,7 +238,7 @@ class Generation:
         return float(torch.cat(distances).max())
 
     def _generate_with_transformers(self, row_source: RowSource, draws: Draws | None, size: int) -> None:
-        """Generate with `transformers`, in batches of `size` rows of similar length."""
+        """Generate all turns with transformers' `generate`, in batches of `size` rows of similar length."""
         while new_rows := row_source.next_rows(wait=True):
             rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in new_rows]
             rows.sort(key=lambda row: (-len(row.tokens), row.index))

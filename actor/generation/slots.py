@@ -68,7 +68,7 @@ class PromptSource:
         self._finished(index, (sample_of(self._prompts[index], turn),))
 
     def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return all prompts, once."""
+        """Return all prompts in the first call, and none in later ones."""
         waiting, self._waiting = self._waiting, []
         return [*waiting]
 
@@ -331,7 +331,7 @@ class Decoder:
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:
-    """Sample a token int64 `[n]` for each row of `logits` `[n, V]`, by inverting its CDF at `draws` `[n]`, float64."""
+    """Sample a token for each row of `logits` `[n, V]`, int64 `[n]`, by inverting its CDF at `draws`, float64 `[n]`."""
     # Scaling by the last value keeps the search inside the vocabulary if rounding leaves that value below 1.
     cdf = logits.softmax(-1).to(torch.float64).cumsum(-1)
     tokens = torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]

@@ -294,7 +294,7 @@ class Policy:
     def placed(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *others: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the inputs of `logprobs_of` and `others` on the device of `model`, from one copy."""
+        """Copy the inputs of `logprobs_of`, and `others`, to the device of `model` at once; return both."""
         inside = mask != 0
         passes = shared_passes(tokens, lengths, inside) if self._shares_prompts_of(model) else None
         inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
@@ -304,7 +304,7 @@ class Policy:
     def logprobs_of(
         self, model: Any, inputs: Sequence[Tensor], *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the results of `token_logprobs` for inputs that `placed` returned, without waiting for the device."""
+        """Return the results of `token_logprobs` for inputs from `placed`, without waiting for the device."""
         tokens, _, *positions = inputs[:4]
 
         def scattered(values: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ OwnLogprobs = Callable[..., list[np.ndarray]]
 
 
 class OtherSamplers:
-    """Rank 0's access to the samplers of the other ranks; on those ranks, the answering side."""
+    """Rank 0's access to the samplers of the other ranks; on the other ranks, it answers rank 0."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._size = ranks.rank, ranks.size

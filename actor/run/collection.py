@@ -106,7 +106,7 @@ class Collector:
             with timers.phase("score_wait"):
                 scored_groups = await asyncio.gather(*groups)
             for name, span in scoring.spans.items():
-                timers.note(name, *span)
+                timers.add_span(name, *span)
         finally:
             is_over = True
             await cancel_all([*groups, *scoring.requests])
@@ -143,7 +143,7 @@ class GroupScoring:
         self._reference = reference
         self._ready = ready
         self._unit_size = group_size if scorer.reward.groupwise else 1
-        self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # thousands of rows may end together, or have waited
+        self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # thousands of rows may be ready at once
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
         """By phase, `scoring` or `init_logprobs`: `time.monotonic` of its first request and its last response."""

@@ -1,4 +1,4 @@
-"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus, and measures the phases of a step."""
+"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus, and times the phases of a step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Trackers:
         self._calls.put(None)
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
-            logger.warning("trackers have not taken everything after %g s: the rest is in metrics.jsonl only", FINISH_S)
+            logger.warning("trackers are not done after %g s: the latest metrics are in metrics.jsonl only", FINISH_S)
 
     def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -135,7 +135,7 @@ class Trackers:
         except Exception as error:  # an unreachable dashboard must not end a long run
             self._open.pop(name, None)
             logger.warning(
-                "%s is disabled, metrics.jsonl still has all metrics: %s: %s",
+                "%s is disabled after an error; metrics.jsonl still has all metrics: %s: %s",
                 name,
                 type(error).__name__,
                 reason_of(error),
@@ -175,9 +175,9 @@ class Timers:
             with span(name, of_step=self._step):
                 yield
         finally:
-            self.note(name, start, time.monotonic())
+            self.add_span(name, start, time.monotonic())
 
-    def note(self, name: str, start: float, end: float) -> None:
+    def add_span(self, name: str, start: float, end: float) -> None:
         """Add a span measured elsewhere; `start` and `end` are `time.monotonic` values."""
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.spans.append((name, self._epoch + start, self._epoch + end))

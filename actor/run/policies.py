@@ -35,7 +35,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
             policy.tokenizer,
             max_prompt_tokens=actor.prompts.max_tokens,
             vocab_size=policy.vocab_size,
-            in_step=config.run.deterministic,
+            lockstep=config.run.deterministic,
             hidden_variables=config.hidden_variables(config.environment.options),
             stop_strings=actor.generation.stop_strings,
         )

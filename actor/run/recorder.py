@@ -53,7 +53,7 @@ GRADIENT = "train_optim/grad_norm"
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
 FIRST_STEPS = 3  # after them, a warning names rewards that were constant and a gradient that was always 0
-OPENING_TAG = re.compile(r"<\w+>\s*\Z")  # at the end of a prompt, such as <think>
+OPENING_TAG = re.compile(r"<\w+>\s*\Z")  # a tag at the end of a prompt, such as <think>
 
 
 class Recorder:
@@ -76,7 +76,7 @@ class Recorder:
         self._client = client
         self._validation_before: Validation | None = None  # not kept across a resume
         self._validated: set[int] = set()  # steps with a line in validations.jsonl
-        self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
+        self.saves: list[asyncio.Task[None]] = []  # critic saves in flight, or failed with an unexpected error
         self.weights_version = 0  # newest critic version that the server has reported
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
         self._unsaved: int | None = None  # newest step whose critic_save failed
@@ -229,7 +229,7 @@ class Recorder:
             step,
             self._settings.steps,
             metrics["train_rollouts/rewards"],
-            _in_nats(kl_per_sequence := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
+            _kl_text(kl_per_sequence := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
             f", scored by weights version {version}" if self._has_critic else "",
             seconds,
         )
@@ -257,8 +257,8 @@ class Recorder:
             generation, ids = self._settings.generation, self._policy.eos_ids
             named = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
             logger.warning(
-                "step %d: no response ended within %s (%d) by %s: raise it, or, if the policy ends its responses with "
-                "another token, name that as eos_token_id in generation_config.json of actor.policy.model",
+                "step %d: no response ended within %s (%d) by %s: raise it; or if the policy ends its responses with "
+                "another token, set that token as eos_token_id in generation_config.json of actor.policy.model",
                 step,
                 RESPONSE_LIMIT,
                 generation.max_new_tokens,
@@ -340,7 +340,7 @@ class Recorder:
             await asyncio.to_thread(self._write_samples, when, result)
             await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
         version = metrics.get("reward_version")
-        await asyncio.to_thread(self._keep_if_best, step, result.reward, None if version is None else int(version))
+        await asyncio.to_thread(self._save_if_best, step, result.reward, None if version is None else int(version))
         path = self._dir / VALIDATIONS_FILE
         if step in self._validated:  # a start repeats the validation before the first step, and the one after the last
             await asyncio.to_thread(drop_steps_from, step, path)
@@ -348,14 +348,14 @@ class Recorder:
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
         charted = {f"val_rollouts/{name}": value for name, value in {**metrics, **line}.items() if value is not None}
         self._log.chart(charted, step)
-        logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
+        logger.info("validation at step %d: reward %.3f%s", step, result.reward, _kl_text(result.kl))
 
     def _write_samples(self, when: str, result: Validation) -> None:
         path = self._dir / "samples.jsonl"  # "before" overwrites the file
         kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
         write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
 
-    def _keep_if_best(self, step: int, reward: float, version: int | None) -> None:
+    def _save_if_best(self, step: int, reward: float, version: int | None) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far.
 
         Rewards from different versions of a live reward model cannot be compared, so the first validation by a new
@@ -508,7 +508,7 @@ def _why_no_signal(algorithm: AlgorithmSection) -> str:
     )
 
 
-def _in_nats(kl: float | None) -> str:
+def _kl_text(kl: float | None) -> str:
     return "" if kl is None else f", KL {round(kl, 2) + 0.0:.2f} nats per sequence"  # a rounded -0.0 becomes 0.0
 
 

@@ -129,7 +129,7 @@ class Rollouts:
         return self._task
 
     async def get(self, step: int) -> Rollout:
-        """Return the rollout of `step`, starting it now if it was not started in advance."""
+        """Wait for the rollout of `step` and return it; start it first if it was not started in advance."""
         set_log_position(step=step)
         rollout = await (self._task or await self.start(step, updated=step - 1))
         self._task = None

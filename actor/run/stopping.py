@@ -27,14 +27,14 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Stops the run on request."""
+    """A request to stop the run, which cancels the work that `or_done` waits for."""
 
     def __init__(self) -> None:
         self._requested = asyncio.Event()
         self.saved: Callable[[], int] = lambda: 0  # returns the last complete step if its checkpoint exists, else 0
 
     def request(self) -> None:
-        """Request the stop. Call from the event loop's thread."""
+        """Request the run to stop. Call from the event loop's thread."""
         self._requested.set()
 
     async def or_done(self, work: Awaitable[T]) -> T:

@@ -76,7 +76,7 @@ def explained_by_values(rewarded: Sequence[Conversation], valued: Sequence[Conve
 def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
     """Return prompt, response, reward (None if unavailable) and reward version of the first `limit` conversations.
 
-    Conversations with environments also have the fields of `_turns`.
+    Conversations with environments also have the fields of `_turn_fields`.
     """
     texts = []
     for conversation in conversations[:limit]:
@@ -86,7 +86,7 @@ def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int
             "prompt": conversation[0].prompt.text,
             "response": tokenizer.decode(end.tokens[indices].tolist(), skip_special_tokens=False),
             "reward": None if failure_of(conversation) else end.score.reward,
-            **_turns(conversation),
+            **_turn_fields(conversation),
         }
         version = end.score.reward_version
         texts.append(text if version is None else {**text, "reward_version": version})
@@ -101,15 +101,15 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
             "prompt_id": conversation[-1].prompt.prompt_id,
             "when": when,
             **text,
-            **_question(conversation[0].prompt),
-            **_steps(conversation),
+            **_question_field(conversation[0].prompt),
+            **_step_fields(conversation),
             "ended": conversation[-1].ended,
         }
         for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True)
     ]
 
 
-def _steps(conversation: Conversation) -> dict[str, list[float]]:
+def _step_fields(conversation: Conversation) -> dict[str, list[float]]:
     """Return {"step_rewards": process rewards in the order of the steps}; {} without them."""
     score = conversation[-1].score
     if score.steps is None or failure_of(conversation):
@@ -117,7 +117,7 @@ def _steps(conversation: Conversation) -> dict[str, list[float]]:
     return {"step_rewards": score.steps[score.ends].tolist()}
 
 
-def _turns(conversation: Conversation) -> dict[str, Any]:
+def _turn_fields(conversation: Conversation) -> dict[str, Any]:
     """Return the messages of a conversation with an environment and how it ended; {} without an environment.
 
     For each turn of the policy there is the environment's reward and, with a critic, the mean value of the states in
@@ -175,7 +175,7 @@ def turn_tokens(
     ]
 
 
-def _question(prompt: Prompt) -> dict[str, str]:
+def _question_field(prompt: Prompt) -> dict[str, str]:
     """Return {"question": last message of a chat prompt}, which has no template markers; {} for a text prompt."""
     messages = prompt.metadata.get(MESSAGES_KEY)
     return {"question": str(messages[-1]["content"])} if messages else {}

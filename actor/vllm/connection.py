@@ -88,7 +88,7 @@ def token_rules(eos_ids: Sequence[int], banned_ids: Sequence[int]) -> dict[str, 
 
 
 class VllmClient:
-    """HTTP connections to one server."""
+    """HTTP connections to one vLLM server."""
 
     def __init__(self, url: str, *, limit: int, deadline_s: float, checked: set[str]) -> None:
         """
@@ -189,7 +189,7 @@ class VllmClient:
 
 
 class VllmConnection:
-    """HTTP connections to one server; requests wait until it has the weights of `version`."""
+    """Connections to one vLLM server for one version of the weights; requests wait until the server has loaded it."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class VllmConnection:
 
     async def why_not_ready(self, model: str) -> str | None:
         """Make the server ready: load the version if it is missing. Return None; raises Trouble if loading fails."""
-        self._is_loaded = False  # it may have been restarted
+        self._is_loaded = False  # the server may have been restarted
         await self._load()
         return None
 

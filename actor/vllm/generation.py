@@ -99,14 +99,16 @@ class VllmGeneration(Generation):
 
         async def respond(row: int, tokens: Sequence[int]) -> None:
             left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
-            sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
+            sampling = self._sampling_parameters(
+                [seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy
+            )
             turns[row] += 1
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
             session = None if self.runner is None else row % ROW_STEP
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, session=session)
                 turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
-            row_source.deliver(row, self._verified(turn))
+            row_source.deliver(row, self._checked(turn))
 
         responses: set[asyncio.Task[None]] = set()
         self._running = asyncio.get_running_loop(), task
@@ -127,11 +129,11 @@ class VllmGeneration(Generation):
             await asyncio.gather(*responses)
         finally:
             self._running = None
-            row_source.close()  # a thread may wait for it
+            row_source.close()  # a thread may still wait in `next_rows`
             await cancel_all(responses)
             await pool.close()
 
-    def _sampling(self, seed: Sequence[int], max_tokens: int, *, greedy: bool) -> dict[str, Any]:
+    def _sampling_parameters(self, seed: Sequence[int], max_tokens: int, *, greedy: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters for a turn; a repeated request gets the same ones."""
         s = self._settings
         own_seed = int(np.random.SeedSequence([*seed]).generate_state(1)[0]) >> 1
@@ -149,7 +151,7 @@ class VllmGeneration(Generation):
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling
 
-    def _verified(self, turn: PolicyTurn) -> PolicyTurn:
+    def _checked(self, turn: PolicyTurn) -> PolicyTurn:
         """Return the turn, without vLLM's log-probs if the actor defines them differently.
 
         Raises RlhfError if the turn has a banned token.

@@ -456,7 +456,7 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "uses_slots", "in_step", "slots"),
+    ("tokenizer", "uses_slots", "lockstep", "slots"),
     [
         (TOKENIZER, True, False, 3),
         (TOKENIZER, False, False, 3),
@@ -466,11 +466,11 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
     ],
 )
 def test_every_turn_is_sampled_from_its_whole_row(
-    agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, in_step: bool, slots: int
+    agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, lockstep: bool, slots: int
 ):
     """Also with a template that writes every reply anew, so that each turn begins a row, with draws of its own."""
     agent = agents("Countdown", tokenizer)
-    agent.in_step = in_step
+    agent.lockstep = lockstep
     found = generated_rows(model, agent, prompts_of(9), uses_slots, generation_batch_size=slots)
     assert max(len(rows[-1].turns if tokenizer is TOKENIZER else rows) for rows in found) > 2
     for i, number, row in ((i, number, row) for i, rows in enumerate(found) for number, row in enumerate(rows)):
@@ -505,7 +505,7 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(
 ):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
     agent = agents("Fragile", options={"losses": 2})
-    agent.in_step = True
+    agent.lockstep = True
     assert [row.error for row in generated(model, agent, prompts_of(3))] == [""] * 3
 
 
@@ -513,7 +513,7 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(
 def test_conversations_in_step_skip_those_without_a_slot(agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
     agent = agents("Countdown")
-    agent.in_step = True
+    agent.lockstep = True
     one = generated(model, agent, prompts_of(5))
     assert all(row.turns for row in one)
     assert torch.equal(tokens_of(one), tokens_of(generated(model, agent, prompts_of(5))))
@@ -579,7 +579,7 @@ def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Con
             replace(each, score=Score(values=np.arange(len(each.tokens), dtype=np.float32) / 10, version=0))
             for each in conversation
         ]
-        end = valued[-1].scored(reward=served, outcome=served)
+        end = valued[-1].with_score(reward=served, outcome=served)
         found.append(add_environment_rewards((*valued[:-1], end)))
     return found
 
@@ -740,7 +740,7 @@ def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Agents):
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"
     tokens = [*THOUGHTS(text, add_special_tokens=False)["input_ids"], EOS]
     assert len({*tokens} & {*THOUGHTS.added_tokens_decoder}) == 5
-    (found,) = Chat(THOUGHTS).calls([], tokens)
+    (found,) = Chat(THOUGHTS).parse_calls([], tokens)
     assert (found.name, found.arguments) == ("look", {"at": "it"})
     prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
     sample = sample_of(prompt, PolicyTurn(tokens, ended=True))

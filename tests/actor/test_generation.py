@@ -196,7 +196,7 @@ class Talk:
         self._now = [*self.rows]
         self.answered = 0
 
-    def take(self, index: int, turn: PolicyTurn) -> None:
+    def deliver(self, index: int, turn: PolicyTurn) -> None:
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
@@ -207,7 +207,7 @@ class Talk:
         (self._late if self._rng.integers(2) else self._now).append(index)
         self.answered += 1
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         found, self._now = self._now, []
         if (wait and not found) or self._rng.random() < 0.1:
             found, self._late = found + self._late, []

@@ -377,13 +377,13 @@ class SlowCritic(Server):
 def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> PPORun:
     """A run that tells the critic what it waits for."""
     run = make_ppo(folder, checkpoints, critic, every=critic.every, **SMALL, **actor)
-    served = run.critic.served
+    served = run.critic.wait_served
 
     async def watched(step: int) -> VersionRange | None:
         critic.awaited = max(critic.awaited, step)
         return await served(step)
 
-    run.critic.served = watched  # type: ignore[method-assign]
+    run.critic.wait_served = watched  # type: ignore[method-assign]
     return run
 
 
@@ -954,7 +954,7 @@ def test_a_stop_is_handled_while_awaiting_the_critic(tmp_path: Path, checkpoints
         run.stop.request()
         await asyncio.Event().wait()
 
-    run.critic.served = served  # type: ignore[method-assign, assignment]
+    run.critic.wait_served = served  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped, match=f"after step {STEPS}, whose checkpoint is written"):
         go(run)
     again.recorder._client.rewind = rewind  # type: ignore[method-assign, assignment]

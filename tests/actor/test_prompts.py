@@ -83,7 +83,7 @@ def test_lines_become_prompts(tmp_path: Path):
 NO_COLUMN = "must have a text, messages or prompt column, got"
 TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
-HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
+HALF = "is half a character (a lone surrogate), which UTF-8 cannot encode; fix or remove the row"
 USER, REPLY = user("x"), assistant("y")
 LEFT_OUT = "the policy's chat template leaves out the role 'tool'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
@@ -466,7 +466,7 @@ def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytes
     resumed(first, 2, inputs_of(path, other))
     resumed(inputs_of(path, add_special_tokens=False), 1, inputs_of(path))
     changed, added, tokens = caplog.messages
-    assert f"{moved} has changed since the checkpoint: after 8 rows taken" in changed
+    assert f"{moved} has changed since the checkpoint: after 8 rows the run" in changed
     assert added == f"{other} is not in the checkpoint; its prompts are taken from the beginning"
     assert tokens.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
 

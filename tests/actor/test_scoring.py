@@ -236,7 +236,7 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"}, where="p.jsonl:7")
     check_columns(plain, [prompt])
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
-    with pytest.raises(PromptError, match="the column 'reply_messages' has the name under which"):
+    with pytest.raises(PromptError, match="the column 'reply_messages' has a reserved name"):
         check_columns(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
     with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has the name"):
         check_columns(groupwise, [prompt])

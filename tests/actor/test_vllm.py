@@ -99,7 +99,7 @@ async def test_ranks_load_each_version_once(setup: Setup, lora_rank: int):
 async def test_a_turn_is_asked_for_no_more_tokens_than_it_may_have(setup: Setup):
     """vLLM refuses min_tokens above max_tokens, which is what is left of a conversation."""
     generation = setup(FakeVllm(), generation={"min_new_tokens": 4}).generation
-    sent = [generation._sampling([0], most, greedy=False) for most in (9, 3)]
+    sent = [generation._sampling_parameters([0], most, greedy=False) for most in (9, 3)]
     assert [(each["min_tokens"], each["max_tokens"]) for each in sent] == [(4, 9), (3, 3)]
 
 
