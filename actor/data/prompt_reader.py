@@ -232,7 +232,7 @@ def _check_characters(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise PromptError(
-            f"{where}: {half!r} is half a character (a lone surrogate), which UTF-8 cannot encode; fix or remove the row"
+            f"{where}: {half!r} is half a character (a lone surrogate), which UTF-8 cannot encode; fix or drop the row"
         ) from error
 
 

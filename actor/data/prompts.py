@@ -197,8 +197,8 @@ class StepInputs:
                 logger.warning("%s is not in the checkpoint; its prompts are taken from the beginning", path)
             elif saved_file["fingerprint"] != file.fingerprint:
                 logger.warning(
-                    "%s has changed since the checkpoint: after %d rows the run continues in the order of the new file, "
-                    "so it may repeat some prompts in this epoch and skip others",
+                    "%s has changed since the checkpoint: after %d rows the run continues in the order of the new "
+                    "file, so it may repeat some prompts in this epoch and skip others",
                     path,
                     saved_file["rows"],
                 )

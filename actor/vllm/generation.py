@@ -108,7 +108,7 @@ class VllmGeneration(Generation):
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, session=session)
                 turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
-            row_source.deliver(row, self._checked(turn))
+            row_source.deliver(row, self._check_turn(turn))
 
         responses: set[asyncio.Task[None]] = set()
         self._running = asyncio.get_running_loop(), task
@@ -151,7 +151,7 @@ class VllmGeneration(Generation):
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling
 
-    def _checked(self, turn: PolicyTurn) -> PolicyTurn:
+    def _check_turn(self, turn: PolicyTurn) -> PolicyTurn:
         """Return the turn, without vLLM's log-probs if the actor defines them differently.
 
         Raises RlhfError if the turn has a banned token.

@@ -83,7 +83,7 @@ def test_lines_become_prompts(tmp_path: Path):
 NO_COLUMN = "must have a text, messages or prompt column, got"
 TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
-HALF = "is half a character (a lone surrogate), which UTF-8 cannot encode; fix or remove the row"
+HALF = "is half a character (a lone surrogate), which UTF-8 cannot encode; fix or drop the row"
 USER, REPLY = user("x"), assistant("y")
 LEFT_OUT = "the policy's chat template leaves out the role 'tool'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
