@@ -62,8 +62,8 @@ def check_renderings(
         size = size_of(prompt)
         if size > limit:
             raise PromptError(
-                f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but its limit is {limit} "
-                "(reward.max_length); shorten or remove the row"
+                f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but its limit is "
+                f"{limit} (reward.max_length); shorten or remove the row"
             )
         extra = size - prompt.tokens.size - in_policy
         if counts and longest + extra > limit:
