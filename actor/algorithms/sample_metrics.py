@@ -1,4 +1,4 @@
-"""Metrics of sampled conversations: the `train_rollouts/…` metrics of a training step, and those of a validation."""
+"""Metrics of sampled conversations: the `train_rollouts/…` metrics of a training step, and metrics of a validation."""
 
 from collections.abc import Iterable, Sequence
 

@@ -144,7 +144,7 @@ def check_lora_targets(settings: PolicySection) -> None:
 
 
 def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
-    """Load the causal LM in float32, or in bfloat16 if it is stored in bfloat16 and LoRA freezes its matrices there.
+    """Load the causal LM in float32, or in bfloat16 if it is stored in bfloat16 and LoRA trains it at that precision.
 
     Weights that keep their stored dtype stay in the pages of the file, which processes share.
 

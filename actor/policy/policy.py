@@ -117,7 +117,7 @@ class Policy:
             causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
         self.halvings = [self.generation.memory, self.trained.memory]
-        """Sizes of generation and training that were halved because the GPU was out of memory."""
+        """Batch sizes of generation and training, which are halved when the GPU is out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not support.

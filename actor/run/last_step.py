@@ -56,7 +56,7 @@ class LastStep:
         """
         is_safe = isinstance(error, REPORTED if self._policy.ranks.size == 1 else NotFinite)
         if self._policy.trained.optimizer_step != self._optimizer_step or (self.is_updating and not is_safe):
-            return f"the policy's update of step {self.step + 1} had begun"
+            return f"the policy's update of step {self.step + 1} had started"
         if is_device_error(error):
             return "its device does not answer"
         if not all_finite([*self._policy.model.parameters(), *self._policy.sampler.parameters()]):

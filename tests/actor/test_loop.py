@@ -779,9 +779,9 @@ def nan_weights(run: PPORun) -> None:
 @pytest.mark.parametrize(
     ("prepare", "lost"),
     [
-        (functools.partial(gradient_is_not_finite, after=5), "the policy's update of step 3 had begun"),
+        (functools.partial(gradient_is_not_finite, after=5), "the policy's update of step 3 had started"),
         (nan_weights, "its weights are not finite"),
-        (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had begun"),
+        (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had started"),
     ],
 )
 def test_incomplete_steps_are_not_checkpointed(

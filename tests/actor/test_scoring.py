@@ -238,7 +238,7 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
     with pytest.raises(PromptError, match="the column 'reply_messages' has a reserved name"):
         check_columns(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
-    with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has the name"):
+    with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has a reserved name"):
         check_columns(groupwise, [prompt])
     with pytest.raises(PromptError, match="the column 'step_ends' has"):
         check_columns(ServedModel.of({"process": "step"}), [Prompt("0", "", np.ones(1), {"step_ends": [3]})])
