@@ -1,6 +1,6 @@
 """`python -m rlhf_triton.actor --config YAML [section.key=value …]`: the training loop of one run.
 
-Exit codes: 0 after writing the final policy and actor_summary.json; 2 after an error, which is reported in one
+Exit codes: 0 after the final policy and actor_summary.json are written; 2 after an error, which is reported in one
 sentence; 130 after Ctrl-C or SIGTERM, normally with a checkpoint of the last complete step.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, run the loop to its end and return the exit code."""
+    """Parse the command line, run the training loop and return the exit code."""
     parser = run_parser("Train the policy.", prog="python -m rlhf_triton.actor")
     add_accept_changes(parser)
     args = parser.parse_intermixed_args(argv)
@@ -81,7 +81,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         if ranks.rank == 0:
             return _train(config, ranks, accepts_changes=accepts_changes)
         follow_rank_0(config, ranks)
-    os._exit(0)  # at once: its sampling thread may still be at work
+    os._exit(0)  # at once: the sampling thread may still be running
 
 
 def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
@@ -98,7 +98,7 @@ def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
         async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
             if config.needs_server:
                 model = REWARD_MODEL if config.serves_rewards else CRITIC if config.serves_critic else REFERENCE
-                await client.describe(model)  # fail before loading models if no server answers
+                await client.describe(model)  # fails before models are loaded if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, STOP_GRACE_S, stop_signals())

@@ -13,7 +13,7 @@ from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.compute import cancelled, in_a_thread_of
+from rlhf_triton.actor.data.compute import cancel_all, make_compute_thread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.sample import Group, conversations_of, rows_of
@@ -35,22 +35,22 @@ from rlhf_triton.learning.ranks import ALONE, AnyRanks
 
 
 class PPORun:
-    """One run of the actor."""
+    """One run of the actor: its parts, and its steps."""
 
     def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
-        """`ranks`: the processes that train the policy, of which this is rank 0."""
+        """`ranks`: the processes that train the policy; this process is rank 0."""
         self.settings = actor = config.actor
         self.truncated = "score" if config.environment is None else config.environment.truncated
         self.stop = Stop()
         self.seed = seed = config.run.seed
         log_choices(config)
-        self.method = Method.of(actor.algorithm, actor.kl)
+        self.method = Method.from_settings(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
-        self.scorer = Scorer.of(config, client, self.policy.tokenizer)
+        self.scorer = Scorer.from_config(config, client, self.policy.tokenizer)
         self.reference = make_reference(config, client, self.policy)
-        reader = PromptReader.of(config, self.policy.tokenizer, self.policy.vocab_size)
+        reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
         self.inputs = StepInputs(
@@ -63,9 +63,11 @@ class PPORun:
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device
-        self.in_thread = in_a_thread_of(actor.threads, device)
-        # A second thread, so that the update can run beside a rollout.
-        self.in_update_thread = in_a_thread_of(actor.threads, device) if actor.one_step_off_policy else self.in_thread
+        self.in_thread = make_compute_thread(actor.threads, device)
+        # A second thread, so that the update can run during a rollout.
+        self.in_update_thread = (
+            make_compute_thread(actor.threads, device) if actor.one_step_off_policy else self.in_thread
+        )
         self.critic = RemoteCritic(client, self.recorder, run_id=config.run.identity)
         self.last = LastStep(self.policy, self.shaper, self.recorder)
         self.collector = Collector(actor, self.policy, self.scorer, self.reference, self.in_thread)
@@ -76,13 +78,13 @@ class PPORun:
 
     @property
     def done(self) -> int:
-        """Steps whose updates are complete."""
+        """The last complete step, which is the number of complete steps."""
         return self.last.step
 
     async def run(self) -> dict[str, Any]:
         """Run all steps, resuming from the newest checkpoint; return the summary.
 
-        Whatever ends the run, the checkpoint of its last complete step is written, see `LastStep`.
+        However the run ends, the checkpoint of its last complete step is written if possible, see `LastStep`.
 
         Raises:
             Stopped: a stop was requested.
@@ -98,7 +100,7 @@ class PPORun:
             self.policy.close()
             await self.rollouts.cancel()
             await self.critic.cancel()
-            await cancelled(self.recorder.saves)
+            await cancel_all(self.recorder.saves)
 
     async def all_steps(self) -> dict[str, Any]:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
@@ -108,28 +110,28 @@ class PPORun:
         prompts = [*self.inputs.first_prompts(), *self.held_out]
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
-        self.last.is_now(await self.stop.or_done(self.recorder.resume()))
+        self.last.record(await self.stop.or_done(self.recorder.resume()))
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
         while not is_last:
-            if self.recorder.owes_validation(self.done):  # also one that a stop or crash interrupted
+            if self.recorder.needs_validation(self.done):  # also if a stop or crash interrupted the validation
                 await self.validate("between")
             await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
-            self.last.is_now(self.done + 1)
+            self.last.record(self.done + 1)
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.recorder.checkpoint(self.done)
-        await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
-        await self.stop.or_done(self.critic.served(self.done))
+        await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout has started
+        await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after")
         return await self.recorder.finish(self.scorer, limit.seconds, steps=self.done)
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
-        """Take a rollout, send the critic its update, and update the policy; do not wait for the critic's update."""
+        """Get a rollout, send the critic its update without waiting for it, and update the policy."""
         timers = Timers(step)
         with timers.phase("rollout_wait"):
-            rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
+            rollout = await self.stop.or_done(self.rollouts.get(step))  # past this point the step runs to its end
         timers.include(rollout.timers)
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
@@ -139,8 +141,8 @@ class PPORun:
         rows = rows_of(conversations_of(rollout.groups))
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
         if self.settings.one_step_off_policy and not is_last:
-            # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
-            await self.rollouts.begin(step + 1, updated=step - 1)
+            # Before this step's update: the next rollout samples from a copy of the policy after `step - 1`.
+            await self.rollouts.start(step + 1, updated=step - 1)
         update: dict[str, float] = {}
         if trains_policy := step > self.settings.algorithm.critic_warmup_steps:
             seed = self.inputs.seed_of(step)
@@ -149,15 +151,15 @@ class PPORun:
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
-        distance = await self.recorder.log_step(
+        kl_per_sequence = await self.recorder.log_step(
             step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
         )
         self.recorder.log_timeline(step, timers.spans)
-        if trains_policy and distance is not None:
-            self.kl.update(distance, len(conversations_of(rollout.groups)))
+        if trains_policy and kl_per_sequence is not None:
+            self.kl.update(kl_per_sequence, len(conversations_of(rollout.groups)))
 
     def make_batch(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> PPOBatch:
-        """Return the training batch of the groups of a step, and of dropped ones for the critic alone."""
+        """Return the training batch of a step's groups; the critic alone learns from the `dropped` ones."""
         return make_batch(
             [*groups, *dropped],
             self.method,
@@ -178,10 +180,10 @@ class PPORun:
             await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self, error: Exception) -> None:
-        """Cancel the work in flight; write the checkpoints of the last complete step, and the policy for other uses.
+        """Cancel the work in flight; write the checkpoint of the last complete step, and `policy/`.
 
-        Nothing is written if another rank may be lost, or may wait for this one. What is kept is added to the message
-        of `error`.
+        Nothing is written if another rank may be lost, or may wait for this one. The message of `error` gets where the
+        run stopped and whether the checkpoint is written.
         """
         if self.policy.ranks.size > 1 and not isinstance(error, (Stopped, RlhfError)):
             return
@@ -190,6 +192,6 @@ class PPORun:
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
-        lost = await self.last.keep(error)
+        lost = await self.last.save(error)
         await self.critic.settle(self.done, error, patience_s=STOP_GRACE_S)
         self.last.describe(error, lost)

@@ -310,7 +310,7 @@ def ppo_step(job: Job) -> Found:
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)
     policy = Policy(config.actor)
-    policy_update = PolicyUpdate(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    policy_update = PolicyUpdate(config.actor, policy, Method.from_settings(config.actor.algorithm, config.actor.kl))
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]

@@ -199,7 +199,7 @@ def _cache_bytes(config: RunConfig) -> int:
     model.config.pad_token_id = None  # with one, transformers looks for it in the values
     slots = min(actor.generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // actor.ranks))
     cache = SlotCache(slots, span + span // 2, num_layers)  # columns as in actor.generation.slots
-    cache.look_at(0, 1, 0, 0)
+    cache.set_window(0, 1, 0, 0)
     with torch.device("meta"):
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
     elements = sum(tensor.numel() for layer in cache.layers for tensor in layer.tensors())

@@ -76,7 +76,7 @@ def check_prompts(config: RunConfig) -> list[Prompt]:
     """
     check_lengths(config)
     policy, prompts, validation = config.actor.policy.model.absolute(), config.actor.prompts, config.actor.validation
-    reader = PromptReader.of(config, load_tokenizer(policy), num_embeddings(policy))
+    reader = PromptReader.from_config(config, load_tokenizer(policy), num_embeddings(policy))
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     paths = {key: path for key, path in {**prompts.paths, **held_out}.items() if path is not None}
     found = {key: _first_prompts(config, reader, key, path) for key, path in paths.items()}

@@ -1,4 +1,4 @@
-"""Tensor functions between a rollout and its update: response mask, token rewards, GAE, whitening.
+"""Tensor functions between a rollout and its update: token rewards, GAE, whitening, group baselines.
 
 Per-token tensors are `[B, S-1]`; position t scores token t+1. Values outside a mask, including NaN and infinity, never
 affect a result.
@@ -21,11 +21,11 @@ def require_same_shape(**tensors: Tensor) -> None:
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
-    """Combine scores and KL penalty: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
+    """Combine scores and KL penalty into token rewards: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
 
-    The score goes to the position that scores the last token (position length - 2 scores token length - 1). The
-    penalty covers every position, including prompt and padding, which `gae` masks. The score of an empty response
-    lies outside its mask, so `gae` drops it.
+    The score goes to the position of the last token (position length - 2 belongs to token length - 1). The penalty
+    covers every position, including prompt and padding, which `gae` masks. The score of an empty response lies outside
+    its mask, so `gae` drops it.
 
     Args:
         rewards: `[B]`, one score per response.
@@ -84,7 +84,7 @@ def gae(
 
 
 def length_adaptive(mask: Tensor, alpha: float) -> Tensor:
-    """Return a lambda for each response, `[B]`: 1 - 1 / max(1, alpha * length), its length being the sum of its mask.
+    """Return the GAE lambda of each response, `[B]`: 1 - 1 / max(1, alpha * length), where length sums its mask.
 
     Source: Yue et al. 2025 (arXiv 2504.05118), section 4.1: the TD errors of long responses would otherwise decay
         before they reach the first tokens.
@@ -109,10 +109,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_rounding(std: Tensor, mean: Tensor) -> Tensor:
-    """Return whether the standard deviation of float32 numbers is only rounding error.
+    """Return whether a standard deviation `std` of float32 numbers with mean `mean` is only rounding error.
 
-    If it is, treat it as 0 and never divide by it. Compute both arguments in float64: in float32 the mean of equal
-    numbers may differ from them, which makes their standard deviation positive.
+    If so, callers treat it as 0 and never divide by it. Compute both arguments in float64: in float32 the mean of equal
+    numbers may differ from the numbers, which makes their standard deviation positive.
     """
     return std <= ROUNDING * mean.abs()
 
@@ -121,7 +121,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) * rsqrt(var + 1e-8), with mean and population variance over the mask; 0 if x does not vary.
 
     Args:
-        x: `[B, S-1]`, the whole rollout: statistics of a part of it would depend on how it is split.
+        x: `[B, S-1]`, the whole rollout; the statistics of a micro-batch would depend on the split.
         mask: `[B, S-1]`, 0 or 1.
 
     Returns: `[B, S-1]` in the dtype of `x`, 0 outside the mask.
@@ -139,7 +139,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     1: the values predict the returns up to a constant; 0: no better than a constant; below 0: worse. It is 0, not
     NaN, if the returns do not vary or the mask is empty. Pass Monte-Carlo returns, `gae(..., lam=1)[1]`: with
-    a smaller lam the returns contain the values that they are compared with, and the figure is too high.
+    a smaller lam the returns contain the values that they are compared with, and the result is too high.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t.
@@ -164,7 +164,7 @@ def _apply_mask(x: Tensor, mask: Tensor) -> Tensor:
     return x.masked_fill(mask == 0, 0.0) * mask
 
 
-# Baselines of the critic-free algorithms: each response is compared with the other responses to the same prompt.
+# Baselines of the critic-free algorithms, which compare each response with the other responses to the same prompt.
 
 
 GROUP_EPSILON = 1e-6
@@ -180,7 +180,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     Args:
         rewards: `[B]`; rows that are not counted may hold any value.
         groups: `[B]`, integer, equal for responses to the same prompt.
-        counted: bool `[B]`; a row that is not counted has advantage 0 and is excluded from every baseline.
+        counted: bool `[B]`; an uncounted row has advantage 0 and is excluded from every baseline.
 
     Returns: `[B]` in the dtype of `rewards`.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al. 2024
@@ -195,7 +195,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     """Standardise each score within its group: subtract the mean, divide by the standard deviation.
 
-        A_i = (R_i - mean) / (std + 1e-6)        std divides by n - 1, n the group's counted scores; 0 where n <= 1
+        A_i = (R_i - mean) / (std + 1e-6)        std divides by n - 1 for n counted scores in the group; 0 where n <= 1
 
     The group's mean includes response i itself. Scores that are equal up to float32 rounding give advantages of 0, so
     the prompt contributes no gradient.
@@ -213,7 +213,7 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
 
 
 def subtract_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Subtract from each score the mean of its group, itself included.
+    """Subtract the mean score of its group, including itself, from each score.
 
     Scores that are equal up to float32 rounding give advantages of 0. Args, Returns: as `leave_one_out`.
     Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2 (Dr. GRPO).
@@ -225,10 +225,10 @@ def subtract_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 
 
 def divide_by_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Subtract from each score, which must not be negative, the mean of its group, and divide by it.
+    """Subtract the group's mean from each score, which must be >= 0, and divide the difference by that mean.
 
-    The rarer a correct response, the larger its advantage: with scores of 0 and 1, the gradient is that of the
-    likelihood of a correct response, expanded to the order that the group allows. A mean of 0 gives 0.
+    The rarer a correct response, the larger its advantage: with scores of 0 and 1, the gradient is an expansion of the
+    gradient of the likelihood of a correct response, to an order that the group size limits. A mean of 0 gives 0.
 
     Args, Returns: as `leave_one_out`.
     Raises: RlhfError if a score is negative.
@@ -246,7 +246,7 @@ def divide_by_mean(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 
 
 def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Standardise the rewards of all steps within each group, and give each token the sum from its step on.
+    """Standardise step rewards within each group; each token's advantage sums its own step and all later ones.
 
         A_{i,t} = sum over steps j of response i that end at t or later of (r_{i,j} - mean) / (std + 1e-6)
 
@@ -257,23 +257,23 @@ def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, coun
         step_rewards: `[B, S-1]`, the reward of the step that ends at this position.
         ends: bool `[B, S-1]`, where a step ends.
         groups: `[B]`, integer, equal for responses to the same prompt.
-        counted: bool `[B]`; a row that is not counted has advantages 0 and is excluded from the statistics.
+        counted: bool `[B]`; an uncounted row has advantages of 0 and is excluded from the statistics.
 
-    Returns: `[B, S-1]` in the dtype of `step_rewards`, also outside of the responses.
+    Returns: `[B, S-1]` in the dtype of `step_rewards`, not masked: positions before a response have values as well.
     Raises: ValueError if shapes differ.
     Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.3; n - 1 and epsilon as in `group_standardise`.
     """
     require_same_shape(step_rewards=step_rewards, ends=ends)
     is_step = ends & counted[:, None]
-    of_step = groups[:, None].expand_as(ends)[is_step]
-    steps = group_standardise(step_rewards[is_step], of_step, torch.ones_like(of_step, dtype=torch.bool))
+    step_groups = groups[:, None].expand_as(ends)[is_step]
+    steps = group_standardise(step_rewards[is_step], step_groups, torch.ones_like(step_groups, dtype=torch.bool))
     standardised = torch.zeros_like(step_rewards)
     standardised[is_step] = steps.to(step_rewards.dtype)
     return standardised.flip(1).cumsum(1).flip(1)
 
 
 def _group_sums(rewards: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the rewards (0 if not counted), each row's group index, and the count and sum per group, in float64."""
+    """Return (rewards, 0 if not counted; group index of each row; count per group; sum per group), in float64."""
     names, index = groups.unique(return_inverse=True)
     rewards = rewards.double().masked_fill(~counted, 0.0)
     zeros = rewards.new_zeros(len(names))

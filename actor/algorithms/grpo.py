@@ -1,4 +1,4 @@
-"""GRPO and its relatives: a response's reward is compared with those of all responses to the same prompt."""
+"""GRPO and its relatives, which compare a response's reward with the rewards of all responses to the prompt."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Standardise each response's total reward over all responses to the same prompt.
 
     With a process reward, standardise the rewards of all steps instead (`process_supervision`); the rest of a
-    response's total reward counts as a reward of its last step. The returns are the total rewards, or with a process
-    reward the sums from each token on; `gamma` and `lam` are unused.
+    response's total reward is added to its last step. The returns are the total rewards, or with a process reward the
+    sum of rewards from each token on; `gamma` and `lam` are unused.
     """
     if inputs.process_rewards is not None and inputs.process_ends is not None:
         ends = inputs.process_ends & (inputs.mask > 0)
@@ -31,12 +31,12 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Subtract the mean total reward of the responses to the prompt: Dr. GRPO, REINFORCE++-baseline."""
+    """Subtract the mean total reward of the prompt's responses from each total (Dr. GRPO, REINFORCE++-baseline)."""
     advantages = subtract_mean(inputs.totals, inputs.groups, inputs.counted)
     return inputs.spread(advantages), inputs.spread(inputs.totals)
 
 
 def relative(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Subtract the mean total reward of the responses to the prompt, and divide by it: MaxRL."""
+    """Subtract the mean total reward of the prompt's responses from each total, and divide by that mean (MaxRL)."""
     advantages = divide_by_mean(inputs.totals, inputs.groups, inputs.counted)
     return inputs.spread(advantages), inputs.spread(inputs.totals)

@@ -1,8 +1,8 @@
 """What advantage functions and policy losses receive, built-in ones and a user's own.
 
 `B`: number of responses. `S`: tokens of the longest prompt + response. Position t of a tensor `[B, S-1]` belongs to
-token t+1. To an advantage function, a conversation with an environment is one response: if its turns are in several
-rows, their positions follow each other, turn after turn.
+token t+1. An advantage function sees a conversation with an environment as one response: the positions of its rows
+follow each other in the order of the turns.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,19 @@ MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have
 class AdvantageInputs:
     """The scored responses of a rollout, which the stages shape before an advantage function receives them."""
 
-    rewards: Tensor  # float32 [B], scores; with a process reward only what they have beyond its steps
+    rewards: Tensor  # float32 [B], scores; with process rewards, the part of the score that no step has
     penalty: Tensor  # float32 [B, S-1], KL penalty per token, times kl_coef; 0 if the penalty is in the loss
     values: Tensor  # float32 [B, S-1]; 0 outside the mask and without a critic
     mask: Tensor  # float32 [B, S-1], response tokens of scored rows
     groups: Tensor  # int64 [B], equal for responses to the same prompt
     scored: Tensor  # bool [B], rows with a valid reward
     ended: Tensor  # bool [B], responses that ended within the maximum length
-    counted: Tensor  # bool [B], rows that the policy learns from; the critic learns from all that are scored
+    counted: Tensor  # bool [B], rows that the policy learns from; the critic learns from all scored rows
     gamma: float = 1.0  # discount
     lam: float = 1.0  # GAE's lambda
-    lam_values: float | None = None  # of the returns that the critic learns; None: lam
-    lam_length: float | None = None  # alpha of a lambda of 1 - 1 / (alpha * length) for the policy; None: lam
-    process_rewards: Tensor | None = None  # float32 [B, S-1], those of steps; None without any
+    lam_values: float | None = None  # lambda of the returns that the critic learns; None: lam
+    lam_length: float | None = None  # alpha in the policy's lambda, 1 - 1 / (alpha * length); None: lam
+    process_rewards: Tensor | None = None  # float32 [B, S-1], rewards of steps; None without a process reward
     process_ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
 
     @property
@@ -51,19 +51,19 @@ class AdvantageInputs:
 
     @property
     def token_rewards(self) -> Tensor:
-        """Reward for each token, `[B, S-1]`: the score at the last sampled one, process rewards, minus the penalty."""
+        """Reward of each token, `[B, S-1]`: process rewards minus the penalty, plus the score at the last token."""
         sampled = torch.where(self.mask > 0, torch.arange(self.mask.shape[1], device=self.mask.device), -1).amax(-1)
         rewards = token_rewards(self.rewards, self.penalty, sampled + 2, kl_coef=1.0)
         return rewards if self.process_rewards is None else rewards + self.process_rewards
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """Copy the value of each response to all of its tokens: `[B]` -> `[B, S-1]`."""
+        """Copy the advantage of each response to all of its tokens: `[B]` -> `[B, S-1]`, 0 outside the mask."""
         return advantages[:, None] * self.mask
 
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Clip range of the probability ratio: [1 - low, 1 + high]; for `dppo`, of the difference: [-low, high]."""
+    """Clip range of the probability ratio, [1 - low, 1 + high]; for `dppo`, of the difference, [-low, high]."""
 
     low: float = 0.2
     high: float = 0.2
@@ -71,21 +71,21 @@ class ClipRange:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch: some responses of a minibatch. Log-probs are 0 where the weight is 0.
+    """A micro-batch, which is a part of a minibatch. Log-probs are 0 where the weight is 0.
 
     Raises: ValueError if shapes differ.
     """
 
-    logprobs: Tensor  # float32 [B, S-1], under the policy in training; it alone has a gradient
+    logprobs: Tensor  # float32 [B, S-1], under the policy in training; the only tensor with a gradient
     old_logprobs: Tensor  # float32 [B, S-1], under the policy that sampled the response
     advantages: Tensor  # float32 [B, S-1], times the importance weight, if there is one
-    weights: Tensor  # float32 [B, S-1], weight in the mean; 0 outside the mask and for responses that are left out
+    weights: Tensor  # float32 [B, S-1], weight in the mean; 0 outside the mask and in excluded responses
     total: float  # sum of the weights of the whole minibatch, over all micro-batches and ranks
     clip: ClipRange  # from `actor.algorithm.clip_ratio` and its siblings
     mask: Tensor  # float32 [B, S-1], 1 where position t scores a response token
     groups: Tensor  # int64 [B], equal for responses to the same prompt, which may be in different micro-batches
     versions: Tensor  # int64 [B], version of the critic that scored the response; -1 without a critic
-    ref_logprobs: Tensor | None = None  # float32 [B, S-1], under the reference; None if it is not computed
+    ref_logprobs: Tensor | None = None  # float32 [B, S-1], under the reference; None if they are not computed
 
     def __post_init__(self) -> None:
         named = {name: getattr(self, name) for name in ("logprobs", "old_logprobs", "advantages", "weights")}
@@ -93,23 +93,23 @@ class LossInputs:
         # Filled before any arithmetic: -inf - -inf, or -inf * 0, would put NaN into the model's gradients.
         outside = self.weights == 0
         for name in ("logprobs", "old_logprobs", "ref_logprobs"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, given.masked_fill(outside, 0.0))
+            if (logprobs := getattr(self, name)) is not None:
+                object.__setattr__(self, name, logprobs.masked_fill(outside, 0.0))
 
     @property
     def log_ratio(self) -> Tensor:
-        """Log of the probability ratio to the policy that sampled, `[B, S-1]`, within `MOST_LOG_RATIO`."""
+        """Log-ratio of the policy to the policy that sampled, `[B, S-1]`, clamped to +-`MOST_LOG_RATIO`."""
         return (self.logprobs - self.old_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
     def mean(self, token_losses: Tensor) -> Tensor:
-        """Return the share of this micro-batch in the minibatch's weighted mean of `[B, S-1]`, a scalar.
+        """Return this micro-batch's share of the minibatch's weighted mean of `token_losses` `[B, S-1]`, a scalar.
 
         The shares and gradients of all micro-batches add up to the mean, whatever the split.
         """
         return masked_sum(token_losses, self.weights) / (self.total or 1)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the weighted sum of `[B, S-1]`, detached: a metric, which is divided by `total` in the end."""
+        """Return the weighted sum of `values` `[B, S-1]`, detached, for a metric; the caller divides it by `total`."""
         return masked_sum(values.detach().to(self.logprobs.dtype), self.weights)
 
     def statistics(self) -> dict[str, Tensor]:

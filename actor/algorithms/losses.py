@@ -1,5 +1,7 @@
-"""Policy losses. Each is a share of the minibatch's mean, so the split into micro-batches never changes the gradient,
-and proportional to the advantages, which importance weights multiply.
+"""Policy losses.
+
+Each loss is a micro-batch's share of the minibatch mean, so the split into micro-batches never changes the gradient.
+It is proportional to the advantages, so importance factors multiply the advantages.
 """
 
 import torch
@@ -18,23 +20,23 @@ def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         l_t = max(-A_t * rho_t, -A_t * clamp(rho_t, 1 - low, 1 + high))
         loss = sum_t w_t * l_t / total
 
-    Returns: (loss, metrics): `clip_fraction` counts the tokens whose gradient was removed by a clip.
+    Returns: (loss, metrics): `clip_fraction` counts the tokens whose gradient the clip removes.
     Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; clip-higher: Yu et al. 2025 (arXiv 2503.14476).
     """
     return _surrogate(inputs, inputs.log_ratio.exp())
 
 
 def gspo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute GSPO's loss: PPO's, with one ratio for a response, the geometric mean of its tokens' ratios.
+    """Compute GSPO's loss: PPO's clipped loss with one ratio per response, the geometric mean of its token ratios.
 
         s = exp(sum_t m_t * (logprobs_t - old_logprobs_t) / sum_t m_t)
 
-    The gradient of s reaches the tokens by GSPO-token's form s_t = sg(s) * exp(logprobs_t - sg(logprobs_t)), which
-    equals it if all tokens of a response have the same advantage, and otherwise weighs each token by its own.
+    The loss uses GSPO-token's form s_t = sg(s) * exp(logprobs_t - sg(logprobs_t)). It has the gradient of s if all
+    tokens of a response have the same advantage; otherwise each token is weighted by its own advantage.
 
     Source: Zheng et al. 2025 (arXiv 2507.18071), equations 5 to 7 and 13 to 14.
     """
-    log_ratio = of_level(inputs.log_ratio.detach(), inputs.mask, "geometric")
+    log_ratio = aggregate_log_ratio(inputs.log_ratio.detach(), inputs.mask, "geometric")
     return _surrogate(inputs, (log_ratio + inputs.logprobs - inputs.logprobs.detach()).exp())
 
 
@@ -49,7 +51,7 @@ def _surrogate(inputs: LossInputs, ratio: Tensor) -> tuple[Tensor, dict[str, Ten
 
 
 def cispo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute CISPO's loss: REINFORCE, each token weighted by its clipped ratio, so that every token keeps a gradient.
+    """Compute CISPO's loss: REINFORCE with each token weighted by its clipped ratio, so every token keeps a gradient.
 
         l_t = -sg(clamp(rho_t, 1 - low, 1 + high)) * A_t * logprobs_t
 
@@ -59,7 +61,7 @@ def cispo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def dis(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute SAO's loss (direct double-sided importance sampling): tokens with a ratio out of the range are left out.
+    """Compute SAO's loss (direct double-sided importance sampling), which excludes tokens whose ratio is out of range.
 
         l_t = -sg(rho_t) * A_t * logprobs_t where 1 - low <= rho_t <= 1 + high, otherwise 0
 
@@ -69,14 +71,14 @@ def dis(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def dppo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute DPPO's loss: tokens whose probability has already moved far in the advantage's direction are left out.
+    """Compute DPPO's loss, which excludes tokens whose probability has already moved far in the advantage's direction.
 
         p_t = exp(logprobs_t), q_t = exp(old_logprobs_t)
         l_t = -sg(min(rho_t, 20)) * A_t * logprobs_t where p_t - q_t <= high if A_t > 0, otherwise p_t - q_t >= -low
 
-    The difference is the total variation of the two policies over this token and all others together.
+    |p_t - q_t| is the total variation distance of the two policies if all other tokens count as one.
 
-    Source: arXiv 2602.04879, the binary mask of section 5 and its truncation.
+    Source: arXiv 2602.04879, section 5: the binary mask and its truncation.
     """
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
     kept = torch.where(inputs.advantages > 0, moved <= inputs.clip.high, moved >= -inputs.clip.low)
@@ -97,25 +99,25 @@ def _weighted(inputs: LossInputs, factors: Tensor) -> tuple[Tensor, dict[str, Te
 def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the REINFORCE loss, -sum_t w_t * A_t * logprobs_t / total.
 
-    Its gradient equals that of the clipped loss at ratio 1, so it is meant for on-policy samples.
+    It has the gradient of the clipped loss at ratio 1, so it is meant for on-policy samples.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms", equation 11.
     """
     return inputs.mean(-inputs.advantages * inputs.logprobs), {}
 
 
-# Importance correction: factors from ratios of log-probs, on three levels, clipped or masked to a range.
+# Importance correction: factors from log-ratios on one of three levels, clipped or masked to a range.
 
 
-def of_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Return log-ratios `[B, S-1]`: of each token, or of the whole response at each of its tokens.
+def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Aggregate token log-ratios to `level`; each position of a response gets the aggregate.
 
     Args:
-        log_ratio: `[B, S-1]`, of tokens; ignored outside the mask.
+        log_ratio: `[B, S-1]`, log-ratio of each token; ignored outside the mask.
         mask: `[B, S-1]`, 1 where position t scores a response token.
-        level: `token`; `sequence`, their sum over the response; `geometric`, their mean.
+        level: `token`, no aggregation; `sequence`, the sum over the response; `geometric`, the mean.
 
-    Returns: `[B, S-1]` within +-`MOST_LOG_RATIO`.
+    Returns: `[B, S-1]`, clamped to +-`MOST_LOG_RATIO`.
     """
     if level != "token":
         total = (log_ratio.masked_fill(mask == 0, 0.0) * mask).sum(-1, keepdim=True)
@@ -124,7 +126,7 @@ def of_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def importance_factors(log_ratio: Tensor, mask: Tensor, *, level: str, mode: str, low: float, high: float) -> Tensor:
-    """Return importance factors of tokens that another policy or engine sampled; 1 outside the mask.
+    """Return the importance factor of each token that another policy or engine sampled; 1 outside the mask.
 
         rho = exp(log_ratio) at `level`
         clip: clamp(rho, low, high); mask: rho where low <= rho <= high, otherwise 0
@@ -132,22 +134,21 @@ def importance_factors(log_ratio: Tensor, mask: Tensor, *, level: str, mode: str
     Args:
         log_ratio: `[B, S-1]`, log-prob of token t+1 under the policy minus that under the sampler.
         mask: `[B, S-1]`, 1 where position t scores a response token.
-        level: `token`, `sequence` or `geometric`, see `of_level`.
+        level: `token`, `sequence` or `geometric`, see `aggregate_log_ratio`.
         mode: `clip` or `mask`.
         low, high: range of the ratio.
 
     Returns: `[B, S-1]`.
-    Source: truncation: https://fengyao.notion.site/off-policy-rl; mask: IcePop (arXiv 2510.18855); by sequence and
-        its geometric mean: Liu et al. 2025, "When speed kills stability", and TRL.
+    Source: truncation: https://fengyao.notion.site/off-policy-rl; mask: IcePop (arXiv 2510.18855); `sequence` and
+        `geometric`: Liu et al. 2025, "When speed kills stability", and TRL.
     """
-    ratio = of_level(log_ratio, mask, level).exp()
+    ratio = aggregate_log_ratio(log_ratio, mask, level).exp()
     inside = (ratio >= low) & (ratio <= high)
     factors = ratio.clamp(low, high) if mode == "clip" else ratio * inside
     return torch.where(mask > 0, factors, 1.0)
 
 
-# KL divergence from the reference: estimators per token, the penalty as a loss term, and the control of its
-# coefficient.
+# KL divergence from the reference: estimators per token, the KL as a loss term, and the controller of `kl_coef`.
 #
 # The estimators take d = logprobs - ref_logprobs, `[B, S-1]`, of tokens that the policy sampled, and return nats per
 # token.
@@ -160,7 +161,7 @@ MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rol
 
 
 def k1(difference: Tensor) -> Tensor:
-    """Return d: unbiased, and may be negative. As a loss its gradient is 0 in expectation."""
+    """Return d: unbiased, possibly negative. As a loss its gradient is 0 in expectation."""
     return difference
 
 
@@ -177,8 +178,8 @@ def k2(difference: Tensor) -> Tensor:
 def k3(difference: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d: unbiased, never negative; as a loss (GRPO) it approximates the KL's gradient near 0.
 
-    It is at most 10. Beyond, it keeps the gradient that it has there, so that the token is still pulled towards the
-    reference.
+    The value is capped at 10. Beyond the cap the gradient stays constant instead of becoming 0, so that the token is
+    still pulled towards the reference.
     """
     log_ratio = -difference
     log_ratio = log_ratio - (log_ratio - log_ratio.clamp(*K3_RANGE)).detach()
@@ -205,7 +206,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: str, total: float) -> Tensor:
     """Return sum_t w_t * kl_t / total, a differentiable scalar; the caller multiplies it by `kl_coef`.
 
-    The gradient is that of the estimate for fixed samples.
+    The gradient treats the samples as fixed.
 
     Args:
         kind: one of `KL_ESTIMATORS`.
@@ -218,12 +219,12 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: st
 
 
 class KLControl:
-    """Holds `kl_coef` and adapts it if there is a target.
+    """Holds `kl_coef`, and adapts it to reach a target KL if there is one.
 
         error = clip(kl / target - 1, -0.2, 0.2)
         coef <- coef * (1 + error * min(samples / HORIZON, 1))
 
-    Without the minimum, which the paper lacks, the coefficient would become negative from 5 * HORIZON samples on.
+    The paper has no minimum; without it, 5 * HORIZON samples or more could make the coefficient negative.
 
     Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
     """

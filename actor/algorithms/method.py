@@ -1,4 +1,4 @@
-"""An algorithm with its settings resolved. Built-in functions and a user's own are found by the same lookup.
+"""An algorithm with its settings resolved, from built-in functions or a user's own.
 
 The training loop never branches on an algorithm's name, only on whether it needs the critic.
 """
@@ -19,54 +19,56 @@ from rlhf_triton.config.algorithms import LOSSES
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.rewards.function import FunctionError, describe, import_function
 
-# A user's own advantage function and loss: whatever is wrong with one is a single sentence that names it.
+# Checks of a user's own advantage function and loss. Each error is one sentence that names the function.
 
 
 def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
-    """Wrap the user's advantage function to check its result.
+    """Wrap the user's advantage function so that its result is checked.
 
-    It raises FunctionError unless the result is (advantages, returns), each `[B, S-1]` and finite inside the mask.
+    The wrapper raises FunctionError unless the result is (advantages, returns), each `[B, S-1]` and finite inside the
+    mask.
     """
 
     def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         shape, outside = tuple(inputs.mask.shape), inputs.mask == 0
         expected = f"(advantages, returns), two tensors of shape {shape} that are finite inside the mask"
 
-        def is_valid(found: Any) -> bool:
-            shapes = [_shape(part) for part in found] if isinstance(found, tuple) else []
-            return shapes == [shape, shape] and all(bool((outside | part.isfinite()).all()) for part in found)
+        def is_valid(result: Any) -> bool:
+            shapes = [_shape(part) for part in result] if isinstance(result, tuple) else []
+            return shapes == [shape, shape] and all(bool((outside | part.isfinite()).all()) for part in result)
 
-        found = _checked(f"actor.algorithm.advantage: {spec}", function, inputs, is_valid, expected)
-        advantages, returns = (part.detach().to(inputs.mask).masked_fill(outside, 0.0) for part in found)
+        result = _call_checked(f"actor.algorithm.advantage: {spec}", function, inputs, is_valid, expected)
+        advantages, returns = (part.detach().to(inputs.mask).masked_fill(outside, 0.0) for part in result)
         return advantages, returns
 
     return advantage
 
 
 def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
-    """Wrap the user's loss to check its result, except for finiteness, which would wait for the device.
+    """Wrap the user's loss so that its result is checked.
 
-    It raises FunctionError unless the result is (loss, metrics): a scalar with a gradient, and a mapping of scalars;
-    and if in the first micro-batch the loss depends on tokens of weight 0.
+    The wrapper raises FunctionError unless the result is (loss, metrics), a scalar with a gradient and a mapping of
+    scalars, and if the loss of the first micro-batch depends on tokens with weight 0. It does not check that the loss
+    is finite, because it would have to wait for the device.
     """
     is_first = True
     expected = "(loss, metrics), a scalar that depends on inputs.logprobs, and a mapping of names to scalars"
 
-    def is_valid(found: Any) -> bool:
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+    def is_valid(result: Any) -> bool:
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             return False
-        value, metrics = found
+        value, metrics = result
         return all(_shape(scalar) == () for scalar in (value, *metrics.values())) and value.requires_grad
 
     def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         nonlocal is_first
-        value, metrics = _checked(f"actor.algorithm.loss: {spec}", function, inputs, is_valid, expected)
+        value, metrics = _call_checked(f"actor.algorithm.loss: {spec}", function, inputs, is_valid, expected)
         if is_first and inputs.logprobs.requires_grad:
             is_first = False
             (gradient,) = torch.autograd.grad(value, inputs.logprobs, retain_graph=True)
             if bool(((inputs.weights == 0) & (gradient != 0)).any()):
                 raise FunctionError(
-                    f"actor.algorithm.loss: {spec} depends on tokens outside the responses that are learned from; "
+                    f"actor.algorithm.loss: {spec} depends on tokens with weight 0, which must not train the policy; "
                     "multiply by inputs.weights, or use inputs.mean"
                 )
         return value, {str(name): scalar.detach().to(value) for name, scalar in metrics.items()}
@@ -74,30 +76,30 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
     return loss
 
 
-def _checked(
+def _call_checked(
     named: str, function: Callable[..., Any], inputs: Any, is_valid: Callable[[Any], bool], expected: str
 ) -> Any:
     try:
-        found = function(inputs)
-    except torch.OutOfMemoryError:  # is repeated in smaller micro-batches
+        result = function(inputs)
+    except torch.OutOfMemoryError:  # the caller repeats the work in smaller micro-batches
         raise
     except Exception as error:  # user code
         raise FunctionError(f"{named} failed: {describe(error)}") from error
-    if not is_valid(found):
-        raise FunctionError(f"{named} returned {_described(found)}, but it must return {expected}")
-    return found
+    if not is_valid(result):
+        raise FunctionError(f"{named} returned {_describe_value(result)}, but it must return {expected}")
+    return result
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {_shape(value)}" + ("" if value.isfinite().all() else " that is not finite")
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in value.items()) + "}"
-    return ", ".join(map(_described, value)) if isinstance(value, tuple) else f"{value!r:.60}"
+        return "{" + ", ".join(f"{name}: {_describe_value(part)}" for name, part in value.items()) + "}"
+    return ", ".join(map(_describe_value, value)) if isinstance(value, tuple) else f"{value!r:.60}"
 
 
 logger = logging.getLogger(__name__)
@@ -118,11 +120,11 @@ class Method:
 
     @property
     def own_loss(self) -> str | None:
-        """The user's loss, `path/to/file.py:name`; None if the loss is a built-in one."""
+        """The user's loss, `path/to/file.py:name`; None if the loss is built in."""
         return None if self.settings.loss_name in LOSSES else self.settings.loss_name
 
     @classmethod
-    def of(cls, settings: AlgorithmSection, kl: KLSection) -> Method:
+    def from_settings(cls, settings: AlgorithmSection, kl: KLSection) -> Method:
         """Build the method that the settings select; `auto` and unset values take the algorithm's defaults.
 
         Raises: FunctionError if a user's function cannot be imported.
@@ -131,14 +133,14 @@ class Method:
         advantage = import_function(defaults.advantage if s.advantage == "auto" else s.advantage)
         loss = import_function(LOSSES[s.loss_name].function if s.loss_name in LOSSES else s.loss_name)
         kl_in = defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in
-        by_place = "k3" if kl_in == "loss" else "abs"
+        default_estimator = "k3" if kl_in == "loss" else "abs"
         method = cls(
             s,
             advantage if s.advantage == "auto" else checked_advantage(s.advantage, advantage),
             loss if s.loss_name in LOSSES else checked_loss(s.loss_name, loss),
             ClipRange(*s.clip),
             whitens=defaults.whitens,
-            kl_estimator=by_place if kl.estimator == "auto" else kl.estimator,
+            kl_estimator=default_estimator if kl.estimator == "auto" else kl.estimator,
             kl_in_loss=kl_in == "loss",
             loss_mean=defaults.loss_mean if s.loss_mean == "auto" else s.loss_mean,
         )
@@ -151,7 +153,7 @@ class Method:
 
 
 def log_choices(config: RunConfig) -> None:
-    """Log the algorithm's settings, and those of the run that have no effect."""
+    """Log the algorithm's resolved settings, and which settings of the run have no effect."""
     logger.info("actor.algorithm.name: %s sets %s", config.actor.algorithm.name, config.published_choices)
     if line := effect_line(config):
         logger.info("%s", line)

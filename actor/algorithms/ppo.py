@@ -7,15 +7,15 @@ from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 
 
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, by GAE over the critic's values.
+    """Return (advantages, returns) from GAE over the critic's values.
 
     With `lam_values` or `lam_length`, the lambda of the returns differs from that of the advantages (decoupled GAE).
     Source: Yue et al. 2025 (arXiv 2504.05118), section 4.1.
     """
-    given = inputs.values, inputs.token_rewards, inputs.mask
+    gae_inputs = inputs.values, inputs.token_rewards, inputs.mask
     lam = inputs.lam if inputs.lam_length is None else length_adaptive(inputs.mask, inputs.lam_length)
-    advantages, returns = gae(*given, gamma=inputs.gamma, lam=lam)
+    advantages, returns = gae(*gae_inputs, gamma=inputs.gamma, lam=lam)
     if inputs.lam_values is not None or inputs.lam_length is not None:
         lam = inputs.lam if inputs.lam_values is None else inputs.lam_values
-        returns = gae(*given, gamma=inputs.gamma, lam=lam)[1]
+        returns = gae(*gae_inputs, gamma=inputs.gamma, lam=lam)[1]
     return advantages, returns

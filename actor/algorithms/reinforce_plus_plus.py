@@ -8,5 +8,5 @@ from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 
 
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Return the discounted sum of token rewards from each token on, as advantages and as returns; `lam` is unused."""
+    """Return the discounted sum of token rewards from each token on, as advantages and returns; `lam` is unused."""
     return gae(torch.zeros_like(inputs.mask), inputs.token_rewards, inputs.mask, gamma=inputs.gamma, lam=1.0)

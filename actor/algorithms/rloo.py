@@ -1,4 +1,4 @@
-"""RLOO: each response is compared with the mean of the other responses to the same prompt."""
+"""RLOO, which compares each response's reward with the mean reward of the other responses to the prompt."""
 
 from torch import Tensor
 
@@ -10,7 +10,9 @@ from rlhf_triton.errors import RlhfError
 def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract from each response's total reward the mean over the other responses to the same prompt.
 
-    The returns are the total rewards; `gamma` and `lam` are unused. There is no form for process rewards.
+    The returns are the total rewards; `gamma` and `lam` are unused.
+
+    Raises: RlhfError if there are process rewards.
     """
     if inputs.process_rewards is not None:
         raise RlhfError("the served reward model gives process rewards (reward.process), which rloo cannot use")

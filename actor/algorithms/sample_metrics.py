@@ -1,4 +1,4 @@
-"""Measures samples: the `train_rollouts/…` metrics of a step, and those of a validation."""
+"""Metrics of sampled conversations: the `train_rollouts/…` metrics of a training step, and metrics of a validation."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlhf_triton.actor.algorithms.advantages import explained_variance, masked_mean
-from rlhf_triton.actor.algorithms.batch import known_positions
+from rlhf_triton.actor.algorithms.batch import logprobs_by_position
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
 
@@ -14,24 +14,25 @@ from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conve
 def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
     """Return the `train_rollouts/…` metrics of one step: means over scored conversations or sampled tokens.
 
-    `batch` has the rows of `groups`.
+    `batch`: the training batch of the rows of `groups`.
     """
     conversations = conversations_of(groups)
     rows = rows_of(conversations)
     metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
     assert batch.conversations is not None
     counted = [conversations[i] for i in batch.conversations[batch.mask.any(-1)].unique().tolist()]
-    distance = sequence_kl(counted)
-    if batch.kl is not None and distance is not None:
+    kl_per_sequence = sequence_kl(counted)
+    if batch.kl is not None and kl_per_sequence is not None:
         metrics |= {
             "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
-            "init_policy_kl_per_sequence": distance,
+            "init_policy_kl_per_sequence": kl_per_sequence,
             "rewards_with_kl": metrics["rewards"] - kl_coef * float((batch.kl * batch.mask).sum()) / len(counted),
         }
     if any(row.policy_logprobs is not None and row.policy_logprobs is not row.logprobs for row in rows):
-        ours, theirs = known_positions(rows, "policy_logprobs"), known_positions(rows, "logprobs")
-        if ours is not None and theirs is not None:
-            gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
+        policy_logprobs = logprobs_by_position(rows, "policy_logprobs")
+        engine_logprobs = logprobs_by_position(rows, "logprobs")
+        if policy_logprobs is not None and engine_logprobs is not None:
+            gap = torch.where(batch.mask > 0, policy_logprobs - engine_logprobs, 0.0).abs()
             metrics |= {
                 "generation_logprob_gap": float(masked_mean(gap, batch.mask)),
                 "generation_logprob_gap_max": float(gap.max()),
@@ -54,27 +55,27 @@ def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float)
 
 
 def sequence_kl(conversations: Sequence[Conversation]) -> float | None:
-    """Return the mean KL of the scored conversations (summed k1, nats).
+    """Return the mean KL per scored conversation: k1 summed over its sampled tokens, in nats.
 
-    None without any, or without reference log-probs.
+    None if no conversation is scored, or a row has no log-probs under policy or reference.
     """
     sums = list[float]()
     for conversation in conversations:
         pairs = [(row.policy_logprobs, row.ref_logprobs, row.sampled) for row in conversation]
         if failure_of(conversation) or not any(row.sampled.any() for row in conversation):
             continue
-        gaps = [(own - ref)[sampled] for own, ref, sampled in pairs if own is not None and ref is not None]
-        if len(gaps) < len(pairs):
+        log_ratios = [(own - ref)[sampled] for own, ref, sampled in pairs if own is not None and ref is not None]
+        if len(log_ratios) < len(pairs):
             return None
-        sums.append(sum(float(gap.sum()) for gap in gaps))
+        sums.append(sum(float(log_ratio.sum()) for log_ratio in log_ratios))
     return float(np.mean(sums)) if sums else None
 
 
 def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return metrics of any conversations, training or validation: lengths, rewards of scored ones, diversity."""
+    """Return metrics of training or validation conversations: lengths, rewards of the scored ones, diversity."""
     ends = [conversation[-1] for conversation in conversations]
     rows = rows_of(conversations)
-    scored = [each[-1].score for each in conversations if not failure_of(each)]
+    scored = [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
     rewards = np.array([score.reward for score in scored], np.float32)
     metrics = {
         "rollout_size": float(len(ends)),
@@ -91,9 +92,9 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
         metrics["reward_version"] = float(max(versions))
     metrics |= process_metrics(conversations) | _conversation_metrics(conversations)
     for name in ends[0].score.components:
-        known = [end.score.components.get(name, np.nan) for end in ends]
-        finite = [value for value in known if np.isfinite(value)]
-        if missing := len(known) - len(finite):  # it failed, or does not apply
+        values = [end.score.components.get(name, np.nan) for end in ends]
+        finite = [value for value in values if np.isfinite(value)]
+        if missing := len(values) - len(finite):  # the reward failed, or does not apply
             metrics[f"reward_{name}_missing"] = float(missing)
         if finite:  # a reward that failed on every row has no mean
             metrics[f"reward_{name}"] = _mean(finite)
@@ -101,19 +102,20 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 
 def process_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the mean reward of a step and the mean number of steps of scored conversations; empty without any."""
+    """Return the mean reward of a step and the number of steps per scored conversation; {} without process rewards."""
     scored = [conversation for conversation in conversations if not failure_of(conversation)]
-    given = [row.score.steps[row.score.ends] for row in rows_of(scored) if row.score.steps is not None]
-    if not given:
+    step_rewards = [row.score.steps[row.score.ends] for row in rows_of(scored) if row.score.steps is not None]
+    if not step_rewards:
         return {}
-    steps = np.concatenate(given)
+    steps = np.concatenate(step_rewards)
     mean = float(steps.mean()) if len(steps) else float("nan")
     return {"process_rewards": mean, "steps_per_response": len(steps) / len(scored)}
 
 
 def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the mean number of turns and the share of them that is trained as sampled, and the shares of conversations
-    that a limit ended and that failed; empty without environments.
+    """Return the metrics of conversations with environments; {} without environments.
+
+    `exact_turns` is the share of turns whose tokens in the row are the sampled ones.
     """
     ends = [conversation[-1] for conversation in conversations]
     if ends[0].turns is None:
@@ -130,7 +132,7 @@ def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, fl
 
 
 def distinct_bigrams(rows: Sequence[SampledRow]) -> float:
-    """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
+    """Return the share of distinct bigrams among the sampled tokens; it drops early when the policy collapses."""
     base = max(int(row.tokens.max()) for row in rows) + 1
     pairs = np.concatenate(
         [(row.tokens[:-1] * base + row.tokens[1:])[row.sampled[:-1] & row.sampled[1:]] for row in rows]

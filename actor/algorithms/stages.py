@@ -1,9 +1,8 @@
-"""Stages between scoring and advantages: each is a function in `STAGES`, with its settings in `actor.rewards`.
+"""Reward shaping between scoring and advantages: the functions in `STAGES`, with their settings in `actor.rewards`.
 
 Penalties come after normalisation and clipping, so they are in units of normalised scores and are never clipped away.
-A process reward is normalised and clipped step by step: each step counts once in the statistics. What the score has
-beyond it, the other terms of a weighted sum, is neither normalised nor clipped. Penalties are given at the end of the
-response.
+They are subtracted at the end of the response. With a process reward, the reward of each step is normalised and
+clipped, and counts once in the statistics; the other terms of the score are neither normalised nor clipped.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = count, mean, squares
 
     def update(self, values: Tensor) -> None:
-        """Add finite values `[n]`; n may be 0."""
+        """Add the finite values `[n]` to the statistics; n may be 0."""
         if not values.numel():
             return
         count, mean = values.numel(), float(values.double().mean())
@@ -50,14 +49,14 @@ class RunningMoments:
 
 
 class RewardShaper:
-    """Takes the scores of each rollout through all stages; keeps running statistics across rollouts."""
+    """Runs all stages on the scores of each rollout; keeps running statistics across rollouts."""
 
     def __init__(self, settings: RewardsSection, *, max_new_tokens: int) -> None:
         self.settings, self.max_new_tokens = settings, max_new_tokens
         self.moments = RunningMoments()
 
     def run(self, inputs: AdvantageInputs) -> AdvantageInputs:
-        """Return the inputs after all stages, with rewards of 0 in rows that are not scored."""
+        """Return the inputs after all stages; unscored rows have rewards of 0."""
         if inputs.process_rewards is not None and inputs.process_ends is not None:
             valid = inputs.process_ends & inputs.scored[:, None]
             inputs = dataclasses.replace(inputs, process_rewards=torch.where(valid, inputs.process_rewards, 0.0))
@@ -67,7 +66,7 @@ class RewardShaper:
 
 
 def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) -> AdvantageInputs:
-    """Apply `function` to all valid scores `[n]`; of a process reward, to its steps."""
+    """Apply `function` to all valid scores `[n]`, or with a process reward to the rewards of all steps `[n]`."""
     name, valid = "rewards", inputs.scored
     if inputs.process_ends is not None:
         name, valid = "process_rewards", inputs.process_ends & inputs.scored[:, None]
@@ -77,9 +76,9 @@ def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) 
 
 
 def normalise(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
-    """Normalise the scores, by `normalization`; to 0 if the scores seen so far differ only by rounding.
+    """Normalise the scores as `normalization` selects; they become 0 if the statistics vary only by rounding.
 
-    Running statistics include this rollout, so that even the first one can be normalised.
+    Running statistics include the current rollout, so that the first one can be normalised.
     """
     s = shaper.settings
 
@@ -95,21 +94,23 @@ def normalise(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
 
 
 def clip(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
-    """Clip the scores to `clip` in absolute value."""
-    most = shaper.settings.clip
-    return inputs if most is None else _with_scores(inputs, lambda scores: scores.clamp(-most, most))
+    """Clip the scores to [-`clip`, `clip`], if it is set."""
+    limit = shaper.settings.clip
+    return inputs if limit is None else _with_scores(inputs, lambda scores: scores.clamp(-limit, limit))
 
 
 def penalise_missing_eos(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
-    """Subtract `missing_eos_penalty` from responses that did not end."""
+    """Subtract `missing_eos_penalty` from the rewards of responses that did not end."""
     return dataclasses.replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
 
 
 def overlong_penalties(lengths: Tensor, settings: RewardsSection, max_new_tokens: int) -> Tensor:
-    """Return up to `overlong_penalty` for each response `[B]`, linearly over the last `overlong_tokens` of the length.
+    """Return the penalty of each response, `[B]`.
+
+    It grows linearly from 0 to `overlong_penalty` over the last `overlong_tokens` of the `max_new_tokens` tokens.
 
     Args:
-        lengths: float32 `[B]`, sampled tokens.
+        lengths: float32 `[B]`, number of sampled tokens.
         settings: `overlong_tokens` must be above 0.
     """
     share = (lengths - (max_new_tokens - settings.overlong_tokens)) / settings.overlong_tokens
@@ -117,14 +118,14 @@ def overlong_penalties(lengths: Tensor, settings: RewardsSection, max_new_tokens
 
 
 def penalise_overlong(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
-    """Subtract the penalty of overlong responses, if there is one."""
+    """Subtract `overlong_penalties` from the rewards, if `overlong_tokens` is set."""
     if not shaper.settings.overlong_tokens:
         return inputs
     penalties = overlong_penalties(inputs.mask.sum(-1), shaper.settings, shaper.max_new_tokens)
     return dataclasses.replace(inputs, rewards=inputs.rewards - penalties)
 
 
-# A stage changes `rewards` or `steps`, or leaves rows out of the policy's update by `counted`.
+# A stage changes `rewards` or `process_rewards`, or excludes rows from the policy's update through `counted`.
 STAGES: tuple[Callable[[AdvantageInputs, RewardShaper], AdvantageInputs], ...] = (
     normalise,
     clip,

@@ -1,1 +1,1 @@
-"""Calls of agents to the policy, as trajectories of the tokens that it sampled."""
+"""HTTP sessions in which agents call the policy, recorded as trajectories of the tokens that it sampled."""

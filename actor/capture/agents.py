@@ -18,24 +18,24 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import EnvironmentFailed
-from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, Agent, TalkRows
+from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, ConversationRows, ConversationRunner
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY
 
 
-class CapturedAgents(Agent):
-    """The agents of this process: each has a session of a server on loopback, whose sampler is the decoder.
+class CapturedAgents(ConversationRunner):
+    """Runs this process's agents; each has a session of an HTTP server on loopback, which samples with the decoder.
 
-    Every call is a row of its own in the decoder. The run decides how replies are sampled, not the requests.
+    Every call is a separate row in the decoder. The run decides how replies are sampled, not the requests.
     """
 
     _serving: Future[None] | None = None
 
     def __init__(self, settings: EnvironmentSection, tokenizer: Any, **options: Any) -> None:
-        """Start the workers and the server. Arguments and errors as in `Agent`; rows never wait for each other."""
-        super().__init__(settings, tokenizer, **{**options, "in_step": False})
-        self._rows: dict[str, TalkRows] = {}
+        """Start the workers and the server; arguments and errors as in `ConversationRunner`, but `lockstep` is off."""
+        super().__init__(settings, tokenizer, **{**options, "lockstep": False})
+        self._rows: dict[str, ConversationRows] = {}
         self._sessions = Sessions(
             tokenizer,
             most=MAX_INSTANCES,
@@ -54,26 +54,31 @@ class CapturedAgents(Agent):
         """No-op: `Sessions` checked the chat template when it was created."""
 
     async def _shutdown(self) -> None:
-        await super()._shutdown()  # first, as the server waits for the agents' connections
+        await super()._shutdown()  # first, because the server waits for the agents' connections
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.wrap_future(self._serving)
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
-        """Return the policy's reply, as the run samples. Raises HttpError at its end, or for other stop strings."""
+        """Return the policy's reply, sampled with the run's settings.
+
+        Raises HttpError if the agent or the rollout has ended, or for stop strings that the run does not have.
+        """
         if session not in self._rows:
             raise HttpError(404, f"session {session} is over: its agent has ended")
-        if more := [stop for stop in sampling.stop if stop not in self._stop_strings]:
-            told = "must be in actor.generation.stop_strings: a run decides what ends a reply"
-            raise HttpError(400, f"stop: {more} {told}", "stop")
+        if unknown := [stop for stop in sampling.stop if stop not in self._stop_strings]:
+            problem = "must be in actor.generation.stop_strings, because the run decides what ends a reply"
+            raise HttpError(400, f"stop: {unknown} {problem}", "stop")
         try:
-            self._rows[session].renew()  # each call is a row
-            return await self._rows[session].sampled(tokens)
+            self._rows[session].start_row()  # each call has its own row
+            return await self._rows[session].sample_turn(tokens)
         except asyncio.CancelledError as error:
             raise HttpError(409, f"session {session} is over: the rollout was interrupted") from error
 
-    async def talk(self, prompt: Prompt, seed: int, rows: TalkRows, *, may_restart: bool = False) -> Conversation:
-        """Run one agent to its end; return all of its conversations with the policy."""
+    async def run(
+        self, prompt: Prompt, seed: int, rows: ConversationRows, *, may_restart: bool = False
+    ) -> Conversation:
+        """Run one agent to its end; return all of its conversations with the policy as rows of one conversation."""
         name, instance, reward, failed, truncated = uuid.uuid4().hex, None, None, None, ""
         self._rows[name], deadline = rows, rows.clock() + self._settings.timeout_s
         try:
@@ -94,7 +99,7 @@ class CapturedAgents(Agent):
             raise failed
         error = "" if failed is None or truncated else str(failed)
         if session is None or not session.calls:
-            error = str(failed or f"{self._settings.agent}: ended without a reply of the policy")
+            error = str(failed or f"{self._settings.agent}: ended without a reply from the policy")
             empty = RecordedRow()
             empty.observe(prompt.tokens.tolist())
             return conversation_of([(prompt, empty)], error=error)
@@ -102,12 +107,12 @@ class CapturedAgents(Agent):
         last.reward += reward or 0.0
         if not last.sampled.ended and not truncated and failed is None:
             truncated = "actor.generation.max_new_tokens"
-        found = sorted(session.rows(), key=lambda row: last in row.calls)  # the last call's at the end
-        begun = [(self._prompt(prompt, row), row) for row in found]
-        return conversation_of(begun, truncated=truncated, error=error)
+        rows_in_order = sorted(session.rows(), key=lambda row: last in row.calls)  # the row of the last call is last
+        rows_with_prompts = [(self._prompt(prompt, row), row) for row in rows_in_order]
+        return conversation_of(rows_with_prompts, truncated=truncated, error=error)
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
-        """Return a row's prompt, what the policy saw before its first reply; leave the later messages in the row."""
+        """Return a row's prompt: what the policy saw before its first reply. Removes these messages from the row."""
         first = row.calls[-1].path[0]
         row.messages = row.messages[len(first.messages) :]
         return Prompt(

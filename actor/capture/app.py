@@ -1,4 +1,4 @@
-"""The routes of sessions: what an agent's client calls, and what its trainer does."""
+"""HTTP routes of sessions, for the clients of agents and for a trainer."""
 
 import asyncio
 import dataclasses
@@ -35,35 +35,37 @@ class EndBody(Body):
 
 
 def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int) -> list[Route]:
-    """Return the routes of agents; the application must have `refused` as the handler of RlhfError.
+    """Return the routes that agents call; the application must handle RlhfError with `refused`.
 
     Args:
-        model: name of the policy; requests may have any other.
-        max_tokens: of a reply whose request sets no limit.
+        model: name of the policy; requests may use any other name.
+        max_tokens: maximum tokens of a reply whose request sets no limit.
     """
 
     async def answer(dialect: Dialect, request: Request) -> Response:
         name = _name(request)
-        asked = await asyncio.to_thread(dialect.read, await read_json(request), max_tokens)
+        agent_request = await asyncio.to_thread(dialect.read, await read_json(request), max_tokens)
         with sessions.calling(name) as session:
-            # A long context takes seconds, in which other agents and the run's generation go on.
-            call, most = await asyncio.to_thread(session.begin, asked.messages, asked.tools)
+            # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
+            call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
             prompt = call.tokens
-            sampling = dataclasses.replace(asked.sampling, max_tokens=min(most, asked.sampling.max_tokens))
+            sampling = dataclasses.replace(
+                agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
+            )
             sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
-            reply = reply_to(asked, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
+            reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
             session.record(call, sampled, reply.message)
-        body = dialect.body(reply, asked)
-        if asked.stream:
-            return Response("".join(dialect.events(body, asked)), media_type="text/event-stream")
+        body = dialect.body(reply, agent_request)
+        if agent_request.stream:
+            return Response("".join(dialect.events(body, agent_request)), media_type="text/event-stream")
         return JSONResponse(body)
 
     async def models(request: Request) -> Response:
-        """Name the policy."""
+        """List the policy as the only model."""
         return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "policy"}]})
 
     async def reward(request: Request) -> Response:
-        """Add to the reward of the last call; return the sum."""
+        """Add to the reward of the last call; return its new reward."""
         body = RewardBody.read(await read_json(request))
         last = sessions.find(_name(request)).calls[-1]
         last.reward += body.reward
@@ -81,7 +83,7 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 
 
 def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
-    """Return what reads and ends sessions. `export`: JSONL file for the rows of those that end; None: there is none."""
+    """Return the routes that read and end sessions. `export`: JSONL file for the rows of ended sessions, if any."""
 
     async def read(request: Request) -> Response:
         """Return the trajectories so far."""
@@ -96,7 +98,7 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
             try:
                 append_jsonl(export, rows)
             except OSError as error:
-                raise HttpError(500, f"session {session.name} stays open, as its export failed: {error}") from error
+                raise HttpError(500, f"session {session.name} stays open because its export failed: {error}") from error
         sessions.end(session.name)
         return JSONResponse({"trajectories": rows})
 

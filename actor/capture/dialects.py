@@ -1,4 +1,4 @@
-"""What agents speak: requests and replies of OpenAI's chat completions and of Anthropic's messages."""
+"""The APIs that agents use: requests and replies of OpenAI's chat completions and of Anthropic's messages."""
 
 import json
 import re
@@ -19,8 +19,8 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request in the form that chat template and sampler take."""
+class AgentRequest:
+    """An agent's request, in the form that the chat template and the sampler need."""
 
     model: str
     messages: list[Message]
@@ -37,8 +37,8 @@ class PolicyReply:
 
     id: str
     text: str
-    calls: list[Json]  # as in a message: id, type, and function with name and arguments, an object
-    stopped_by: str | None  # the stop string
+    calls: list[Json]  # tool calls of a message: id, type, and function with name and arguments (an object)
+    stopped_by: str | None  # the stop string that ended the reply
     prompt_tokens: int
     sampled: PolicyTurn
 
@@ -51,20 +51,22 @@ class PolicyReply:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One API."""
+    """The request and reply formats of one API."""
 
-    read: Callable[[Any, int], Asked]
-    """A request from its body, and the most tokens of a reply that sets no limit. Raises HttpError."""
-    body: Callable[[PolicyReply, Asked], Json]
-    """The body of a reply."""
-    events: Callable[[Json, Asked], Iterator[str]]
-    """Server-sent events with the content of such a body."""
+    read: Callable[[Any, int], AgentRequest]
+    """Parses a request's body; the number is the limit of a reply if the request sets none. Raises HttpError."""
+    body: Callable[[PolicyReply, AgentRequest], Json]
+    """Returns the body of a reply."""
+    events: Callable[[Json, AgentRequest], Iterator[str]]
+    """Yields the server-sent events of a reply's body."""
 
 
-def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: PolicyTurn, tokenizer: Any) -> PolicyReply:
-    """Return the reply: its text up to the stop string, without the tool calls in it that are well-formed."""
+def reply_to(
+    agent_request: AgentRequest, name: str, prompt_tokens: int, sampled: PolicyTurn, tokenizer: Any
+) -> PolicyReply:
+    """Return the reply for sampled tokens: its text up to the stop string, and the well-formed tool calls in it."""
     text, calls = reply_text(tokenizer, sampled.tokens), list[Json]()
-    stops = [(text.index(stop), stop) for stop in asked.sampling.stop if stop in text]
+    stops = [(text.index(stop), stop) for stop in agent_request.sampling.stop if stop in text]
     end, stopped_by = min(stops, default=(len(text), None))
 
     def taken(match: re.Match[str]) -> str:
@@ -75,14 +77,14 @@ def reply_to(asked: Asked, name: str, prompt_tokens: int, sampled: PolicyTurn, t
         calls.append({"id": f"call_{name}_{len(calls)}", "type": "function", "function": function})
         return ""
 
-    rest = HERMES.sub(taken, text[:end]) if asked.calls_tools else text[:end]
+    rest = HERMES.sub(taken, text[:end]) if agent_request.calls_tools else text[:end]
     return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled)
 
 
-# Reading. A field that would change the reply in a way that is not possible here is refused.
+# Request bodies. A field is refused if it would change the reply in an unsupported way.
 
 
-MAX_ID = 200  # of names and ids, which no template need write, but all are kept
+MAX_ID = 200  # characters of a name or id
 Id = Annotated[str, Field(max_length=MAX_ID)]
 Nothing = Annotated[float, Field(ge=0, le=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -93,7 +95,7 @@ Texts = Annotated[
 
 
 class Text(Body):
-    """A part of a content; only texts can be taken."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -138,7 +140,7 @@ class Tool(Body):
 
 
 class CalledFunction(Body):
-    """A function with its arguments, an object as JSON."""
+    """A called function; `arguments` is a JSON object as a string."""
 
     name: Id
     arguments: str
@@ -147,7 +149,7 @@ class CalledFunction(Body):
     @classmethod
     def _is_object(cls, arguments: str) -> str:
         if not isinstance(json.loads(arguments or "{}"), dict):
-            raise ValueError("must be an object as JSON")
+            raise ValueError("must be a JSON object")
         return arguments or "{}"
 
 
@@ -157,10 +159,10 @@ class CalledTool(Body):
     id: Id = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int = 0  # OpenAI's client puts it in
+    index: int = 0  # OpenAI's client sends it
 
     def message(self) -> Json:
-        """Return the call as in a message of the policy."""
+        """Return the call in the form of `PolicyReply.calls`."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
@@ -176,24 +178,25 @@ class OpenAIMessage(Body):
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 
     def message(self) -> Message:
-        """Return it as the chat template takes it."""
+        """Return the message as the chat template expects it."""
         role = "system" if self.role == "developer" else self.role
-        further = {
+        optional = {
             "name": self.name,
             "tool_calls": [call.message() for call in self.tool_calls],
             "tool_call_id": self.tool_call_id,
         }
-        return {"role": role, "content": _joined(self.content), **{key: each for key, each in further.items() if each}}
+        present = {key: value for key, value in optional.items() if value}
+        return {"role": role, "content": _joined(self.content), **present}
 
 
 class TextFormat(Body):
-    """The only format of a reply."""
+    """The only supported format of a reply."""
 
     type: Literal["text"]
 
 
 class OpenAIRequest(Body):
-    """A request of chat completions; what stands behind `stream_options` has one value, or no effect."""
+    """A request to the chat completions API; the fields after `stream_options` have one allowed value, or no effect."""
 
     model: str = ""
     messages: Annotated[list[OpenAIMessage], Field(fail_fast=True)]
@@ -216,21 +219,21 @@ class OpenAIRequest(Body):
     metadata: Any = None
 
 
-def _read_openai(body: Any, default: int) -> Asked:
-    found = OpenAIRequest.read(body)
-    limit = found.max_completion_tokens or found.max_tokens or default
-    return Asked(
-        model=found.model,
-        messages=_check_last_message([message.message() for message in found.messages]),
-        tools=[tool.model_dump(exclude_unset=True) for tool in found.tools],
-        sampling=Sampling(limit, found.temperature, found.top_p, tuple(found.stop)),
-        calls_tools=bool(found.tools) and found.tool_choice != "none",
-        stream=found.stream,
-        stream_usage=bool(found.stream_options.get("include_usage")),
+def _read_openai(body: Any, default: int) -> AgentRequest:
+    request = OpenAIRequest.read(body)
+    limit = request.max_completion_tokens or request.max_tokens or default
+    return AgentRequest(
+        model=request.model,
+        messages=_check_last_message([message.message() for message in request.messages]),
+        tools=[tool.model_dump(exclude_unset=True) for tool in request.tools],
+        sampling=Sampling(limit, request.temperature, request.top_p, tuple(request.stop)),
+        calls_tools=bool(request.tools) and request.tool_choice != "none",
+        stream=request.stream,
+        stream_usage=bool(request.stream_options.get("include_usage")),
     )
 
 
-def _openai_body(reply: PolicyReply, asked: Asked) -> Json:
+def _openai_body(reply: PolicyReply, agent_request: AgentRequest) -> Json:
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in reply.calls
@@ -247,22 +250,22 @@ def _openai_body(reply: PolicyReply, asked: Asked) -> Json:
         "id": f"chatcmpl-{reply.id}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": asked.model,
+        "model": agent_request.model,
         "choices": [choice],
         "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
     }
 
 
-def _openai_events(body: Json, asked: Asked) -> Iterator[str]:
+def _openai_events(body: Json, agent_request: AgentRequest) -> Iterator[str]:
     choice, chunk = body["choices"][0], {**body, "object": "chat.completion.chunk", "usage": None}
     delta = {**choice["message"]}
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     first = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
     last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-    usage = [{**chunk, "choices": [], "usage": body["usage"]}] if asked.stream_usage else []
-    for each in ({**chunk, "choices": [first]}, {**chunk, "choices": [last]}, *usage):
-        yield f"data: {json.dumps(each)}\n\n"
+    usage = [{**chunk, "choices": [], "usage": body["usage"]}] if agent_request.stream_usage else []
+    for event in ({**chunk, "choices": [first]}, {**chunk, "choices": [last]}, *usage):
+        yield f"data: {json.dumps(event)}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -280,7 +283,7 @@ class ToolUse(Body):
 
 
 class ToolResult(Body):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Id
@@ -299,7 +302,7 @@ class AnthropicMessage(Body):
     content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_parts)]
 
     def messages(self) -> list[Message]:
-        """Return it as the chat template takes it, after each tool result in it as a message of its own."""
+        """Return the messages that the chat template expects: one for each tool result, then the message itself."""
         texts = [block.text for block in self.content if isinstance(block, Text)]
         results = [block for block in self.content if isinstance(block, ToolResult)]
         calls = [
@@ -308,12 +311,12 @@ class AnthropicMessage(Body):
             if isinstance(block, ToolUse)
         ]
         if (calls and self.role == "user") or (results and self.role == "assistant"):
-            raise HttpError(400, "messages: a user has no tool_use, an assistant no tool_result", "messages")
-        own = {"role": self.role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+            raise HttpError(400, "messages: a user has no tool_use, an assistant has no tool_result", "messages")
+        message = {"role": self.role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
         answers = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)} for block in results
         ]
-        return [*answers, *([own] if texts or not results else [])]
+        return [*answers, *([message] if texts or not results else [])]
 
 
 class AnthropicTool(Body):
@@ -327,7 +330,7 @@ class AnthropicTool(Body):
     strict: bool = False
 
     def tool(self) -> Json:
-        """Return it in OpenAI's form, which templates know."""
+        """Return the tool in OpenAI's form, which chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
@@ -340,13 +343,13 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """The policy thinks as its template says."""
+    """Anthropic's thinking mode, which is unsupported: only the chat template decides whether the policy thinks."""
 
     type: Literal["disabled"]
 
 
 class AnthropicRequest(Body):
-    """A request of messages."""
+    """A request to the messages API."""
 
     model: str = ""
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)]
@@ -362,23 +365,24 @@ class AnthropicRequest(Body):
     metadata: Any = None
 
 
-def _read_anthropic(body: Any, default: int) -> Asked:
-    found = AnthropicRequest.read(body)
-    system = _joined(found.system)
+def _read_anthropic(body: Any, default: int) -> AgentRequest:
+    request = AnthropicRequest.read(body)
+    system = _joined(request.system)
     messages = [{"role": "system", "content": system}] if system else []
-    for message in found.messages:
+    for message in request.messages:
         messages += message.messages()
-    return Asked(
-        model=found.model,
+    limit = request.max_tokens or default
+    return AgentRequest(
+        model=request.model,
         messages=_check_last_message(messages),
-        tools=[tool.tool() for tool in found.tools],
-        sampling=Sampling(found.max_tokens or default, found.temperature, found.top_p, tuple(found.stop_sequences)),
-        calls_tools=bool(found.tools) and found.tool_choice.type != "none",
-        stream=found.stream,
+        tools=[tool.tool() for tool in request.tools],
+        sampling=Sampling(limit, request.temperature, request.top_p, tuple(request.stop_sequences)),
+        calls_tools=bool(request.tools) and request.tool_choice.type != "none",
+        stream=request.stream,
     )
 
 
-def _anthropic_body(reply: PolicyReply, asked: Asked) -> Json:
+def _anthropic_body(reply: PolicyReply, agent_request: AgentRequest) -> Json:
     content: list[Json] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     for call in reply.calls:
         function = call["function"]
@@ -388,7 +392,7 @@ def _anthropic_body(reply: PolicyReply, asked: Asked) -> Json:
         "id": f"msg_{reply.id}",
         "type": "message",
         "role": "assistant",
-        "model": asked.model,
+        "model": agent_request.model,
         "content": content,
         "stop_reason": "tool_use" if reply.calls else ended,
         "stop_sequence": None if reply.calls else reply.stopped_by,
@@ -396,8 +400,8 @@ def _anthropic_body(reply: PolicyReply, asked: Asked) -> Json:
     }
 
 
-def _anthropic_events(body: Json, asked: Asked) -> Iterator[str]:
-    """Yield the events of a stream, in which each block is one piece."""
+def _anthropic_events(body: Json, agent_request: AgentRequest) -> Iterator[str]:
+    """Yield the events of a stream, with one delta for each content block."""
     ends = {name: body[name] for name in ("stop_reason", "stop_sequence")}
     start = {**body, "content": [], **dict.fromkeys(ends)}
     events: list[Json] = [{"type": "message_start", "message": start}]

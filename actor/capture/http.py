@@ -1,4 +1,4 @@
-"""What the HTTP applications of agents and of the gateway share: errors in one shape, bodies, clients that leave."""
+"""Parts of the HTTP applications for agents and of the gateway: error replies, request bodies, disconnects."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.texts import printable
 
 T = TypeVar("T")
-RELEASE = "rlhf.release"  # in the scope of a request: gives back the room of its body
+RELEASE = "rlhf.release"  # key in a request's scope: function that frees the memory reserved for its body
 TYPES = {404: "not_found_error", 429: "rate_limit_error"}  # Anthropic's names
 HEADERS = {
     HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
     HTTPStatus.UNAUTHORIZED: {"www-authenticate": "Bearer"},
 }
-MOST_PROBLEMS = 3  # of an invalid body, in its error message
-WITHOUT_VALUE = ("missing", "too_short", "value_error")  # pydantic's problems that no value explains
+MOST_PROBLEMS = 3  # problems of an invalid body that the error message lists
+WITHOUT_VALUE = ("missing", "too_short", "value_error")  # pydantic's problem types whose message needs no value
 NOT_HONOURED = (  # parameters of the protocols that would change a score
     *("truncate", "truncate_prompt_tokens", "truncation", "truncation_side", "truncation_direction"),
     *("max_tokens_per_doc", "max_chunks_per_doc"),
@@ -34,7 +34,7 @@ NOT_HONOURED = (  # parameters of the protocols that would change a score
 
 
 class HttpError(RlhfError):
-    """A request that gets an HTTP error; `status` is its code, `field` what is wrong in the body."""
+    """Answers a request with an HTTP error; `status`: its code, `field`: the field of the body that is wrong."""
 
     def __init__(self, status: int, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -42,27 +42,27 @@ class HttpError(RlhfError):
 
 
 async def refused(request: Request, error: Exception) -> JSONResponse:
-    """Return the reply to a request that failed with an RlhfError; OpenAI's and Anthropic's clients read it."""
+    """Return the reply to a request that failed with an RlhfError, in the form of OpenAI's and Anthropic's errors."""
     if not isinstance(error, HttpError):
-        known = {TemplateError: 400, RequestFailed: 503}
-        error = HttpError(next((known[kind] for kind in known if isinstance(error, kind)), 502), str(error))
+        statuses = {TemplateError: 400, RequestFailed: 503}
+        error = HttpError(next((statuses[kind] for kind in statuses if isinstance(error, kind)), 502), str(error))
     status, message = error.status, printable(str(error))
     request.scope.setdefault("state", {})["cause"] = message
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": kind, "message": message, "param": error.field, "code": status}
-    return JSONResponse({"type": "error", "error": told}, status, HEADERS.get(HTTPStatus(status)))
+    body = {"type": kind, "message": message, "param": error.field, "code": status}
+    return JSONResponse({"type": "error", "error": body}, status, HEADERS.get(HTTPStatus(status)))
 
 
 async def read_json(request: Request) -> Any:
-    """Return the body, `{}` if there is none. Raises HttpError unless it is JSON whose texts have an encoding.
+    """Return the JSON of the body, {} if it is empty. Raises HttpError for invalid JSON or lone surrogates.
 
-    The request keeps no copy, and gives back the room that the gateway has reserved for its body.
+    The request keeps no copy of the body, and frees the memory that the gateway reserved for it.
     """
 
     def parsed(data: bytes) -> Any:
-        found = json.loads(data or "{}")
-        json.dumps(found, ensure_ascii=False).encode()  # raises on lone surrogates
-        return found
+        value = json.loads(data or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # raises on lone surrogates
+        return value
 
     try:
         body = await asyncio.to_thread(parsed, b"".join([chunk async for chunk in request.stream()]))
@@ -74,62 +74,62 @@ async def read_json(request: Request) -> Any:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or cancel it when the client disconnects. Raises HttpError."""
+    """Return the result of `work`; if the client disconnects, cancel `work` and raise HttpError."""
 
-    async def left() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     task = asyncio.ensure_future(work)
-    tasks = [task, asyncio.ensure_future(left())]
+    tasks = [task, asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise HttpError(408, "the client has disconnected, so its request was cancelled")
         return task.result()
     finally:
-        for each in tasks:
-            each.cancel()
+        for pending in tasks:
+            pending.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Body(BaseModel):
-    """Base class of request bodies. A number in a string is no number, null is absent, an unknown field an error."""
+    """Base class of request bodies: strings are not converted to numbers, null means absent, unknown fields fail."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     @classmethod
     def read(cls, data: Any) -> Self:
-        """Return a body from JSON. Raises HttpError with its first problems."""
+        """Parse a body from JSON. Raises HttpError with its first problems."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            found = [_problem(item) for item in error.errors(include_url=False)[:MOST_PROBLEMS]]
-            raise HttpError(400, "; ".join(problem for _, problem in found), found[0][0]) from None
+            problems = [_problem(item) for item in error.errors(include_url=False)[:MOST_PROBLEMS]]
+            raise HttpError(400, "; ".join(text for _, text in problems), problems[0][0]) from None
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = {*cls.model_fields}
+        known_fields = {*cls.model_fields}
         for info in cls.model_fields.values():
             if isinstance(info.validation_alias, AliasChoices):
-                known.update(map(str, info.validation_alias.choices))
-        found = {name: value for name, value in data.items() if value is not None}
-        for name, value in found.items():
+                known_fields.update(map(str, info.validation_alias.choices))
+        present = {name: value for name, value in data.items() if value is not None}
+        for name, value in present.items():
             if name in NOT_HONOURED and value is not False:
                 raise ValueError(
-                    f"{name} is {reprlib.repr(value)}, but no row is truncated, and a chat is rendered with the reward "
-                    "model's template and ends as it is sent; leave it out"
+                    f"{name} is {reprlib.repr(value)}, but no row is truncated, and the reward model's template "
+                    "renders chats exactly as sent; leave the field out"
                 )
-            if name not in known and name not in NOT_HONOURED:
-                raise ValueError(f"unknown field {reprlib.repr(name)}; known: {', '.join(sorted(known))}")
-        return found
+            if name not in known_fields and name not in NOT_HONOURED:
+                raise ValueError(f"unknown field {reprlib.repr(name)}; known: {', '.join(sorted(known_fields))}")
+        return present
 
 
 def _problem(item: Any) -> tuple[str, str]:
-    """Return the field of one of pydantic's problems, and what is wrong with it, with the value."""
+    """Return (field, message with the value) of one of pydantic's problems."""
     place = ""
     for part in item["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part

@@ -1,4 +1,4 @@
-"""Sessions of agents: a tree of calls, each with the tokens that the policy saw and sampled, never rendered again."""
+"""Sessions of agents: trees of calls, each with the tokens that the policy saw and sampled."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.wire.chats import TOOLS, warn_once
 
 logger = logging.getLogger(__name__)
-MOST_ENDED = 100_000  # names that are remembered
+MOST_ENDED = 100_000  # names of ended sessions that are remembered
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request wants its reply to be sampled."""
+    """The sampling parameters of a request."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    stop: tuple[str, ...] = ()  # the first of them to occur ends the reply
+    stop: tuple[str, ...] = ()  # stop strings; the first one to occur ends the reply
 
 
 class Sampler(Protocol):
     """Samples from the policy."""
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
-        """Sample a continuation of `tokens`, at least one; cancelling the call stops generation.
+        """Sample a continuation of `tokens`, of at least one token; cancelling the call stops generation.
 
-        `session`: calls with the same one share a prefix of their tokens.
+        `session`: name of the session, whose calls share prefixes of tokens.
 
-        Raises HttpError with the status that the agent gets.
+        Raises HttpError with the status that the agent receives.
         """
 
 
 @dataclass(eq=False)
 class PolicyCall:
-    """One call of the policy: what it added to the conversation after the reply to `parent`, and its own reply."""
+    """One call of the policy: the messages that it added after the reply to `parent`, and the policy's reply."""
 
     parent: PolicyCall | None
-    messages: Sequence[Message]  # added
-    before: list[int]  # token ids of these messages, up to the reply; without a parent, the whole prompt
-    digest: str  # of the tools and all messages before the reply
+    messages: Sequence[Message]  # messages added after the parent's reply
+    before: list[int]  # token ids between the parent's reply and this one; without a parent, the whole prompt
+    digest: str  # digest of the tools and all messages before the reply
     options: dict[str, Any]  # arguments of the chat template
     sampled: PolicyTurn = field(default_factory=lambda: PolicyTurn([], ended=False))
     reply: Message = field(default_factory=dict)
     reward: float = 0.0
-    number: int = 0  # its place in time among the calls of its session
+    number: int = 0  # counts the calls of the session in time
 
     @property
     def path(self) -> list[PolicyCall]:
-        """The calls of the conversation, the first one first."""
+        """The calls of the conversation up to this one, in order."""
         calls = [self]
         while parent := calls[-1].parent:
             calls.append(parent)
@@ -74,13 +74,13 @@ class PolicyCall:
 
 @dataclass
 class CapturedRow(RecordedRow):
-    """One conversation of a session as a row to train on."""
+    """One conversation of a session as a training row."""
 
-    calls: list[PolicyCall] = field(default_factory=list)  # whose replies are trained in this row
+    calls: list[PolicyCall] = field(default_factory=list)  # calls whose replies this row trains
 
     @classmethod
-    def of(cls, leaf: PolicyCall, trained: Collection[PolicyCall]) -> CapturedRow:
-        """Return the row that ends with a call; replies that are `trained` in another row are observed in this one."""
+    def ending_with(cls, leaf: PolicyCall, trained: Collection[PolicyCall]) -> CapturedRow:
+        """Return the row that ends with call `leaf`; replies of `trained` calls count as observed, not as sampled."""
         row = cls()
         for call in leaf.path:
             row.observe(call.before)
@@ -89,11 +89,11 @@ class CapturedRow(RecordedRow):
                 row.observe(call.sampled.tokens)
             else:
                 row.calls.append(call)
-                row.sample(call.sampled, reward=call.reward, number=call.number)
+                row.add_turn(call.sampled, reward=call.reward, number=call.number)
         return row
 
     def exported(self, session: Session, group: str) -> dict[str, Any]:
-        """Return the row of a session as a line of JSON; `group`: by default the session's name."""
+        """Return the row as an object for JSON; `group`: empty for the session's name."""
         columns = ("tokens", "observed", "logprobs", "versions", "messages")
         return {
             "session": session.name,
@@ -106,22 +106,22 @@ class CapturedRow(RecordedRow):
 
 
 class Session:
-    """The calls of one agent, which may lead several conversations, also at the same time."""
+    """The calls of one agent, which may have several conversations, even at the same time."""
 
     def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
         self.name, self.num_tokens, self.limit = name, 0, ""
-        """`limit`: why a call was refused, `max_tokens` or `max_turns`; empty: none was."""
+        """`limit`: the limit for which a call was refused, `max_tokens` or `max_turns`; empty if none was refused."""
         self.calls: list[PolicyCall] = []
         self.used, self.in_flight, self.is_over = time.monotonic(), 0, False
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._max_calls = max_calls
-        self._ends: dict[str, PolicyCall] = {}  # by the digest of the conversation with the call's reply
+        self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
-        """Return a call that continues the longest conversation that `messages` start with, and its token limit.
+        """Return a call that continues the longest recorded prefix of `messages`, and its reply's token limit.
 
-        Raises HttpError if there is no room for it, TemplateError if the messages cannot be rendered.
+        Raises HttpError if the session has reached a limit, TemplateError if the messages cannot be rendered.
         """
         if len(self.calls) + self.in_flight > self._max_calls:
             self.limit = "max_turns"
@@ -129,30 +129,30 @@ class Session:
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
-        known = max((length for length, digest in enumerate(digests) if digest in self._ends), default=0)
-        parent, chat, before = self._ends.get(digests[known]), Chat(self._tokenizer, tools), None
+        num_known = max((length for length, digest in enumerate(digests) if digest in self._ends), default=0)
+        parent, chat, before = self._ends.get(digests[num_known]), Chat(self._tokenizer, tools), None
         if parent is not None:
             try:
-                said = " ".join(call.reply["content"] for call in parent.path)
-                before = chat.after_reply(messages[known:], parent.sampled.tokens[-1], said)
+                replies = " ".join(call.reply["content"] for call in parent.path)
+                before = chat.after_reply(messages[num_known:], parent.sampled.tokens[-1], replies)
             except TemplateError as error:
-                warn_once(f"a call does not continue its conversation but begins another trajectory: {error}")
+                warn_once(f"a call starts a new trajectory instead of continuing its conversation: {error}")
         if before is None:
-            parent, known = None, 0
+            parent, num_known = None, 0
             before = [*self._tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"]]
-        left = self._max_tokens - self.num_tokens - len(before)
-        if left < 1:
+        num_left = self._max_tokens - self.num_tokens - len(before)
+        if num_left < 1:
             self.limit = "max_tokens"
             raise HttpError(
                 400,
-                f"messages: {len(before)} tokens beside the {self.num_tokens} of the session's earlier calls leave no "
-                f"room for a reply, with at most {self._max_tokens} (environment.max_tokens in a run): end the session",
+                f"messages: {len(before)} tokens after the {self.num_tokens} of the session's earlier calls leave no "
+                f"room for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
                 "messages",
             )
-        return PolicyCall(parent, messages[known:], before, digests[-1], chat.options), left
+        return PolicyCall(parent, messages[num_known:], before, digests[-1], chat.options), num_left
 
     def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
-        """Add a call with its reply. Raises HttpError if the session has ended meanwhile."""
+        """Record a call with its reply. Raises HttpError if the session has ended meanwhile."""
         if self.is_over:
             raise _session_ended(self.name)
         call.sampled = sampled
@@ -163,23 +163,23 @@ class Session:
         self._ends[_digest(call.digest, _identity(reply))] = call
 
     def rows(self) -> list[CapturedRow]:
-        """Return a row per call that no later call extends. A reply in several rows is trained in the first of them."""
+        """Return a row for each call that no later call extends. A reply in several rows is trained in the first."""
         continued, rows = {call.parent for call in self.calls}, list[CapturedRow]()
         for leaf in (call for call in self.calls if call not in continued):
-            rows.append(CapturedRow.of(leaf, {call for row in rows for call in row.calls}))
+            rows.append(CapturedRow.ending_with(leaf, {call for row in rows for call in row.calls}))
         return rows
 
 
 def _session_ended(name: str) -> HttpError:
-    """Return the error of a call in a session that has ended. No client repeats a 404, as it does a 409."""
+    """Return the error for a call in an ended session. Clients do not retry a 404, unlike a 409."""
     return HttpError(404, f"session {name} has ended: call under another name")
 
 
 class Sessions:
     """The open sessions, by name.
 
-    A session that has ended stays so for `idle_s`: an agent that still runs would otherwise begin it again, and its
-    calls would be rows of the next session of that name.
+    The name of an ended session is refused for `idle_s`: an agent that still runs would otherwise open the session
+    again, and its calls would become rows of the next session with that name.
     """
 
     def __init__(
@@ -187,33 +187,33 @@ class Sessions:
     ) -> None:
         """
         Args:
-            most: number of open sessions.
-            most_tokens: of all calls of a session; a prefix that several share counts once.
-            most_calls: of a session.
-            idle_s: how long a session stays without a request.
+            most: maximum number of open sessions.
+            most_tokens: maximum tokens of all calls of a session; a shared prefix counts once.
+            idle_s: time without a request after which a session is dropped.
+            most_calls: maximum calls of a session.
 
         Raises TemplateError if the tokenizer has no chat template.
         """
         self.tokenizer, self._most, self._idle_s = tokenizer, most, idle_s
         self._most_tokens, self._most_calls = most_tokens, most_calls
         self._open: dict[str, Session] = {}
-        self._ended: dict[str, float] = {}  # when, by name; the first one first
+        self._ended: dict[str, float] = {}  # name -> time of the end; oldest first
         chat = Chat(tokenizer)
         if not chat.has_template:
-            raise TemplateError("the policy's tokenizer has no chat template, which agents need: add one to its folder")
+            raise TemplateError("the policy's tokenizer has no chat template; agents need one, so add it to its folder")
         try:
             chat.check()
         except TemplateError as error:
-            warn_once(f"a call of an agent may begin another trajectory: {error}")
+            warn_once(f"a call of an agent may start a new trajectory: {error}")
 
     def __len__(self) -> int:
         return len(self._open)
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[Session]:
-        """Yield the session for a call, a new one if there is none; one that is left without calls is forgotten.
+        """Yield the session for a call, creating it if needed; a session that stays without calls is removed.
 
-        Raises HttpError if it has ended, or there are too many.
+        Raises HttpError if the session has ended, or if too many sessions are open.
         """
         self._drop_idle()
         if name in self._ended:
@@ -232,15 +232,15 @@ class Sessions:
                 del self._open[name]
 
     def find(self, name: str) -> Session:
-        """Return an open session. Raises HttpError if there is none."""
+        """Return the open session with this name. Raises HttpError if there is none, or it has no calls."""
         self._drop_idle()
         if name not in self._open or not self._open[name].calls:
-            raise HttpError(404, f"session {name} is unknown: it has had no call, has ended, or was idle too long")
+            raise HttpError(404, f"session {name} is unknown: it had no call, has ended, or was idle for too long")
         self._open[name].used = time.monotonic()
         return self._open[name]
 
     def end(self, name: str) -> Session | None:
-        """Remove a session and return it, None if it is unknown; later calls in it are refused."""
+        """End a session and return it, None if it is unknown; its later calls are refused."""
         session = self._open.pop(name, None)
         if session is not None:
             session.is_over = True
@@ -251,15 +251,19 @@ class Sessions:
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s
-        for session in [each for each in self._open.values() if not each.in_flight and each.used < oldest]:
-            logger.warning("session %s: dropped with %d calls, as it was not ended", session.name, len(session.calls))
+        for session in [*self._open.values()]:
+            if session.in_flight or session.used >= oldest:
+                continue
+            logger.warning(
+                "session %s: dropped with %d calls, because it was idle and not ended", session.name, len(session.calls)
+            )
             self.end(session.name)
         for name in list(itertools.takewhile(lambda name: self._ended[name] < oldest, self._ended)):
             del self._ended[name]
 
 
 def _identity(message: Message) -> list[Any]:
-    """Return a message's identity for comparisons, without call ids and the space around a reply."""
+    """Return the parts by which messages are compared: all but call ids and whitespace around a reply."""
     is_reply = message["role"] == "assistant"
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return [message["role"], message["content"].strip() if is_reply else message["content"], message.get("name"), calls]

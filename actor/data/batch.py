@@ -1,6 +1,6 @@
-"""The batch of one training step: samples, padded on the right.
+"""The batch of one training step: rows of tokens, padded on the right.
 
-`B`: number of samples. `S`: tokens of the longest one. Position t of a tensor `[B, S-1]` belongs to token t+1.
+`B`: number of rows. `S`: tokens of the longest row. Position t of a tensor `[B, S-1]` belongs to token t+1.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 class PPOBatch:
     """The batch that policy and critic train on."""
 
-    tokens: Tensor  # int64 [B, S], a sample each
-    lengths: Tensor  # int64 [B]
+    tokens: Tensor  # int64 [B, S], prompt and response
+    lengths: Tensor  # int64 [B], tokens of prompt and response
     mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
     policy_weights: Tensor  # float32 [B, S-1], weight of each token in the loss's means; 0 outside the mask
     logprobs: Tensor | None  # float32 [B, S-1], old log-probs; None if not needed because the ratio is 1
@@ -28,12 +28,12 @@ class PPOBatch:
     importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss; None: 1
     groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
     versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic
-    positive: Tensor | None = None  # bool [B], positive scores
-    sampled_logprobs: Tensor | None = None  # float32 [B, S-1], of the engine that sampled, for importance factors
+    positive: Tensor | None = None  # bool [B], whether the score is positive
+    sampled_logprobs: Tensor | None = None  # float32 [B, S-1], from the engine that sampled, for importance factors
     conversations: Tensor | None = None  # int64 [B], equal for the rows of a conversation; None: all different
 
     def first(self, rows: int, width: int) -> PPOBatch:
-        """Return the first rows, and of these the first `width` tokens."""
-        found = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
-        wide = {name: tensor for name, tensor in found.items() if tensor.ndim == 2}
-        return replace(self, **found | {name: each[:, : width - (name != "tokens")] for name, each in wide.items()})
+        """Return the first `rows` rows, cut to their first `width` tokens."""
+        kept = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
+        wide = {name: tensor for name, tensor in kept.items() if tensor.ndim == 2}
+        return replace(self, **kept | {name: wide[name][:, : width - (name != "tokens")] for name in wide})

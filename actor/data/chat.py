@@ -1,4 +1,4 @@
-"""Texts of conversations: the prompt, and what follows a reply of the policy, which is never rendered again."""
+"""Rendering of conversations: the prompt, and what follows a reply. Sampled replies are never rendered again."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ from rlhf_triton.wire.messages import BadMessages
 
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
-ASKED: Message = {"role": "user", "content": PROBE}
+PROBE_MESSAGE: Message = {"role": "user", "content": PROBE}
 THOUGHT_BEGIN, THOUGHT_END = "<think>\n", "</think>"
-THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # which templates remove from earlier replies
+THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # templates remove thoughts from earlier replies
 
 
 class TemplateError(RlhfError):
@@ -29,35 +29,35 @@ class HistoryChanged(TemplateError):
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template; conversations whose prompts are messages need one."""
+    """A tokenizer's chat template, which conversations whose prompts are messages need."""
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of functions, for the template
 
     @property
     def has_template(self) -> bool:
-        """Whether messages have roles."""
+        """Whether the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """Arguments of the template, and of a reward model's: the tools, unless the policy does not see them."""
+        """Arguments of the policy's and a reward model's template: the tools, or {} if the template ignores them."""
         if not self.tools:
             return {}
         options = {TOOLS: [*self.tools]}
         try:
-            self._rendered([ASKED], options)
+            self._render([PROBE_MESSAGE], options)
         except BadMessages as error:
             warn_once(str(error).lstrip(": "))
             return {}
-        except Exception:  # `prompt` says what is wrong with the conversation itself
+        except Exception:  # `prompt` reports errors of the conversation itself
             return options
         return options
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the start of the policy's first reply. Raises TemplateError."""
         try:
-            return self._rendered(messages, self.options)
+            return self._render(messages, self.options)
         except BadMessages as error:
             raise TemplateError(f"messages{error}") from error
         except Exception as error:  # templates are programs and may raise anything
@@ -65,52 +65,57 @@ class Chat:
                 f"the policy's chat template cannot render a conversation: {reason_of(error)}"
             ) from error
 
-    def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         return render_chat(self.tokenizer, messages, options, owner="policy", generation_prompt=True)
 
     def after_reply(self, messages: Sequence[Message], last_token: int, text: str = "") -> list[int]:
-        """Return the token ids between a reply that ends with `last_token` and the policy's next reply.
+        """Return the token ids between a reply and the policy's next reply.
 
-        They end the reply, whose text is `text`, if it has not done so itself, and have the messages that answer it.
+        They hold the end of the reply, unless it was sampled, and the messages that answer it.
+
+        Args:
+            messages: the answers to the reply.
+            last_token: the last sampled token of the reply.
+            text: the reply.
 
         Raises TemplateError; HistoryChanged if the template would change the reply.
         """
         rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
-        tokens, end = self._ids(rest), self.tokenizer.decode([last_token])
-        # The reply's own end is the template's, if it is not a stop string or another end-of-sequence token.
+        tokens, end = self._encode(rest), self.tokenizer.decode([last_token])
+        # The reply was ended by the template's own end token, not by a stop string or another end-of-sequence token.
         if tokens[:1] == [last_token]:
             return tokens[1:]
-        return self._ids(rest.removeprefix(end)) if end.isspace() else tokens
+        return self._encode(rest.removeprefix(end)) if end.isspace() else tokens
 
-    def calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
-        """Return the tool calls in a reply behind the tokens `before`, in the format of the tokenizer's chat template.
+    def parse_calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
+        """Return the tool calls in the tokens `reply`, which follow the tokens `before`.
 
-        Its `response_template` tells transformers that format; without, it is that of Hermes and Qwen.
+        The tokenizer's `response_template` defines their format; without one, it is the format of Hermes and Qwen.
         """
         if getattr(self.tokenizer, "response_template", None) is None:
             return tool_calls(reply_text(self.tokenizer, reply))
         try:
-            found = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
-        except Exception as error:  # of what the policy has written
+            message = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
+        except Exception as error:  # the policy may have written anything
             return [ToolCall(error=f"the reply cannot be parsed: {reason_of(error)}")]
-        return [_checked(call.get("function")) for call in found.get("tool_calls", ())]
+        return [_tool_call(call.get("function")) for call in message.get("tool_calls", ())]
 
     def check(self) -> None:
-        """Raise TemplateError if the template does not show the results of tools.
+        """Raise TemplateError if the template cannot render the messages that follow a reply, such as tool results.
 
-        Raise HistoryChanged unless it leaves a conversation as it is when messages follow: results, if there are tools.
+        Raise HistoryChanged if it renders earlier messages differently once others follow.
         """
         if self.has_template:
-            self._after_probe([{"role": "tool", "name": "t", "content": PROBE} if self.tools else ASKED], PROBE)
+            self._after_probe([{"role": "tool", "name": "t", "content": PROBE} if self.tools else PROBE_MESSAGE], PROBE)
 
     def _after_probe(self, answers: Sequence[Message], reply: str) -> str:
-        """Return the text between a reply and the next one: its end, and the messages that follow."""
-        opening = self.prompt([ASKED])
-        if opening.endswith(THOUGHT_BEGIN):  # every reply goes on with a thought
+        """Return the rendered text between `reply` and the next reply: the end of the reply, and `answers`."""
+        opening = self.prompt([PROBE_MESSAGE])
+        if opening.endswith(THOUGHT_BEGIN):  # the template opens a thought, so every reply continues one
             reply = THOUGHT + PROBE
         before = opening.removesuffix(THOUGHT_BEGIN)
-        whole = self.prompt([ASKED, {"role": "assistant", "content": reply}, *answers])
-        # Llama 2's and Mistral's write a space before a reply: the policy's own one is kept, with or without it.
+        whole = self.prompt([PROBE_MESSAGE, {"role": "assistant", "content": reply}, *answers])
+        # Llama 2's and Mistral's templates write a space before a reply; the sampled reply stands, with or without it.
         replied = whole.removeprefix(before).lstrip()
         if not (whole.startswith(before) and replied.startswith(reply)):
             raise HistoryChanged(
@@ -119,7 +124,7 @@ class Chat:
             )
         return replied.removeprefix(reply)
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
@@ -132,28 +137,28 @@ class ToolCall:
 
     name: str = ""
     arguments: dict[str, Any] | None = None
-    error: str = ""  # what is wrong with it, for the policy
+    error: str = ""  # what is wrong with the call, as the policy reads it
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a reply, each as in `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen)."""
-    return [_call(found.strip()) for found in HERMES.findall(text)]
+    """Return the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen) in a reply."""
+    return [_parse_hermes_call(content.strip()) for content in HERMES.findall(text)]
 
 
-def _call(text: str) -> ToolCall:
+def _parse_hermes_call(text: str) -> ToolCall:
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the tool call is not valid JSON: {error}")
-    return _checked(found)
+    return _tool_call(call)
 
 
-def _checked(found: Any) -> ToolCall:
-    arguments = found.get("arguments", {}) if isinstance(found, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+def _tool_call(call: Any) -> ToolCall:
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         return ToolCall(error='a tool call must be an object with "name", a text, and "arguments", an object')
     try:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:  # lone surrogates, NaN
         return ToolCall(error=f"the tool call cannot be written as JSON in UTF-8: {error}")
-    return ToolCall(found["name"], arguments)
+    return ToolCall(call["name"], arguments)

@@ -1,4 +1,4 @@
-"""Runs torch in threads, so that the event loop processes server responses meanwhile; cancels tasks."""
+"""Runs torch in threads, so that the event loop stays free for server responses; runs and cancels tasks in bulk."""
 
 import asyncio
 import functools
@@ -11,16 +11,16 @@ import torch
 from rlhf_triton.python_backend.models.card import use_card
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
-AT_ONCE = 16  # tasks that may start in one iteration of the event loop, which then takes a few milliseconds
+MAX_CONCURRENT = 16  # tasks that may start in one iteration of the event loop, which takes a few milliseconds
 R = TypeVar("R")
 
 
-def in_a_thread_of(threads: int, device: torch.device) -> InThread:
-    """Return an async function `run(function, *args, **kwargs)` that calls `function` in one dedicated thread.
+def make_compute_thread(threads: int, device: torch.device) -> InThread:
+    """Return an async function `run(function, *args, **kwargs)` that calls `function` in a new, dedicated thread.
 
     Args:
-        threads: number of threads for torch, which keeps this setting per thread: it is set when the thread starts.
-        device: the thread's current GPU.
+        threads: number of torch threads; torch keeps this setting per thread, so the new thread sets it.
+        device: the current device of the new thread.
     """
 
     def begin() -> None:
@@ -36,22 +36,22 @@ def in_a_thread_of(threads: int, device: torch.device) -> InThread:
     return run
 
 
-async def each(function: Callable[[Any], Awaitable[R]], items: Sequence[Any]) -> list[R]:
-    """Return the results for all items, in their order; at most `AT_ONCE` are in progress at a time.
+async def map_concurrently(function: Callable[[Any], Awaitable[R]], items: Sequence[Any]) -> list[R]:
+    """Return `function(item)` of all items, in order; at most `MAX_CONCURRENT` calls run at a time.
 
-    Thousands that start together would block the event loop, which looks for responses and signals only in between.
+    Thousands of calls that start together would keep the event loop from handling responses and signals.
     """
-    starting = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def one(item: Any) -> R:
-        async with starting:
+        async with slots:
             return await function(item)
 
     return await asyncio.gather(*map(one, items))
 
 
-async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these tasks and wait until they have ended; ignore their errors."""
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks and wait for them to end; ignore their errors."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

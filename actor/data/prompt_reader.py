@@ -1,4 +1,4 @@
-"""Makes prompts from rows: renders chats, tokenises, and checks or shortens the result. Imports no torch."""
+"""Turns rows of prompt files into prompts: renders chats, tokenises, checks and truncates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_triton.actor.data.prompt_files import EMPTY, SOURCES, PromptError, PromptRow, begun, read_rows, source_of
+from rlhf_triton.actor.data.prompt_files import (
+    EMPTY,
+    SOURCES,
+    PromptError,
+    PromptRow,
+    read_rows,
+    source_of,
+    with_empty_prompt,
+)
 from rlhf_triton.checkpoints.tokenization import encode_prompt, without_embedding
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import RunConfig
@@ -25,7 +33,7 @@ from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_me
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
 PROMPT_ID = "prompt_id"
-ANSWERS = ("assistant", "model", "gpt", "bot", "chatbot")  # roles of the policy, in anyone's format
+ANSWERS = ("assistant", "model", "gpt", "bot", "chatbot")  # names of the assistant's role in common formats
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,11 @@ class Prompt:
     text: str
     tokens: np.ndarray  # int64 [P]
     metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
-    num_special: int = 0  # special tokens that the row begins with, such as BOS, which truncation keeps
+    num_special: int = 0  # special tokens at the start, such as BOS, which truncation keeps
     where: str = ""  # file and row, for error messages
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Prompt:
+    def from_json(cls, fields: Mapping[str, Any]) -> Prompt:
         """Return the prompt that another rank has sent as JSON."""
         return cls(**{**fields, "tokens": np.array(fields["tokens"], np.int64)})
 
@@ -50,19 +58,19 @@ class PromptReader:
     """Tokenises rows with `text`, or with chat `messages` that the tokenizer's template renders.
 
     A `prompt` column (the name in TRL) may hold either. All columns except the text and `prompt_id` become metadata,
-    which also holds the chat messages, under `messages`. Of a chat, the columns `tools` and `chat_template_kwargs` are
-    arguments of the template, as in TRL.
+    which also holds the chat messages, under `messages`. For a chat, the columns `tools` and `chat_template_kwargs`
+    are passed to the template, as in TRL.
     """
 
     tokenizer: Any
     max_tokens: int  # maximum prompt length
-    too_long: TooLong = "error"  # a longer prompt is an error, skipped, or truncated to its last tokens
-    vocab_size: int | None = None  # of the model's embeddings; None: tokens beyond them are not detected
-    add_special_tokens: bool = True  # put BOS or the like before a text, as the tokenizer does; never before a chat
-    has_environment: bool = False  # which may give the whole prompt: a row without one is a chat with an empty message
+    too_long: TooLong = "error"  # what happens to a longer prompt: an error, skipped, or truncated to its last tokens
+    vocab_size: int | None = None  # number of the model's embeddings; None: tokens beyond them are not detected
+    add_special_tokens: bool = True  # add the tokenizer's special tokens, such as BOS, to texts; never to chats
+    has_environment: bool = False  # then a row without a prompt is a chat with an empty message
 
     @classmethod
-    def of(cls, config: RunConfig, tokenizer: Any, vocab_size: int | None) -> PromptReader:
+    def from_config(cls, config: RunConfig, tokenizer: Any, vocab_size: int | None) -> PromptReader:
         """Return the reader of a run."""
         prompts, has_environment = config.actor.prompts, config.environment is not None
         return cls(
@@ -70,28 +78,27 @@ class PromptReader:
         )
 
     def prompt(self, row: PromptRow) -> Prompt:
-        """Return the prompt of `row`, which `fitted` has yet to truncate or skip.
+        """Return the prompt of `row`, before `fitted` truncates or skips it.
 
         Raises:
-            PromptError: the row does not have exactly one prompt, or one that cannot be rendered or tokenised; or the
-                prompt is empty, ends with a reply, is too long under `too_long: error`, or has a token that the model
-                has no embedding for.
+            PromptError: the row does not have exactly one prompt; or the prompt cannot be rendered or tokenised, is
+                empty, ends with a reply, is too long under `too_long: error`, or has a token without an embedding.
         """
         try:
-            return self._checked(self._prompt(begun(row) if self.has_environment else row))
+            return self._check(self._prompt(with_empty_prompt(row) if self.has_environment else row))
         except PromptError:
             raise
-        except BaseException as error:  # tokenizers may raise anything, and their panics are no Exceptions
+        except BaseException as error:  # tokenizers may raise anything; a Rust panic is not an Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise PromptError(f"{row.where}: cannot be tokenised: {reason_of(error)}") from error
 
-    def _checked(self, prompt: Prompt) -> Prompt:
+    def _check(self, prompt: Prompt) -> Prompt:
         size = prompt.tokens.size
         if not size or (size > self.max_tokens and self.too_long == "error"):
             raise PromptError(
                 f"{prompt.where}: {size} tokens, but a prompt must have 1 to {self.max_tokens} "
-                "(actor.prompts.max_tokens); actor.prompts.too_long: skip leaves longer ones out"
+                "(actor.prompts.max_tokens); set actor.prompts.too_long: skip to leave out longer prompts"
             )
         if problem := without_embedding(self.tokenizer, prompt.tokens.tolist(), self.vocab_size):
             raise PromptError(f"{prompt.where}: {problem}")
@@ -102,14 +109,14 @@ class PromptReader:
         return bool(prompt.tokens.size > self.max_tokens)
 
     def fitted(self, prompt: Prompt) -> Prompt | None:
-        """Return `prompt`, truncated if it is too long; None if it is skipped."""
+        """Return `prompt`, truncated if it is too long, or None if it is skipped."""
         if not self.is_long(prompt):
             return prompt
         if self.too_long == "skip":
             return None
         first, excess = prompt.num_special, prompt.tokens.size - self.max_tokens
         tokens = np.delete(prompt.tokens, slice(first, first + excess))
-        # A reward model reads what the policy has read; of a chat, the messages, which are whole.
+        # A reward model reads the text that the policy has read, but the whole messages of a chat.
         is_chat = MESSAGES_KEY in prompt.metadata
         text = prompt.text if is_chat else self.tokenizer.decode(tokens[first:].tolist())
         return replace(prompt, text=text, tokens=tokens)
@@ -127,8 +134,8 @@ class PromptReader:
                 f"{where}: {source} holds messages written as a text; store the list itself in that column"
             )
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
-            metadata[MESSAGES_KEY] = messages = _conversation(text, f"{where}: {source}")
-            text, adds = self._rendered(messages, columns, where, source), False
+            metadata[MESSAGES_KEY] = messages = _read_messages(text, f"{where}: {source}")
+            text, adds = self._render(messages, columns, where, source), False
         if not isinstance(text, str):
             raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
         prompt_id = row.number if columns.get(PROMPT_ID) is None else columns[PROMPT_ID]
@@ -140,21 +147,21 @@ class PromptReader:
             else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
         )
         starts = [getattr(self.tokenizer, name, None) for name in ("bos_token_id", "cls_token_id")]
-        num_special = len(before) or int(bool(ids) and ids[0] in starts)  # a template, or a text, may have its own
+        num_special = len(before) or int(bool(ids) and ids[0] in starts)  # a template or a text may start with one
         tokens = np.asarray([*before, *ids], dtype=np.int64)
         return Prompt(str(prompt_id), text, tokens, metadata, num_special, where)
 
-    def _rendered(self, messages: list[dict[str, Any]], columns: Mapping[str, Any], where: str, source: str) -> str:
-        """Return the chat as text, rendered with the tokenizer's template up to the start of the reply."""
+    def _render(self, messages: list[dict[str, Any]], columns: Mapping[str, Any], where: str, source: str) -> str:
+        """Return the chat rendered with the tokenizer's template, up to the start of the reply. Raises PromptError."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise PromptError(
                 f"{where}: {source}: the policy's tokenizer has no chat template; use a text prompt instead"
             )
-        taken = [name for name in TEMPLATE_COLUMNS if self.has_environment and columns.get(name)]
-        if taken:
+        unavailable = [name for name in TEMPLATE_COLUMNS if self.has_environment and columns.get(name)]
+        if unavailable:
             raise PromptError(
-                f"{where}: {taken[0]}: not available with an environment, which has the tools of all conversations and "
-                "continues them with the template's defaults; remove or rename the column"
+                f"{where}: {unavailable[0]}: not available with an environment, which defines the tools of all "
+                "conversations and continues them with the template's defaults; remove or rename the column"
             )
         try:
             options = template_options(self.tokenizer, columns)
@@ -174,7 +181,7 @@ class PromptReader:
 
 
 def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) -> list[Prompt]:
-    """Return the prompts of `path` in order, at most `limit`; log the long ones.
+    """Return the prompts of `path` in order, at most `limit`; warn of long ones.
 
     Raises:
         PromptError: the file is unreadable, has no prompts, or has one that `reader` refuses.
@@ -203,39 +210,39 @@ def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) 
     return prompts
 
 
-def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a prompt. Raises PromptError if they are none, or end with a reply."""
+def _read_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return a prompt's chat messages. Raises PromptError if `value` is not a list of messages or ends with a reply."""
     try:
         messages = plain_messages(value)
     except BadMessages as error:
         raise PromptError(f"{where}{error}") from error
     if messages[-1]["role"].casefold() in ANSWERS:
         raise PromptError(
-            f"{where} ends with the assistant, whose answer would be in the prompt; drop the last message, or give a "
-            "text instead if the policy is to continue it"
+            f"{where} ends with the assistant's answer; drop the last message, or give a text instead if the policy "
+            "should continue the answer"
         )
     _check_characters(json.dumps(messages, ensure_ascii=False), where)
     return messages
 
 
 def _check_characters(text: str, where: str) -> None:
-    """Raise PromptError for half a character, which JSON may contain and tokenizers reject."""
+    """Raise PromptError if the text has a lone surrogate, which JSON may contain and tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise PromptError(
-            f"{where}: {half!r} is half a character (a lone surrogate), which has no encoding; mend or remove the row"
+            f"{where}: {half!r} is half a character (a lone surrogate), which UTF-8 cannot encode; fix or drop the row"
         ) from error
 
 
 def check_columns(reward: ServedModel, prompts: Sequence[Prompt]) -> None:
-    """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
+    """Raise PromptError if a prompt column has a name that the actor reserves for reward functions."""
     reserved = {PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, *((GROUP_KEY,) if reward.groupwise else ())}
     reserved |= {STEP_ENDS} if reward.granularity else set()
     for prompt in prompts if reward.reads_texts else ():
-        if taken := sorted(reserved & prompt.metadata.keys()):
+        if clashing := sorted(reserved & prompt.metadata.keys()):
             raise PromptError(
-                f"{prompt.where}: the column {taken[0]!r} has the name under which reward functions receive the "
-                "response's text, its steps or its group; rename the column"
+                f"{prompt.where}: the column {clashing[0]!r} has a reserved name, under which reward functions receive "
+                "the response's text, steps or group; rename the column"
             )

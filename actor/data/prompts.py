@@ -1,4 +1,4 @@
-"""The prompts of each step: orders, weights and a curriculum of prompt files, and resuming."""
+"""The prompts of each step: the order within prompt files, the weights of the files, and resuming."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rlhf_triton.config import PromptFileSection
 logger = logging.getLogger(__name__)
 
 
-# Prompts are read and tokenised when a step takes them.
+# Prompts are read and tokenised when a step needs them.
 #
-# Each file is an infinite sequence of shuffled epochs. Its position counts the rows taken so far, skipped ones
-# included.
+# Each file is an infinite sequence of shuffled epochs. Its position counts the rows used so far, including skipped
+# ones.
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Position of a run in its prompt files."""
+    """Position of a run in each of its prompt files."""
 
     prompts: int = 0  # used so far, from all files
     rows: Mapping[str, int] = field(default_factory=dict)  # path -> position
-    credits: Mapping[str, float] = field(default_factory=dict)  # path -> prompts by weight minus prompts taken
+    credits: Mapping[str, float] = field(default_factory=dict)  # path -> prompts due by its weight minus prompts used
 
 
 class ShuffledFile:
@@ -37,21 +37,21 @@ class ShuffledFile:
 
     def __init__(self, path: Path, reader: PromptReader, seed: Sequence[int]) -> None:
         self.rows, self._reader, self._seed = open_rows(path), reader, seed
-        self.fingerprint = fingerprint(path)  # once: the file may be replaced during the run, which keeps it open
+        self.fingerprint = fingerprint(path)  # of the opened file; another one may replace it during the run
         if not len(self.rows):
             raise PromptError(f"{path} has no prompts")
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # of the current epoch
-        self._num_long = 0  # in this process
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # current epoch and its permutation
+        self._num_long = 0  # long prompts seen by this process
 
-    def next(self, position: int) -> tuple[Prompt, int]:
+    def next_prompt(self, position: int) -> tuple[Prompt, int]:
         """Return the first prompt at or after `position` that is not skipped, and the position after it."""
-        for taken in range(position, position + len(self.rows)):
-            prompt = self.at(taken)
+        for current in range(position, position + len(self.rows)):
+            prompt = self.prompt_at(current)
             if prompt is not None:
-                return prompt, taken + 1
+                return prompt, current + 1
         raise PromptError(f"{self.rows.path} has no prompts of at most {self._reader.max_tokens} tokens")
 
-    def at(self, position: int) -> Prompt | None:
+    def prompt_at(self, position: int) -> Prompt | None:
         """Return the prompt at `position`; None if it is too long and skipped."""
         epoch, index = divmod(position, len(self.rows))
         if self._order[0] != epoch:
@@ -96,11 +96,13 @@ class StepInputs:
         self._reader, self._seed = reader, seed
         self._prompts_per_step = prompts_per_step
         self._responses_per_prompt = responses_per_prompt
-        self.known = {0: Positions()}  # step -> positions after it
+        self.positions = {0: Positions()}  # step -> positions after it
         paths = [source.path for source in sources]
-        # The first file has the order of a run with this file alone.
+        # The first file has the same order as in a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
-        self._files = {str(path): ShuffledFile(path, reader, own) for path, own in zip(paths, seeds, strict=True)}
+        self._files = {
+            str(path): ShuffledFile(path, reader, file_seed) for path, file_seed in zip(paths, seeds, strict=True)
+        }
         total = sum(source.weight for source in sources)
         self._shares = {str(source.path): source.weight / total for source in sources}
 
@@ -110,18 +112,18 @@ class StepInputs:
         Raises:
             PromptError: a row is malformed or its prompt is refused; the message names file and row.
         """
-        return self._take_prompts(step, self._prompts_per_step, self.after(step - 1))
+        return self._take_prompts(step, self._prompts_per_step, self.positions_after(step - 1))
 
     def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
-        """Read `count` prompts for `step` beyond those taken; raises as `prompts_of`."""
-        return self._take_prompts(step, count, self.known[step])
+        """Read `count` further prompts for `step`, after those it already has; raises as `prompts_of`."""
+        return self._take_prompts(step, count, self.positions[step])
 
     def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return each prompt `responses_per_prompt` times, once per response."""
         return [prompt for prompt in prompts for _ in range(self._responses_per_prompt)]
 
     def _take_prompts(self, step: int, count: int, start: Positions) -> list[Prompt]:
-        """Return `count` prompts for `step`, beginning at the positions `start`.
+        """Return `count` prompts for `step`, starting at the positions `start`; record the positions after them.
 
         Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
         by a whole prompt.
@@ -134,12 +136,12 @@ class StepInputs:
                 credits[path] = credits.get(path, 0.0) + share
             path = max(self._shares, key=credits.__getitem__)
             credits[path] -= 1
-            prompt, rows[path] = self._files[path].next(rows.get(path, 0))
+            prompt, rows[path] = self._files[path].next_prompt(rows.get(path, 0))
             prompts.append(prompt)
-        self.known[step] = Positions(start.prompts + count, rows, credits)
-        first = min(self.known)  # of the start
-        for old in [known for known in self.known if first < known <= step - KEPT_STEPS]:
-            del self.known[old]
+        self.positions[step] = Positions(start.prompts + count, rows, credits)
+        first = min(self.positions)  # the step at which this process started
+        for old in [other for other in self.positions if first < other <= step - KEPT_STEPS]:
+            del self.positions[old]
         return prompts
 
     def first_prompts(self) -> list[Prompt]:
@@ -147,20 +149,20 @@ class StepInputs:
         prompts = (self._reader.fitted(self._reader.prompt(file.rows.row(0))) for file in self._files.values())
         return [prompt for prompt in prompts if prompt is not None]
 
-    def after(self, step: int) -> Positions:
-        """Return the positions after `step`, by reading the prompts of the steps up to it where necessary."""
-        if step not in self.known:
+    def positions_after(self, step: int) -> Positions:
+        """Return the positions after `step`; read the prompts of the steps up to it if necessary."""
+        if step not in self.positions:
             self.prompts_of(step)
-        return self.known[step]
+        return self.positions[step]
 
     def epoch(self, step: int) -> int:
-        """Return the number of complete epochs, of the file that has been repeated most often, after `step`."""
-        rows = self.after(step).rows
+        """Return the number of complete epochs after `step` of the file that has been repeated most often."""
+        rows = self.positions_after(step).rows
         return max(rows.get(path, 0) // len(file.rows) for path, file in self._files.items())
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of `step` saves: for each file, position, credit and fingerprint."""
-        after = self.after(step)
+        """Return the state to save in a checkpoint of `step`: each file's position, credit and fingerprint."""
+        after = self.positions_after(step)
         files = {
             path: {
                 "rows": after.rows.get(path, 0),
@@ -169,43 +171,43 @@ class StepInputs:
             }
             for path, file in self._files.items()
         }
-        adds = self._reader.add_special_tokens
-        return {"prompts_taken": after.prompts, "prompt_files": files, "add_special_tokens": adds}
+        is_added = self._reader.add_special_tokens
+        return {"prompts_taken": after.prompts, "prompt_files": files, "add_special_tokens": is_added}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue after `step`, from what `state` returned for it.
+        """Continue after `step`; `state` is the result of the method `state` for this step.
 
-        Warns about files that have changed since, and if text prompts have other tokens now. A single file may have
-        another path now.
+        Warn about files that have changed since, and about text prompts that are tokenised differently now. A single
+        file may have moved to another path.
         """
-        added, adds = state.get("add_special_tokens", False), self._reader.add_special_tokens
-        if added != adds:
+        was_added, is_added = state.get("add_special_tokens", False), self._reader.add_special_tokens
+        if was_added != is_added:
             logger.warning(
-                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
-                "tokens",
-                added,
-                adds,
+                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts are "
+                "tokenised differently",
+                was_added,
+                is_added,
             )
         saved = state["prompt_files"]
         if len(saved) == len(self._files) == 1:
             saved = dict(zip(self._files, saved.values(), strict=True))
         for path, file in self._files.items():
-            known = saved.get(path)
-            if known is None:
+            saved_file = saved.get(path)
+            if saved_file is None:
                 logger.warning("%s is not in the checkpoint; its prompts are taken from the beginning", path)
-            elif known["fingerprint"] != file.fingerprint:
+            elif saved_file["fingerprint"] != file.fingerprint:
                 logger.warning(
-                    "%s has changed since the checkpoint: after %d rows taken, the run continues in the order of the "
-                    "new file, so some of its prompts may be used twice in an epoch, and others not",
+                    "%s has changed since the checkpoint: after %d rows the run continues in the order of the new "
+                    "file, so it may repeat some prompts in this epoch and skip others",
                     path,
-                    known["rows"],
+                    saved_file["rows"],
                 )
-        found = {path: saved[path] for path in self._files if path in saved}
-        rows, credits = ({path: known[key] for path, known in found.items()} for key in ("rows", "credit"))
-        self.known = {step: Positions(state["prompts_taken"], rows, credits)}
+        saved_files = {path: saved[path] for path in self._files if path in saved}
+        rows, credits = ({path: file[key] for path, file in saved_files.items()} for key in ("rows", "credit"))
+        self.positions = {step: Positions(state["prompts_taken"], rows, credits)}
 
     def seed_of(self, step: int, *repeat: int) -> int:
-        """Return the seed for sampling and shuffling in `step`; `repeat`: for the n-th further sampling of the step.
+        """Return the seed for sampling and shuffling in `step`; `repeat`: number of a resampling within the step.
 
         A 32-bit hash: torch's CPU generator uses only the lowest 32 bits of a seed.
         """

@@ -1,6 +1,6 @@
-"""Samples: what the policy sampled and what it was given for it, one ragged row each until the training batch.
+"""Rows of tokens that the policy sampled, with their log-probs and scores; ragged until the training batch.
 
-`n`: tokens of a sample, prompt included. Index t of its arrays belongs to token t.
+`n`: tokens of a row, prompt included. Index t of its arrays belongs to token t.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rlhf_triton.checkpoints.tokenization import without_end
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of a sample from servers and environment; rewards of a whole conversation belong to its last row."""
+    """Scores of a row from servers and environment; the reward of a whole conversation belongs to its last row."""
 
-    reward: float = 0.0  # of the conversation
-    outcome: float = 0.0  # the part of it that is not among `steps`
-    steps: np.ndarray | None = None  # float32 [n], rewards at the tokens that they are given for; None: there are none
-    ends: np.ndarray | None = None  # bool [n], whether one is given at the token
+    reward: float = 0.0  # total reward of the conversation
+    outcome: float = 0.0  # the part of `reward` that is not in `steps`
+    steps: np.ndarray | None = None  # float32 [n], process rewards, each at the last token of its step; None: none
+    ends: np.ndarray | None = None  # bool [n], tokens that have a process reward
     values: np.ndarray | None = None  # float32 [n]; None without a critic
-    version: int = -1  # of the critic's weights
-    components: Mapping[str, float] = field(default_factory=dict)  # each reward; NaN where it failed or does not apply
-    reward_version: int | None = None  # of a live reward model
-    failure: str = ""  # why the sample cannot be trained on; empty: it can
+    version: int = -1  # version of the critic's weights; -1 without a critic
+    components: Mapping[str, float] = field(default_factory=dict)  # terms of the reward; NaN: failed or not applicable
+    reward_version: int | None = None  # version of a live reward model
+    failure: str = ""  # why the row cannot be trained on; empty if it can
 
 
 UNSCORED = Score(failure="it was not scored")
@@ -43,44 +43,49 @@ class SampledRow:
 
     prompt: Prompt
     tokens: np.ndarray  # int64 [n]
-    sampled: np.ndarray  # bool [n], by the policy
-    ended: bool  # by an end-of-sequence token, a stop string or the environment, not by a limit
-    logprobs: np.ndarray | None = None  # float32 [n], nats, of the engine that sampled; 0 where it did not
+    sampled: np.ndarray  # bool [n], True where the policy sampled the token
+    ended: bool  # ended by an end-of-sequence token, a stop string or the environment, not by a limit
+    logprobs: np.ndarray | None = None  # float32 [n], nats, from the engine that sampled; 0 for other tokens
     turns: tuple[SampledTurn, ...] | None = None  # None without an environment
-    messages: tuple[dict[str, Any], ...] = ()  # of the conversation behind the first row's prompt, for the reader
-    known: int = 0  # how many of them the prompt has
+    messages: tuple[dict[str, Any], ...] = ()  # messages of the conversation after the first row's prompt
+    num_prompt_messages: int = 0  # how many of `messages` this row's prompt contains
     truncated: str = ""  # the limit that ended the conversation, such as `environment.max_turns`
     error: str = ""  # why the environment failed
-    restarts: int = 0  # how often the conversation has begun again, as its environment was lost
-    policy_logprobs: np.ndarray | None = None  # float32 [n], of a forward pass of the policy that sampled
+    restarts: int = 0  # how often the conversation restarted because its environment was lost
+    policy_logprobs: np.ndarray | None = None  # float32 [n], from a forward pass of the policy that sampled
     ref_logprobs: np.ndarray | None = None  # float32 [n], under the reference
     score: Score = UNSCORED
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> SampledRow:
-        """Return the sample that another rank has sent as JSON, before it was scored."""
+    def from_json(cls, fields: Mapping[str, Any]) -> SampledRow:
+        """Return the unscored row that another rank has sent as JSON."""
         arrays = {"tokens": np.int64, "sampled": np.bool_, "logprobs": np.float32}
-        given = {name: value for name, value in fields.items() if name != "score"}
-        given |= {name: np.array(given[name], kind) for name, kind in arrays.items() if given[name] is not None}
-        turns = given["turns"]
+        parsed = {name: value for name, value in fields.items() if name != "score"}
+        parsed |= {name: np.array(parsed[name], kind) for name, kind in arrays.items() if parsed[name] is not None}
+        turns = parsed["turns"]
         if turns is not None:
             turns = tuple(SampledTurn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in turns)
         return cls(
-            **{**given, "prompt": Prompt.of(given["prompt"]), "turns": turns, "messages": tuple(given["messages"])}
+            **{
+                **parsed,
+                "prompt": Prompt.from_json(parsed["prompt"]),
+                "turns": turns,
+                "messages": tuple(parsed["messages"]),
+            }
         )
 
-    def scored(self, **changes: Any) -> SampledRow:
-        """Return the sample with these fields of its score changed."""
+    def with_score(self, **changes: Any) -> SampledRow:
+        """Return a copy with these fields of the score changed."""
         return dataclasses.replace(self, score=dataclasses.replace(self.score, **changes))
 
 
 Conversation = tuple[SampledRow, ...]
-"""The rows of a conversation, of which the last one has its end; a response to a prompt is one of a single row."""
+"""The rows of a conversation, in order. A response to a plain prompt is a conversation with a single row."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The conversations about one prompt."""
+    """The conversations that start from one prompt."""
 
     conversations: tuple[Conversation, ...]
 
@@ -96,30 +101,29 @@ def rows_of(conversations: Sequence[Conversation]) -> list[SampledRow]:
 
 
 def failure_of(conversation: Conversation) -> str:
-    """Return why a conversation cannot be trained on: the failure of one of its rows; "" if there is none."""
+    """Return why a conversation cannot be trained on: the first failure among its rows; "" if there is none."""
     return next((row.score.failure for row in conversation if row.score.failure), "")
 
 
 def sample_of(prompt: Prompt, response: PolicyTurn) -> SampledRow:
-    """Return the sample of a prompt and its response."""
+    """Return the row of a prompt and its response."""
     size = len(prompt.tokens)
     row = np.concatenate([prompt.tokens, np.asarray(response.tokens, np.int64)])
-    known = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
-    return SampledRow(prompt, row, np.arange(len(row)) >= size, response.ended, known)
+    logprobs = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
+    return SampledRow(prompt, row, np.arange(len(row)) >= size, response.ended, logprobs)
 
 
 def conversation_of(
-    rows: Sequence[tuple[Prompt, RecordedRow]], *, truncated: str = "", error: str = "", known: int = 0
+    rows: Sequence[tuple[Prompt, RecordedRow]], *, truncated: str = "", error: str = "", num_prompt_messages: int = 0
 ) -> Conversation:
-    """Return the rows of a conversation that have begun with these prompts, in order; the last one has its end.
+    """Return the conversation with these rows, in order, each given with the prompt that it starts with.
 
-    Args:
-        truncated, error, known: as of `SampledRow`.
+    `truncated`, `error` and `num_prompt_messages` are fields of `SampledRow`.
     """
-    found = []
+    converted = []
     for prompt, row in rows:
         logprobs = np.array(row.logprobs, np.float32)
-        found.append(
+        converted.append(
             SampledRow(
                 prompt,
                 np.array(row.tokens, np.int64),
@@ -128,23 +132,23 @@ def conversation_of(
                 logprobs=None if np.isnan(logprobs).any() else logprobs,
                 turns=tuple(row.turns),
                 messages=tuple(row.messages),
-                known=known,
+                num_prompt_messages=num_prompt_messages,
                 truncated=truncated,
                 error=error,
             )
         )
-    return tuple(found)
+    return tuple(converted)
 
 
-def text_places(sample: SampledRow, tokenizer: Any) -> list[int]:
-    """Return the indices of the tokens that have a text for readers: all but those that end the policy's turns."""
+def text_indices(sample: SampledRow, tokenizer: Any) -> list[int]:
+    """Return the indices of all tokens except the end tokens of the policy's turns, which readers do not need."""
     length = len(sample.tokens)
     ends = set[int]()
     turns = [(turn.start, turn.end) for turn in sample.turns or ()]
     for begin, end in turns or [(len(sample.prompt.tokens), length)]:
-        said = without_end(tokenizer, sample.tokens[begin:end].tolist())
-        ends.update(range(begin + len(said), end))
-    return [place for place in range(length) if place not in ends]
+        text_tokens = without_end(tokenizer, sample.tokens[begin:end].tolist())
+        ends.update(range(begin + len(text_tokens), end))
+    return [index for index in range(length) if index not in ends]
 
 
 def padded(rows: Sequence[np.ndarray]) -> Tensor:

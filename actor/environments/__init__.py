@@ -1,1 +1,1 @@
-"""Environments of agents: user classes in worker processes, each holding many instances; OpenEnv servers likewise."""
+"""Environments: user classes, agents and OpenEnv sessions, in worker processes that each hold many instances."""

@@ -1,4 +1,4 @@
-"""An agent's function as an environment of one step, whose action is the address of the policy."""
+"""An agent function as an environment with a single step, whose action is the base URL of the policy."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ imported = functools.cache(import_function)
 
 
 class AgentRun:
-    """One run of an agent, `run(base_url, task, **options)`, which returns a reward or None."""
+    """One run of an agent function `run(base_url, task, **options)`, which returns a reward or None."""
 
     def __init__(self, run: str, **options: Any) -> None:
         self._run: Callable[..., Any] = imported(run)
@@ -19,11 +19,11 @@ class AgentRun:
         self._options = options
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Take the task; the agent itself begins the conversation."""
+        """Store the task; the agent itself starts the conversation."""
         self._row = row
 
     def step(self, action: str) -> Any:
-        """Run the agent to its end, with the base URL of the policy."""
+        """Run the agent to its end; `action`: the base URL of the policy."""
         outcome = self._run(action, dict(self._row), **self._options)
         return _awaited(outcome) if inspect.isawaitable(outcome) else ("", outcome, True)
 

@@ -1,4 +1,4 @@
-"""An OpenEnv server as an environment: a session over its websocket, `URL/ws`, for each instance."""
+"""OpenEnv servers as environments: each instance is a session over the server's websocket, `URL/ws`."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ FULL = "CAPACITY_REACHED"  # code of the error that a server sends to a session 
 class OpenEnv:
     """A session of an OpenEnv server.
 
-    `action` names the text field of its actions. `observation` names the field of its observations that is shown;
-    without, it is their only text field, and otherwise all fields as JSON.
+    `action` names the text field of an action. `observation` names the field of an observation that the policy sees;
+    without it, the policy sees the only text field, or all fields as JSON if there is not exactly one.
     """
 
     def __init__(self, url: str, *, timeout_s: float, action: str = "message", observation: str | None = None) -> None:
@@ -35,12 +35,12 @@ class OpenEnv:
         self._receiving: asyncio.Task[None]
 
     async def reset(self, row: Mapping[str, Any]) -> str:
-        """Open a session, with the row's `seed` if it has one; while the server is full or down, try again.
+        """Open a session, with the row's `seed` if it has one, and return the first observation.
 
-        Raises ConnectionError if it stays down, RuntimeError if it stays full.
+        Retry while the server is full or down. Raises ConnectionError if it stays down, RuntimeError if it stays full.
         """
         data = {"seed": row["seed"]} if row.get("seed") is not None else {}
-        end = time.monotonic() + 0.9 * self._timeout_s  # before the call itself times out, which would not say why
+        end = time.monotonic() + 0.9 * self._timeout_s  # before the call times out, whose error has no cause
         for attempt in itertools.count():
             await self.close()
             self._session = aiohttp.ClientSession()
@@ -54,7 +54,7 @@ class OpenEnv:
                 if is_late or reply["data"].get("code") != FULL:
                     break
             except (OSError, aiohttp.ClientError) as error:  # also a proxy's 502 while the server restarts
-                if isinstance(error, aiohttp.WSServerHandshakeError) and error.status < 500:  # such as of a wrong path
+                if isinstance(error, aiohttp.WSServerHandshakeError) and error.status < 500:  # such as a wrong path
                     raise
                 if is_late:
                     raise ConnectionError(f"no session at {self._url}: {reason_of(error)}") from error
@@ -81,7 +81,7 @@ class OpenEnv:
         return reply.json()
 
     async def _receive(self) -> None:
-        """Receive all the time: meanwhile the server's pings are answered, without which it hangs up after a while."""
+        """Receive messages all the time, because pings are answered only meanwhile; otherwise the server hangs up."""
         is_open = True
         while is_open:
             message = await self._socket.receive()
@@ -101,9 +101,9 @@ class OpenEnv:
 
 
 def _content(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a reply. Raises RuntimeError if it is an error."""
+    """Return the data of a reply. Raises RuntimeError if the reply is an error."""
     data: dict[str, Any] = reply["data"]
     if reply["type"] == "error":
-        details = data.get("errors", "")  # of an action that does not fit the environment's schema
+        details = data.get("errors", "")  # for an action that does not fit the environment's schema
         raise RuntimeError(f"{data['message']} ({data.get('code')}) {details}".strip())
     return data

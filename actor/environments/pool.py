@@ -1,4 +1,4 @@
-"""Environments of agents, used on one event loop: worker processes, each of which holds many instances of a class."""
+"""Environments on one event loop: worker processes, each of which holds many instances of a class."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,11 @@ SEED = "seed"  # column that environments receive, equal for all responses to a 
 
 
 class EnvironmentFailed(RlhfError):
-    """A call of an environment has failed; the message names the environment, what was called, and the cause.
+    """A call of an environment has failed; the message names the environment, the call and the cause.
 
-    `is_lost`: not by itself, but because its worker has died, or with a ConnectionError, as when its server hangs up.
-    Other OSErrors may be the policy's doing, such as a file that is not there: tried again, they would never count.
-    `is_misused`: it has returned what no environment may.
+    `is_lost`: the environment's worker died, or the call raised a ConnectionError, as when a server hangs up. Other
+    OSErrors may result from the policy's action, such as opening a missing file; a retry would hide that failure.
+    `is_misused`: the environment broke its contract, e.g. with a return value of the wrong type.
     """
 
     is_lost = False
@@ -34,7 +34,7 @@ class StepResult:
 
     observation: str
     reward: float | None
-    """None if the step has none."""
+    """None if the step has no reward."""
     done: bool
 
 
@@ -48,11 +48,11 @@ class Environments:
         self.name = settings.class_ or settings.agent
         self.limit_s = settings.timeout_s
         self._kind = "class" if settings.class_ else "agent"
-        more = {} if settings.class_ else {"run": settings.agent}
+        agent_options = {} if settings.class_ else {"run": settings.agent}
         self._workers = Workers(
             "rlhf_triton.actor.environments.worker",
             settings.class_ or AGENT,
-            {"options": {**settings.options, **more}, "reward": settings.reward, "timeout_s": self.limit_s},
+            {"options": {**settings.options, **agent_options}, "reward": settings.reward, "timeout_s": self.limit_s},
             number=settings.workers,
             hidden_variables=hidden_variables,
             own_variable=settings.options.get(KEY_OPTION),
@@ -81,7 +81,7 @@ class Environments:
         self.tools = answer["tools"]
 
     async def open(self, row: Mapping[str, Any]) -> "Instance":
-        """Make an instance and reset it with `row`, a prompt's columns. Raises EnvironmentFailed."""
+        """Create an instance, reset it with `row`, a prompt's columns, and return it. Raises EnvironmentFailed."""
         try:
             worker = await self._workers.least_loaded()
         except FunctionError as error:
@@ -111,7 +111,7 @@ class Instance:
     """One instance of the environment, for one trajectory."""
 
     observation: str | None = None
-    """What `reset` has returned; None if the prompt stands as it is."""
+    """The first observation, from `reset`; None if it adds nothing to the prompt."""
 
     def __init__(self, environments: Environments, worker: Worker, number: int) -> None:
         self._worker = worker
@@ -122,7 +122,7 @@ class Instance:
     async def ask(
         self, what: str, op: str, clock: Callable[[], float] | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Return the answer to a call, named `what` in errors. Raises EnvironmentFailed."""
+        """Call operation `op` and return its answer; errors name the call `what`. Raises EnvironmentFailed."""
         answer = await self._worker.ask(_message(op, self._number, **arguments), self._environments.limit_s, clock)
         if "error" in answer:
             failure = EnvironmentFailed(f"{self._environments.name}: {what}: {answer['error']}")
@@ -132,26 +132,26 @@ class Instance:
         return answer
 
     async def step(self, action: str, clock: Callable[[], float] | None = None) -> StepResult:
-        """Act, within a limit that `clock` counts. Raises EnvironmentFailed."""
+        """Take one step with `action`; `clock` measures the time limit of the call. Raises EnvironmentFailed."""
         answer = await self.ask("step", "step", clock, action=action)
         return StepResult(answer["observation"], answer["reward"], answer["done"])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a tool's result as text, or "error: …" for the model if it raises or is called wrongly.
+        """Return a tool's result as text, or "error: …" for the model if the tool raises or is called wrongly.
 
         Raises EnvironmentFailed if the worker dies or the call takes too long.
         """
         return (await self.ask(f"tool {name}", "call", name=name, arguments=arguments))["text"]
 
     async def reward(self) -> float | None:
-        """Return the sum of `get_reward` of the class and `environment.reward`; None if it has neither.
+        """Return the sum of the class's `get_reward` and `environment.reward`; None if there is neither.
 
         Raises EnvironmentFailed.
         """
         return (await self.ask("get_reward", "reward"))["reward"]
 
     async def close(self) -> None:
-        """Call the `close` of the class, if it has one, and forget the instance. Failures of it are ignored."""
+        """Call the `close` of the class, if it has one, ignoring failures, and forget the instance."""
         try:
             with contextlib.suppress(EnvironmentFailed):
                 await self.ask("close", "close")

@@ -1,8 +1,8 @@
 """Worker process of environments: `python -m rlhf_triton.actor.environments.worker SPEC FD`.
 
-Holds many instances of the class SPEC, each in a thread of its own, so that a slow one delays no other and a library
-that is bound to a thread works; coroutine methods run on the one event loop. Receives settings over the socket `FD`,
-then calls of instances by number. Each is answered when it ends, with `{"error": …}` or the operation's result.
+Holds many instances of the class SPEC. Each has its own thread, so that a slow instance delays no other and
+thread-bound libraries work; coroutine methods run on the single event loop. The worker receives settings over the
+socket `FD`, then calls of instances by number. It answers each call with the result or `{"error": …}`.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import BadScore, checked, configured, describe, group_scores, import_function
 from rlhf_triton.workers.child import Parent, frame, read_frame
 
-NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the model cannot call
-MAX_CHARACTERS = 20_000  # of an observation or a tool's result
+NO_TOOLS = ("reset", "get_reward", "close")  # public methods that are not tools
+MAX_CHARACTERS = 20_000  # limit of an observation or a tool's result
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class HostedEnvironment:
-    """One instance of the user's class, and its thread. The operations raise BadScore; one runs at a time."""
+    """One instance of the user's class, and its thread. Operations raise BadScore; only one may run at a time."""
 
     def __init__(self, parent: Parent, made: Callable[..., Any], score: Callable[..., Any] | None) -> None:
         self.lock = asyncio.Lock()
@@ -37,7 +37,7 @@ class HostedEnvironment:
         self._row: dict[str, Any] = {}
 
     async def describe(self) -> dict[str, Any]:
-        """Return the JSON schemas of the tools; None for a class with `step`. Closes the instance."""
+        """Return {"tools": JSON schemas}, None for a class with `step`; close the instance."""
         await self._call(self._construct)
         schemas = None
         if self._tools is not None:
@@ -48,7 +48,7 @@ class HostedEnvironment:
         return {"tools": schemas}
 
     async def reset(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Make the instance and return its first observation, which may be None."""
+        """Create the instance and return its first observation, which may be None."""
         self._row = row
         await self._call(self._construct)
         observation = await self._call(self._reset)
@@ -59,7 +59,7 @@ class HostedEnvironment:
         result = await self._call(self._target.step, action)
         if not isinstance(result, tuple) or len(result) not in (3, 5):
             raise BadScore(f"returned {result!r:.80}; return a tuple (observation, reward, done)")
-        observation, reward, *ends = result[:4]  # of Gymnasium's five: terminated and truncated, without info
+        observation, reward, *ends = result[:4]  # `ends`: done, or Gymnasium's terminated and truncated
         if not all(isinstance(end, bool) or getattr(end, "dtype", None) == "bool" for end in ends):
             raise BadScore(f"done is {ends[0]!r:.80}; return True or False")
         text = self._text(observation, "the observation")
@@ -76,12 +76,12 @@ class HostedEnvironment:
             result = await self._call(tools[name], **arguments)
             return {"text": self._text(await self._call(str, result), "the result")}
         except BadScore as error:
-            cause = error.__cause__ or error  # without the place in the code, which is not for the model
+            cause = error.__cause__ or error  # without the traceback, which the model should not see
             text = f"error: {describe(cause.with_traceback(None))}"
             return {"text": text.encode(errors="backslashreplace").decode()}
 
     async def reward(self) -> dict[str, Any]:
-        """Return the sum of `get_reward` and the reward function; None where there is neither, or both return None."""
+        """Return the sum of `get_reward` and the reward function; None if neither exists or both return None."""
         rewards = []
         if callable(getattr(self._target, "get_reward", None)):
             rewards.append(_reward(await self._call(self._target.get_reward)))
@@ -89,8 +89,8 @@ class HostedEnvironment:
             columns = {**{name: [value] for name, value in self._row.items()}, "environments": [self._target]}
             scores = await self._call(self._score, **_accepted(self._score, columns))
             rewards.append(_reward(group_scores(scores, 1)[0]))
-        known = [reward for reward in rewards if reward is not None]
-        return {"reward": sum(known) if known else None}
+        present = [reward for reward in rewards if reward is not None]
+        return {"reward": sum(present) if present else None}
 
     async def close(self) -> dict[str, Any]:
         """Call the instance's `close`, if it has one, and end its thread."""
@@ -102,7 +102,7 @@ class HostedEnvironment:
         return {}
 
     async def _call(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-        """Call user code in the instance's thread, and await what it returns on the loop. Raises BadScore."""
+        """Call user code in the instance's thread, and await the result on the loop if needed. Raises BadScore."""
 
         def in_thread() -> Any:
             with self._user_code():
@@ -124,21 +124,25 @@ class HostedEnvironment:
             self._parent.end_forks()
 
     def _construct(self) -> None:
-        """Make the instance, and find its tools as TRL does; a class that has `step` with a parameter has none."""
+        """Create the instance, and find its tools as TRL does; a class whose `step` has a parameter has no tools."""
         settings = self._settings
         self._target = configured(self._parent.spec, self._made, dict(settings["options"]), settings["timeout_s"])
         if not callable(getattr(self._target, "reset", None)):
-            raise BadScore("it has no method reset, which begins an episode")
+            raise BadScore("the class has no method reset, which starts an episode")
         step = getattr(self._target, "step", None)
         if not callable(step) or not inspect.signature(step).parameters:
-            found = inspect.getmembers(self._target, inspect.ismethod)
-            self._tools = {name: tool for name, tool in found if name not in NO_TOOLS and not name.startswith("_")}
+            methods = inspect.getmembers(self._target, inspect.ismethod)
+            self._tools = {name: tool for name, tool in methods if name not in NO_TOOLS and not name.startswith("_")}
 
     def _reset(self) -> Any:
         """Call `reset` with the row as one argument, or with its columns as keyword arguments, as TRL does."""
         reset = self._target.reset
         parameters = inspect.signature(reset).parameters
-        needed = [each for each in parameters.values() if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+        needed = [
+            parameter
+            for parameter in parameters.values()
+            if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
+        ]
         takes_one = self._tools is None and len(parameters) == len(needed) == 1
         return reset(self._row) if takes_one or "row" in parameters else reset(**_accepted(reset, self._row))
 
@@ -153,9 +157,9 @@ class HostedEnvironment:
 
 
 def _accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that the function takes as keyword arguments."""
+    """Return the `values` that the function accepts as keyword arguments."""
     parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in values.items() if takes_all or name in parameters}
 
 
@@ -178,11 +182,11 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
             async with hosted.lock:
                 result = await getattr(hosted, message["op"])(**message["arguments"])
         except Exception as error:  # process edge: every call must get an answer
-            own = error.__cause__  # of the user's code
+            cause = error.__cause__  # the error of the user's code
             result = {
                 "error": describe(error),
-                "lost": isinstance(own, ConnectionError),
-                "is_misused": own is None or isinstance(own, BadScore),
+                "lost": isinstance(cause, ConnectionError),
+                "is_misused": cause is None or isinstance(cause, BadScore),
             }
         if message["op"] in ("close", "describe"):
             del instances[message["instance"]]
@@ -196,7 +200,7 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Host environments until the parent ends; return 1 if the class cannot be used."""
+    """Host environments until the parent ends; return the exit code, 1 if the class cannot be used."""
     parent = Parent(argv)
     settings = parent.settings
     threading.stack_size(2 << 20)  # 8 MiB by default, which count towards the worker's memory limit

@@ -2,7 +2,7 @@
 
 A column holds one token of every row. All rows end in the same column, so a row that joins later starts further right,
 and the columns left of its start are masked. Keys are rotated by their position within the row, so results do not
-depend on the column where a row starts.
+depend on the column in which a row starts.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from rlhf_triton.python_backend.models.card import is_device_error, is_out_of_me
 
 
 class SlotCache(Cache):
-    """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass sees a window of them."""
+    """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass reads a window of them."""
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
         self.columns, self.rows = columns, rows
@@ -26,30 +26,30 @@ class SlotCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers builds the mask of one token unread; leaving it out would wait for the GPU."""
+        """Whether transformers always builds the mask of one token; deciding to skip it would wait for the GPU."""
         return all(layer.is_initialized and layer.keys.is_cuda for layer in self.layers)
 
-    def look_at(self, first: int, last: int, begin: int, end: int) -> None:
-        """Set the window of the next forward pass: rows `first:last`, columns `begin:end`. It writes from `end` on."""
+    def set_window(self, first: int, last: int, begin: int, end: int) -> None:
+        """Set the window of the next forward pass: rows `first:last`, columns `begin:end`; it writes from `end` on."""
         for layer in self.layers:
             layer.window = (first, last, begin, end)
 
     def copy_rows(self, sources: Tensor | Sequence[int], first: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, to rows from `first` on.
+        """Copy columns `begin:end` of rows `sources`, int64 `[n]`, to the `n` rows from `first` on.
 
-        One copy for all rows: on a GPU, launching a copy per row takes longer than the copies.
+        All rows share one copy: on a GPU, launching a copy per row takes longer than copying.
         """
         last = first + len(sources)
         for layer in self.layers:
-            for whole in layer.tensors():
-                whole[first:last, :, begin:end] = whole[:, :, begin:end][sources]
+            for tensor in layer.tensors():
+                tensor[first:last, :, begin:end] = tensor[:, :, begin:end][sources]
 
     def shift(self, rows: slice, begin: int, end: int, to: int) -> None:
-        """Move the columns `begin:end` of these rows to column `to`."""
+        """Move columns `begin:end` of these rows, so that they start at column `to`."""
         for layer in self.layers:
-            for whole in layer.tensors():
+            for tensor in layer.tensors():
                 # clone: source and destination columns may overlap.
-                whole[rows, :, to : to + end - begin] = whole[rows, :, begin:end].clone()
+                tensor[rows, :, to : to + end - begin] = tensor[rows, :, begin:end].clone()
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -76,7 +76,7 @@ class _SlotLayer(CacheLayerMixin):
         return (self.keys, self.values) if self.is_initialized else ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values to the cache; return those of the current window, followed by the new ones."""
+        """Append new keys and values to the cache; return the window's keys and values, followed by the new ones."""
         # Rotary embeddings under autocast give float32 keys, which attention would round again at every token.
         key_states = key_states.to(value_states.dtype)
         if not self.is_initialized:
@@ -101,20 +101,20 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def cache_layers(model: Any) -> int:
-    """Return how many layers of `model` cache keys and values; 0 if it caches anything else, e.g. a recurrent state."""
+    """Return how many layers of `model` cache keys and values; 0 if one caches something else, e.g. recurrent state."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
     return len(layers) if plain else 0
 
 
-# Hidden states of responses that share prompts, computing each distinct prompt once instead of once per row.
+# Hidden states of responses that share prompts: each distinct prompt is computed once instead of once per row.
 #
 # `transformers` has no equivalent for training. One forward pass computes the keys and values of the prompts; a second
 # one, over the responses, reads them from a cache, and gradients flow back through the cache.
 
 
-WORTH_IT = 0.9  # share of a plain pass's tokens, above which a second forward pass costs more than the tokens saved
+WORTH_IT = 0.9  # share of a plain pass's tokens above which the second forward pass costs more than it saves
 TOLERANCE = 1e-4  # relative to the largest absolute hidden state
 ROUNDED_TOLERANCE = 0.05  # the same, in bfloat16
 
@@ -122,11 +122,11 @@ ROUNDED_TOLERANCE = 0.05  # the same, in bfloat16
 def shared_passes(tokens: Tensor, lengths: Tensor, inside: Tensor) -> tuple[Tensor, ...] | None:
     """Return the inputs of `response_hidden`, or None if sharing saves too few tokens (`WORTH_IT`).
 
-    All tensors are on the host; those returned can be copied to the model's device.
+    All tensors are on the host; the caller copies the returned ones to the model's device.
 
     Args:
         tokens: int64 `[B, S]`, padded on the right.
-        lengths: int64 `[B]`.
+        lengths: int64 `[B]`, tokens of each row.
         inside: bool `[B, S-1]`; the tokens before a row's first marked position are its prompt.
     """
     # The last prompt token. Its hidden state predicts the first response token, so it belongs to the second pass.
@@ -163,7 +163,7 @@ def response_hidden(
 
     Args:
         body: a causal transformer that caches keys and values; `can_share` must be true for its model.
-        prompts, ...: what `shared_passes` returned, on the body's device.
+        prompts, ...: the tensors from `shared_passes`, on the body's device.
     """
     cache = DynamicCache(config=body.config.get_text_config(decoder=True))
     _forward(body, prompts, prompt_mask, cache)
@@ -175,8 +175,8 @@ def response_hidden(
 def can_share(model: Any) -> bool:
     """Return whether `response_hidden` matches a plain forward pass of this causal LM, on a small test batch.
 
-    Other kernels run in another precision: a model that computes in bfloat16 must pass both in float32, which is exact,
-    and under autocast.
+    Another precision runs other kernels: a model that computes in bfloat16 must pass in float32, where the tolerance is
+    small, and under autocast.
     """
     if not cache_layers(model):
         return False
@@ -188,12 +188,12 @@ def can_share(model: Any) -> bool:
     attention = (torch.arange(12)[None] < lengths[:, None]).long()
     passes = shared_passes(tokens, lengths, inside)
     assert passes is not None
-    ids, mask, rows, columns, *passes_there = to_device(
+    ids, mask, rows, columns, *device_passes = to_device(
         model.device, tokens, attention, *inside.nonzero(as_tuple=True), *passes
     )
     plain = body(input_ids=ids, attention_mask=mask, use_cache=False)[0][rows, columns]
     try:
-        shared = response_hidden(body, *passes_there)
+        shared = response_hidden(body, *device_passes)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
         if is_out_of_memory(error) or is_device_error(error):
             raise
@@ -211,7 +211,7 @@ def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> 
 
 
 def find_distinct(prompts: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Return the index of each prompt among the distinct prompts, and where each distinct prompt occurs first."""
+    """Return each prompt's index among the distinct prompts, and each distinct prompt's first index in `prompts`."""
     places: dict[Hashable, int] = {}
     first: list[int] = []
     for i, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
-"""Conversations of the policy with environments: each is a coroutine in a thread of its own event loop.
+"""Conversations of the policy with environments: coroutines on an event loop that has its own thread.
 
-A conversation is a list of token ids, as they were sampled or observed; nothing is ever rendered again. The decoding
-thread and the event loop exchange turns and observations, and neither waits for the other as long as it has work.
+A conversation is a list of token ids as they were sampled or observed, which are never rendered again. The decoding
+thread and the event loop exchange turns and observations; neither waits for the other while it has work.
 """
 
 import asyncio
@@ -29,55 +29,57 @@ from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
 from rlhf_triton.wire.chats import warn_once
 
 logger = logging.getLogger(__name__)
-ANOTHER_ROW = "%s: the conversation continues in another row of the same group"
-RESTARTS = 2  # of a conversation whose environment is lost
-MAX_INSTANCES = 256  # of environments at the same time
-ROW_STEP = 1 << 32  # between the numbers of a conversation's rows, of which the first is the prompt's index
+NEW_ROW_WARNING = "%s: the conversation continues in another row of the same group"
+RESTARTS = 2  # maximum restarts of a conversation whose environment is lost
+MAX_INSTANCES = 256  # environments that are open at the same time
+ROW_STEP = 1 << 32  # difference between the numbers of a conversation's rows; the first number is the prompt's index
 
 
 @dataclass(frozen=True)
 class _FinishedConversation:
-    """A conversation that is over."""
+    """A finished conversation, with its prompt's index."""
 
     index: int
     conversation: Conversation
 
 
-# A row's number and its tokens before the next turn; a conversation that is over; or its error.
+# A row's number and its tokens before the next turn; a finished conversation; or an error.
 Arrival = tuple[int, Sequence[int]] | _FinishedConversation | BaseException
 
 
 @dataclass
-class _Conversation:
-    """A conversation so far."""
+class _ConversationState:
+    """A conversation in progress."""
 
-    prompt: Prompt  # of the row
-    row: RecordedRow = field(default_factory=RecordedRow)
-    before: list[tuple[Prompt, RecordedRow]] = field(default_factory=list)  # rows that do not go on
-    messages: list[Message] = field(default_factory=list)  # behind the prompt of the first row
-    known: int = 0  # how many of them the row's prompt has
+    prompt: Prompt  # prompt of the current row
+    row: RecordedRow = field(default_factory=RecordedRow)  # current row
+    earlier_rows: list[tuple[Prompt, RecordedRow]] = field(default_factory=list)  # finished rows
+    messages: list[Message] = field(default_factory=list)  # messages after the first row's prompt
+    num_prompt_messages: int = 0  # how many of `messages` the current row's prompt contains
     truncated: str = ""
     error: str = ""
 
     def __post_init__(self) -> None:
         self.row.observe(self.prompt.tokens.tolist())
 
-    def begin(self, prompt: Prompt) -> None:
-        """Begin a row."""
+    def start_row(self, prompt: Prompt) -> None:
+        """Start a new row with this prompt; the current row is finished if it has turns."""
         if self.row.turns:
-            self.before.append((self.prompt, self.row))
-        self.prompt, self.row, self.known = prompt, RecordedRow(), len(self.messages)
+            self.earlier_rows.append((self.prompt, self.row))
+        self.prompt, self.row, self.num_prompt_messages = prompt, RecordedRow(), len(self.messages)
         self.row.observe(prompt.tokens.tolist())
 
     def conversation(self) -> Conversation:
-        """Return the rows of the conversation."""
+        """Return the conversation as its rows."""
         self.row.messages = self.messages
-        rows = [*self.before, (self.prompt, self.row)]
-        return conversation_of(rows, truncated=self.truncated, error=self.error, known=self.known)
+        rows = [*self.earlier_rows, (self.prompt, self.row)]
+        return conversation_of(
+            rows, truncated=self.truncated, error=self.error, num_prompt_messages=self.num_prompt_messages
+        )
 
 
-class Agent:
-    """The environments of this process, and how the policy talks with them."""
+class ConversationRunner:
+    """Runs conversations of the policy with this process's environments."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Agent:
         *,
         max_prompt_tokens: int,
         vocab_size: int | None = None,
-        in_step: bool = False,
+        lockstep: bool = False,
         hidden_variables: Sequence[str] = (),
         stop_strings: Sequence[str] = (),
     ) -> None:
@@ -94,17 +96,17 @@ class Agent:
 
         Args:
             vocab_size: of the model's embeddings; None: tokens beyond them are not detected.
-            in_step: all rows wait for the slowest environment, so that what is decoded together, and with it the last
-                bits of log-probs, does not depend on how fast environments are.
+            lockstep: all rows wait for the slowest environment, so that the batches of decoding, and thus the last bits
+                of log-probs, do not depend on the speed of environments.
             hidden_variables: environment variables that the workers do not inherit.
-            stop_strings: what ends a turn of the policy.
+            stop_strings: strings that end a turn of the policy.
 
         Raises:
             RlhfError: the class of the environment cannot be used.
         """
         self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
         self._stop_strings, self._vocab_size = {*stop_strings}, vocab_size
-        self.longest, self.in_step = settings.max_tokens, in_step
+        self.longest, self.lockstep = settings.max_tokens, lockstep
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -118,18 +120,18 @@ class Agent:
             raise
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise TemplateError if the policy's chat template cannot render conversations about the prompts."""
+        """Raise TemplateError if the policy's chat template cannot render conversations that start from the prompts."""
         are_chats = {MESSAGES_KEY in prompt.metadata for prompt in prompts}
         if self._chat.tools and False in are_chats:
-            warn_once("prompts that are texts do not show the environment's tools: describe them there")
+            warn_once("text prompts do not show the environment's tools: describe the tools in the prompts")
         if True in are_chats:
             try:
                 self._chat.check()
             except HistoryChanged as error:
-                warn_once(ANOTHER_ROW % error)
+                warn_once(NEW_ROW_WARNING % error)
 
     def close(self) -> None:
-        """End all environments, once."""
+        """End all environments; no-op if they have ended."""
         if self._thread.is_alive():
             self._call(self._shutdown())
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -142,79 +144,82 @@ class Agent:
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise TemplateError if one of the tokens before a turn of the policy has no embedding."""
         if problem := without_embedding(self._tokenizer, tokens, self._vocab_size):
-            raise TemplateError(f"what the policy would read: {problem}")
+            raise TemplateError(f"the conversation cannot continue: {problem}")
 
-    async def talk(self, prompt: Prompt, seed: int, rows: "TalkRows", *, may_restart: bool = False) -> Conversation:
-        """Run one conversation to its end; an environment failure is recorded in it.
+    async def run(
+        self, prompt: Prompt, seed: int, rows: "ConversationRows", *, may_restart: bool = False
+    ) -> Conversation:
+        """Run one conversation to its end and return it; an environment failure is recorded as its error.
 
         Args:
-            seed: for the environment; conversations about the same prompt have the same one.
+            seed: seed of the environment, equal for conversations with the same prompt.
+            rows: samples the policy's turns.
             may_restart: raise EnvironmentFailed instead if the environment is lost.
         """
-        talk, instance = _Conversation(prompt), None
+        state, instance = _ConversationState(prompt), None
         try:
             instance = await self._open(prompt, seed)
-            talk.begin(self._first_prompt(prompt, instance.observation))
-            await self._turns(talk, instance, rows)
-            talk.row.reward(await instance.reward())
+            state.start_row(self._first_prompt(prompt, instance.observation))
+            await self._take_turns(state, instance, rows)
+            state.row.add_reward(await instance.reward())
         except EnvironmentFailed as error:
             if error.is_lost and may_restart:
                 raise
-            talk.error = str(error)
+            state.error = str(error)
         except TemplateError as error:
-            talk.error = str(error)
+            state.error = str(error)
         finally:
             if instance is not None:
                 await instance.close()
-        return talk.conversation()
+        return state.conversation()
 
     async def _open(self, prompt: Prompt, seed: int) -> Instance:
-        """Return an instance of the environment that has received the prompt's columns. Raises EnvironmentFailed."""
-        shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
-        return await self._environments.open({SEED: seed, **prompt.metadata, **shown})
+        """Return a new environment instance, reset with the prompt's columns. Raises EnvironmentFailed."""
+        text = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
+        return await self._environments.open({SEED: seed, **prompt.metadata, **text})
 
-    async def _turns(self, talk: _Conversation, instance: Instance, rows: "TalkRows") -> None:
-        """Let policy and environment take turns until one of them ends the conversation, or a limit."""
+    async def _take_turns(self, state: _ConversationState, instance: Instance, rows: "ConversationRows") -> None:
+        """Let policy and environment take turns until one of them or a limit ends the conversation."""
         settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
         for number in range(1, settings.max_turns + 1):
-            turn = await rows.sampled(talk.row.tokens)
-            talk.row.sample(turn, number=number)
+            turn = await rows.sample_turn(state.row.tokens)
+            state.row.add_turn(turn, number=number)
             text = reply_text(self._tokenizer, turn.tokens)
-            talk.messages.append({"role": "assistant", "content": text})
+            state.messages.append({"role": "assistant", "content": text})
             if not turn.ended:
-                is_full = len(talk.row.tokens) >= self.longest
-                talk.truncated = "environment.max_tokens" if is_full else "actor.generation.max_new_tokens"
+                is_full = len(state.row.tokens) >= self.longest
+                state.truncated = "environment.max_tokens" if is_full else "actor.generation.max_new_tokens"
                 return
-            answers = await self._answers(talk, instance, text)
-            talk.messages += answers or ()
+            answers = await self._answer(state, instance, text)
+            state.messages += answers or ()
             if answers is None:
                 return
             if number == settings.max_turns:
-                talk.truncated = "environment.max_turns"
+                state.truncated = "environment.max_turns"
                 return
-            before, another = self._tokens_between_turns(talk, turn, answers)
-            length = len(before) if another else len(talk.row.tokens) + len(before)
+            before, new_prompt = self._tokens_between_turns(state, turn, answers)
+            length = len(before) if new_prompt else len(state.row.tokens) + len(before)
             if length >= self.longest:
-                talk.truncated = "environment.max_tokens"
+                state.truncated = "environment.max_tokens"
             if rows.clock() > deadline:
-                talk.truncated = "environment.timeout_s"
-            if talk.truncated:
+                state.truncated = "environment.timeout_s"
+            if state.truncated:
                 return
-            if another is None:
-                talk.row.observe(before)
+            if new_prompt is None:
+                state.row.observe(before)
             else:
-                rows.renew()
-                talk.begin(another)
+                rows.start_row()
+                state.start_row(new_prompt)
 
-    async def _answers(self, talk: _Conversation, instance: Instance, text: str) -> list[Message] | None:
-        """Return the environment's answers to a turn; None at its end, or where the policy calls no tool."""
+    async def _answer(self, state: _ConversationState, instance: Instance, text: str) -> list[Message] | None:
+        """Return the environment's answers to a turn; None if it is done, or if the policy calls no tool."""
         if self._chat.tools is None:
             step = await instance.step(text)
-            talk.row.reward(step.reward)
+            state.row.add_reward(step.reward)
             return None if step.done else [{"role": "user", "content": step.observation}]
         answers = []
-        turn = talk.row.turns[-1]
-        for call in self._chat.calls(talk.row.tokens[: turn.start], turn.tokens):
+        turn = state.row.turns[-1]
+        for call in self._chat.parse_calls(state.row.tokens[: turn.start], turn.tokens):
             result = call.error or await instance.call(call.name, call.arguments or {})
             answers.append({"role": "tool", "name": call.name, "content": result})
         return answers or None
@@ -225,34 +230,37 @@ class Agent:
         if messages is None:
             text = prompt.text + (observation or "")
             added = self._tokenizer(observation or "", add_special_tokens=False)["input_ids"]
-            begun = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
+            first_prompt = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
         else:
             last = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
             text = self._chat.prompt(messages := [*messages[:-1], last])
             tokens = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
             metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
-            begun = replace(prompt, text=text, tokens=tokens, metadata=metadata)
-        if len(begun.tokens) > self._max_prompt_tokens:
+            first_prompt = replace(prompt, text=text, tokens=tokens, metadata=metadata)
+        if len(first_prompt.tokens) > self._max_prompt_tokens:
             raise EnvironmentFailed(
-                f"the prompt has {len(begun.tokens)} tokens with the environment's tools and first observation, more "
-                f"than actor.prompts.max_tokens ({self._max_prompt_tokens})"
+                f"the prompt has {len(first_prompt.tokens)} tokens with the environment's tools and first observation, "
+                f"more than actor.prompts.max_tokens ({self._max_prompt_tokens})"
             )
-        return begun
+        return first_prompt
 
     def _tokens_between_turns(
-        self, talk: _Conversation, turn: PolicyTurn, answers: Sequence[Message]
+        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[Message]
     ) -> tuple[list[int], Prompt | None]:
-        """Return the tokens between a turn and the next one, and the prompt of another row if these begin one."""
-        if MESSAGES_KEY not in talk.prompt.metadata:
+        """Return the tokens between a turn and the next one, and None.
+
+        If the chat template changes earlier messages, return all tokens of a new row and the prompt of that row.
+        """
+        if MESSAGES_KEY not in state.prompt.metadata:
             text = "".join(str(answer["content"]) for answer in answers)
             return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]], None
         try:
-            said = str(talk.messages[-1 - len(answers)]["content"])
-            return self._chat.after_reply(answers, turn.tokens[-1], said), None
+            reply = str(state.messages[-1 - len(answers)]["content"])
+            return self._chat.after_reply(answers, turn.tokens[-1], reply), None
         except HistoryChanged as error:
-            warn_once(ANOTHER_ROW % error)
-        first = talk.before[0][0] if talk.before else talk.prompt
-        whole = [*first.metadata[MESSAGES_KEY], *talk.messages]
+            warn_once(NEW_ROW_WARNING % error)
+        first = state.earlier_rows[0][0] if state.earlier_rows else state.prompt
+        whole = [*first.metadata[MESSAGES_KEY], *state.messages]
         text = self._chat.prompt(whole)
         tokens = [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
         metadata = {**first.metadata, MESSAGES_KEY: whole}
@@ -263,121 +271,126 @@ class Agent:
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:
-    """Return a 31-bit seed for the environments of the responses to a prompt."""
+    """Return the 31-bit seed of the environments in all conversations that start from a prompt."""
     return int(np.random.SeedSequence([seed, zlib.crc32(prompt.prompt_id.encode())]).generate_state(1)[0] >> 1)
 
 
-class Talks:
-    """Partner of the decoder: the conversations of one rollout."""
+class ConversationSource:
+    """The conversations of one rollout, as the source of the decoder's rows."""
 
-    def __init__(self, agent: Agent, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int) -> None:
-        """Begin the conversations of some rows; `finished` receives each one when it is over."""
-        self.size, self.longest = len(prompts), agent.longest
-        self._loop, self._finished = agent.loop, finished
+    def __init__(
+        self, runner: ConversationRunner, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int
+    ) -> None:
+        """Start a conversation for each prompt; `finished` receives each conversation when it ends."""
+        self.size, self.longest = len(prompts), runner.longest
+        self._loop, self._finished = runner.loop, finished
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # by the row's number
-        self._missing = set(prompts)
-        self._in_step = agent.in_step
-        self._later = deque(prompts)  # they begin in this order, when there is room for their environments
-        self._awaited = {self._later.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
-        self._talks = [
-            asyncio.run_coroutine_threadsafe(self._run_conversation(agent, index, prompt, seed), self._loop)
+        self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
+        self._unfinished = set(prompts)
+        self._lockstep = runner.lockstep
+        self._not_started = deque(prompts)  # in this order they start, once there is room for their environments
+        self._awaited = {self._not_started.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
+        self._tasks = [
+            asyncio.run_coroutine_threadsafe(self._run_conversation(runner, index, prompt, seed), self._loop)
             for index, prompt in prompts.items()
         ]
 
-    def take(self, index: int, turn: PolicyTurn) -> None:
-        """Hand a turn of the policy to its conversation."""
+    def deliver(self, index: int, turn: PolicyTurn) -> None:
+        """Hand a turn of the policy to its conversation; called by the decoding thread."""
 
-        def deliver() -> None:
+        def set_turn() -> None:
             waiting = self._turns.pop(index)
-            if not waiting.done():  # cancelled by `close`, or because an agent has hung up
+            if not waiting.done():  # cancelled by `close`, or because an agent has disconnected
                 waiting.set_result(turn)
 
         self._awaited.add(index % ROW_STEP)
-        self._loop.call_soon_threadsafe(deliver)
+        self._loop.call_soon_threadsafe(set_turn)
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return what has arrived from environments, and report conversations that are over; raises their errors."""
-        found: list[tuple[int, Sequence[int]]] = []
-        while self._missing:
+    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+        """Return the rows that environments have answered, and report finished conversations; raises their errors."""
+        ready: list[tuple[int, Sequence[int]]] = []
+        while self._unfinished:
             try:
-                arrival = self._arrivals.get(block=bool(self._awaited) if self._in_step else wait and not found)
+                arrival = self._arrivals.get(block=bool(self._awaited) if self._lockstep else wait and not ready)
             except queue.Empty:
                 break
             if isinstance(arrival, BaseException):
                 raise arrival
             if isinstance(arrival, _FinishedConversation):
-                self._missing.remove(arrival.index)
+                self._unfinished.remove(arrival.index)
                 self._awaited.discard(arrival.index)
-                self._awaited |= {self._later.popleft()} if self._later else set()
+                self._awaited |= {self._not_started.popleft()} if self._not_started else set()
                 self._finished(arrival.index, arrival.conversation)
                 continue
-            found.append(arrival)
+            ready.append(arrival)
             self._awaited.discard(arrival[0] % ROW_STEP)
-        return sorted(found, key=lambda each: each[0]) if self._in_step else found
+        return sorted(ready, key=lambda row: row[0]) if self._lockstep else ready
 
     def close(self) -> None:
-        """End the conversations that are not over, and their environments; `next` then raises CancelledError."""
-        for talk in self._talks:
-            talk.cancel()
-        self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # of agents, too
+        """Cancel the unfinished conversations and their environments; `next_rows` then raises CancelledError."""
+        for task in self._tasks:
+            task.cancel()
+        self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # for agents
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sampled(self, row: int, tokens: Sequence[int]) -> PolicyTurn:
-        """Return the policy's next turn in a row, behind its `tokens`."""
+    async def sample_turn(self, row: int, tokens: Sequence[int]) -> PolicyTurn:
+        """Wait for the policy's next turn in row `row`, which has the tokens `tokens` so far, and return it."""
         turn = self._turns[row] = self._loop.create_future()
         self._arrivals.put((row, tokens))
         return await turn
 
-    async def _run_conversation(self, agent: Agent, index: int, prompt: Prompt, seed: int) -> None:
-        rows = TalkRows(self, index, agent.check_tokens)
+    async def _run_conversation(self, runner: ConversationRunner, index: int, prompt: Prompt, seed: int) -> None:
+        rows = ConversationRows(self, index, runner.check_tokens)
         restarts = 0
-        found = None
+        conversation = None
         try:
-            # Kept across restarts: in step, all rows wait for this one, so freeing its slot would gain nothing.
-            async with agent.limit:
-                while found is None:
+            # Kept across restarts: in lockstep, all rows wait for this one, so freeing its slot would gain nothing.
+            async with runner.limit:
+                while conversation is None:
                     try:
                         may_restart = restarts < RESTARTS
-                        found = await agent.talk(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
+                        conversation = await runner.run(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
                     except EnvironmentFailed as error:
                         restarts += 1
-                        logger.warning("a conversation begins again: %s", error)
-                    rows.renew()
-            self._arrivals.put(_FinishedConversation(index, tuple(replace(row, restarts=restarts) for row in found)))
+                        logger.warning("a conversation restarts: %s", error)
+                    rows.start_row()
+            finished_rows = tuple(replace(row, restarts=restarts) for row in conversation)
+            self._arrivals.put(_FinishedConversation(index, finished_rows))
         except BaseException as error:  # thread edge: the decoding thread raises it
             self._arrivals.put(error)
             raise
 
 
-class TalkRows:
-    """The rows of one conversation."""
+class ConversationRows:
+    """Samples the policy's turns in the rows of one conversation."""
 
-    def __init__(self, talks: Talks, index: int, check_tokens: Callable[[Sequence[int]], None]) -> None:
-        self._talks, self._row = talks, index
+    def __init__(self, source: ConversationSource, index: int, check_tokens: Callable[[Sequence[int]], None]) -> None:
+        self._source, self._row = source, index
         self._check_tokens = check_tokens
-        self._asked, self._since, self._waited = 0, 0.0, 0.0
+        self._num_waiting = 0  # turns that the policy is sampling
+        self._waiting_since = 0.0
+        self._waited_s = 0.0  # total time in which the conversation waited for the policy
 
     def clock(self) -> float:
         """Return the conversation's clock in seconds; it stops while the conversation waits for the policy."""
-        return (self._since if self._asked else time.monotonic()) - self._waited
+        return (self._waiting_since if self._num_waiting else time.monotonic()) - self._waited_s
 
-    async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn behind the `tokens` of the row. Raises TemplateError.
+    async def sample_turn(self, tokens: Sequence[int]) -> PolicyTurn:
+        """Return the policy's turn after the `tokens` of the current row. Raises TemplateError.
 
-        Rows of which each has one turn may be sampled at the same time.
+        Calls may overlap if each one has its own row.
         """
         self._check_tokens(tokens)
-        if not self._asked:
-            self._since = time.monotonic()
-        self._asked += 1
+        if not self._num_waiting:
+            self._waiting_since = time.monotonic()
+        self._num_waiting += 1
         try:
-            return await self._talks.sampled(self._row, tokens)
+            return await self._source.sample_turn(self._row, tokens)
         finally:
-            self._asked -= 1
-            if not self._asked:
-                self._waited += time.monotonic() - self._since
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._waited_s += time.monotonic() - self._waiting_since
 
-    def renew(self) -> None:
-        """Start another row."""
+    def start_row(self) -> None:
+        """Start a new row; later turns are sampled in it."""
         self._row += ROW_STEP

@@ -15,15 +15,15 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
-from rlhf_triton.actor.generation.conversations import Agent, Talks
+from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
 from rlhf_triton.actor.generation.slots import (
     DecodedRow,
     Decoder,
     Draws,
     Finished,
-    Partner,
-    Prompts,
-    Rules,
+    PromptSource,
+    RowSource,
+    SamplingSettings,
     TokenSampler,
 )
 from rlhf_triton.config import GenerationSection
@@ -32,18 +32,18 @@ from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_
 from rlhf_triton.python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
-PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes
+PROOF_TOKENS = 4  # tokens per prompt on which slot-based decoding and plain forward passes are compared
 MORE_STOP_TOKENS = 16
 DRAWN_AT_ONCE = 64
 NEAR = 0.01  # total variation distance: at most one token in a hundred would be drawn differently
-NEAR_ROUNDED = 0.25  # in bfloat16, where rounding differs, too; what reads a wrong token is further off
+NEAR_ROUNDED = 0.25  # the same in bfloat16, where rounding differs; reading a wrong token gives a larger distance
 
 
 class Generation:
     """Generates responses with the sampling settings of one configuration."""
 
     has_policy_logprobs = True
-    """Whether the log-probs of its responses are the policy's, and not those of another engine."""
+    """Whether the log-probs of responses are the policy's own, not another engine's."""
 
     def __init__(
         self,
@@ -74,78 +74,79 @@ class Generation:
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"
         self.uses_slots: bool | None = None
-        """Whether slot-based decoding supports the model; found out in the first `run`."""
-        self.agent: Agent | None = None
-        """The environments with which the policy has conversations; None: every prompt has one response."""
-        self._partner: Partner | None = None  # of the `run` in progress
+        """Whether slot-based decoding supports the model; None before the first `run`."""
+        self.runner: ConversationRunner | None = None
+        """Runs conversations with environments; None: every prompt has one response."""
+        self._row_source: RowSource | None = None  # row source of the `run` in progress
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise TemplateError if a conversation about one of the prompts could not be continued as it was sampled."""
-        if self.agent is not None:
-            self.agent.check_prompts(prompts)
+        """Raise TemplateError if the chat template cannot render conversations that start from the prompts."""
+        if self.runner is not None:
+            self.runner.check_prompts(prompts)
 
     def renew(self) -> None:
-        """Start sampling from the model's current weights; called by `Policy.renew_sampler`."""
+        """Use the model's current weights from now on; called by `Policy.renew_sampler`."""
 
     def close(self) -> None:
-        """End the environments; make a `run` in another thread raise CancelledError, if it waits for anything."""
-        if self._partner is not None:
-            self._partner.close()
-        if self.agent is not None:
-            self.agent.close()
+        """End the environments; a `run` that waits in another thread raises CancelledError."""
+        if self._row_source is not None:
+            self._row_source.close()
+        if self.runner is not None:
+            self.runner.close()
 
     def run(self, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Generate a response to each prompt, or a conversation with an environment, if there is an `agent`.
+        """Generate a response to each prompt, or with a `runner` a conversation with an environment.
 
         Args:
-            finished: called with the prompt's index and the conversation, most of a single row, as soon as that ends.
+            finished: called with the prompt's index and the conversation as soon as the conversation ends.
             seed: the same seed gives the same responses. A response depends only on its prompt, its index and `seed`,
-                not on the rows decoded beside it (except for rounding of probabilities).
+                not on the other rows in the batch, except for rounding of probabilities.
             greedy: take the most likely token instead of sampling.
         """
         self.run_rows(dict(enumerate(prompts)), finished, seed=seed, greedy=greedy)
 
     def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses of `run` to some of the prompts, given by index."""
+        """Generate the responses to some of the prompts of `run`; `prompts`: by index."""
         missing = list(prompts)
 
-        def keep(index: int, conversation: Conversation) -> None:
+        def record(index: int, conversation: Conversation) -> None:
             missing.remove(index)
             finished(index, conversation)
 
         def respond(slots: int) -> None:
-            """Generate the `missing` responses; rows interrupted by out-of-memory start again with the same draws."""
+            """Generate the `missing` responses; after out-of-memory, unfinished rows restart with the same draws."""
             draws = None if greedy else functools.cache(functools.partial(uniform_draws, seed))
-            given = {row: prompts[row] for row in missing}
-            with self._merged(), self._partner_of(given, keep, seed) as partner:
+            remaining = {row: prompts[row] for row in missing}
+            with self._merged_adapters(), self._open_row_source(remaining, record, seed) as row_source:
                 if self.uses_slots is None:
-                    self.uses_slots = self._is_proven([*given.values()])
+                    self.uses_slots = self._is_proven([*remaining.values()])
                 if self.uses_slots:
                     budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
-                    Decoder(self._model, self._rules(), slots=slots, token_budget=budget).run(partner, draws)
+                    decoder = Decoder(self._model, self._sampling_settings(), slots=slots, token_budget=budget)
+                    decoder.run(row_source, draws)
                 else:
-                    self._plain(partner, draws, slots)
+                    self._generate_with_transformers(row_source, draws, slots)
 
         if prompts:
             self.memory.repeat(respond, least=1, most=len(prompts))
 
     @contextlib.contextmanager
-    def _partner_of(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[Partner]:
-        """Yield the partner that supplies rows to the decoder: plain prompts, or conversations with environments."""
-        if self.agent is not None:
-            partner: Partner = Talks(self.agent, prompts, finished, seed=seed)
+    def _open_row_source(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[RowSource]:
+        """Yield the source of the decoder's rows, prompts or conversations with environments; close it at the end."""
+        if self.runner is not None:
+            row_source: RowSource = ConversationSource(self.runner, prompts, finished, seed=seed)
         else:
-            partner = Prompts(prompts, finished, max_new_tokens=self._settings.max_new_tokens)
-        self._partner = partner
+            row_source = PromptSource(prompts, finished, max_new_tokens=self._settings.max_new_tokens)
+        self._row_source = row_source
         try:
-            yield partner
+            yield row_source
         finally:
-            self._partner = None
-            partner.close()
+            self._row_source = None
+            row_source.close()
 
     @contextlib.contextmanager
-    def _merged(self) -> Iterator[None]:
-        """Merge the adapters into the sampler's layers within the block, on a GPU with room for both."""
+    def _merged_adapters(self) -> Iterator[None]:
+        """Merge the adapters into the sampler's layers within the block, on a GPU with enough memory."""
         with contextlib.ExitStack() as stack:
             if self._merges:
                 try:
@@ -157,9 +158,9 @@ class Generation:
                     logger.warning("generation keeps the adapters apart, which is slower: no memory to merge them")
             yield
 
-    def _rules(self) -> Rules:
+    def _sampling_settings(self) -> SamplingSettings:
         s = self._settings
-        return Rules(
+        return SamplingSettings(
             s.max_new_tokens,
             self._eos_ids,
             self._banned_ids,
@@ -171,9 +172,9 @@ class Generation:
         )
 
     def _has_stop(self, response: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop string; an earlier match would have ended the response.
+        """Return whether the response contains a stop string; checked after each token, so the last one completes it.
 
-        As in vLLM, a stop string that ends within the first `min_new_tokens` is ordinary text.
+        As in vLLM, a stop string that ends within the first `min_new_tokens` tokens is ordinary text.
         """
         early = self._settings.min_new_tokens
         if len(response) <= early:
@@ -194,7 +195,7 @@ class Generation:
             try:
                 with in_float32(self._model):
                     is_near = self._decoder_distance(longest) <= NEAR
-                if torch.is_autocast_enabled(self._model.device.type):  # other kernels
+                if torch.is_autocast_enabled(self._model.device.type):  # autocast runs other kernels
                     is_near = is_near and self._decoder_distance(longest) <= NEAR_ROUNDED
                 if is_near:
                     return True
@@ -211,48 +212,48 @@ class Generation:
 
         Decodes the prompt together with two of its suffixes, so that rows of different lengths share a batch.
         """
-        prompt = np.resize(prompt, max(2, len(prompt)))  # repeats a single token, so that the suffixes are shorter
-        tried = [prompt, prompt[len(prompt) // 2 :], prompt[-1:]]
-        seen: list[list[Tensor]] = [[] for _ in tried]
-        written: dict[int, list[int]] = {}
+        prompt = np.resize(prompt, max(2, len(prompt)))  # doubles a single token, so that the suffixes are shorter
+        starts = [prompt, prompt[len(prompt) // 2 :], prompt[-1:]]
+        distributions: list[list[Tensor]] = [[] for _ in starts]
+        responses: dict[int, list[int]] = {}
 
         def watch(indices: list[int], logits: Tensor) -> None:
             for index, probabilities in zip(indices, logits.softmax(-1), strict=True):
-                seen[index].append(probabilities)
+                distributions[index].append(probabilities)
 
-        rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
-        decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
-        keep = Prompts(
-            {i: Prompt("", "", start) for i, start in enumerate(tried)},
-            lambda index, found: written.update({index: found[0].tokens[len(tried[index]) :].tolist()}),
-            max_new_tokens=rules.max_new_tokens,
+        settings = SamplingSettings(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
+        decoder = Decoder(self._model, settings, slots=len(starts), watch=watch)
+        row_source = PromptSource(
+            {i: Prompt("", "", start) for i, start in enumerate(starts)},
+            lambda index, rows: responses.update({index: rows[0].tokens[len(starts[index]) :].tolist()}),
+            max_new_tokens=settings.max_new_tokens,
         )
-        decoder.run(keep, None)
+        decoder.run(row_source, None)
         distances = []
-        for index, start in enumerate(tried):
-            row = torch.tensor([[*start.tolist(), *written[index]]], device=self._model.device)
+        for index, start in enumerate(starts):
+            row = torch.tensor([[*start.tolist(), *responses[index]]], device=self._model.device)
             logits = self._model(input_ids=row, use_cache=False).logits[0, len(start) - 1 : -1].float()
             logits[:, self._banned_ids] = -torch.inf
-            distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
+            distances.append((logits.softmax(-1) - torch.stack(distributions[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _plain(self, partner: Partner, draws: Draws | None, size: int) -> None:
-        """Generate with `transformers`, in batches of `size` rows of similar length."""
-        while came := partner.next(wait=True):
-            rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in came]
+    def _generate_with_transformers(self, row_source: RowSource, draws: Draws | None, size: int) -> None:
+        """Generate all turns with transformers' `generate`, in batches of `size` rows of similar length."""
+        while new_rows := row_source.next_rows(wait=True):
+            rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in new_rows]
             rows.sort(key=lambda row: (-len(row.tokens), row.index))
             for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
-                self._transformers_turns(batch, partner.longest)
+                self._transformers_turns(batch, row_source.longest)
                 for row in batch:
-                    partner.take(row.index, row.turn(self._rules()))
+                    row_source.deliver(row.index, row.turn(self._sampling_settings()))
 
     def _transformers_turns(self, rows: list[DecodedRow], longest: int) -> None:
-        """Sample the next turn of each row, of which the first is the longest."""
+        """Sample the next turn of each row with transformers' `generate`; the first row must be the longest."""
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded([torch.tensor(row.tokens) for row in rows], padding_value=self._pad_id)
         attention = padded([torch.ones(len(row.tokens), dtype=torch.int64) for row in rows])
-        step = _Step(self._rules(), rows, longest, self._model.device)
-        own_config = self._model.generation_config  # its sampling settings are not those of the log-probs
+        step = _GenerateHooks(self._sampling_settings(), rows, longest, self._model.device)
+        own_config = self._model.generation_config  # its sampling settings would change the distribution
         self._model.generation_config = GenerationConfig()
         try:
             self._model.generate(
@@ -266,37 +267,37 @@ class Generation:
             self._model.generation_config = own_config
 
 
-class _Step:
-    """The hooks of `generate` that sample as slot-based decoding does: the same draws, rules and log-probs."""
+class _GenerateHooks:
+    """Hooks that make `generate` sample as slot-based decoding does: with the same draws, settings and log-probs."""
 
-    def __init__(self, rules: Rules, rows: list[DecodedRow], longest: int, device: torch.device) -> None:
-        self._sampling = TokenSampler(rules, device)
-        self._rules = rules
+    def __init__(self, settings: SamplingSettings, rows: list[DecodedRow], longest: int, device: torch.device) -> None:
+        self._sampler = TokenSampler(settings, device)
+        self._sampling_settings = settings
         self._rows = rows
         self._longest = longest
 
     def _active(self) -> list[int]:
-        return [i for i, row in enumerate(self._rows) if not row.is_over(self._rules, self._longest)]
+        return [i for i, row in enumerate(self._rows) if not row.is_over(self._sampling_settings, self._longest)]
 
     def sample(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Draw a token for each row whose turn is not over, and leave `generate` only that one."""
+        """Draw a token for each row whose turn is not over; return scores that force `generate` to take it."""
         active = self._active()
         rows = [self._rows[i] for i in active]
-        inputs = to_device(scores.device, *self._sampling.inputs(rows))
-        self._sampling.append(rows, scores[active].float(), *inputs)
+        inputs = to_device(scores.device, *self._sampler.inputs(rows))
+        self._sampler.append(rows, scores[active].float(), *inputs)
         chosen = torch.tensor([[row.tokens[-1]] for row in self._rows], device=scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def ended(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return which rows have their turn, bool `[rows]`."""
+        """Return which rows have finished their turn, bool `[rows]`."""
         active = set(self._active())
         return torch.tensor([i not in active for i in range(len(self._rows))], device=input_ids.device)
 
 
 def uniform_draws(seed: int, index: int) -> Iterator[float]:
-    """Yield the draws, uniform in [0, 1), for the tokens of the response to prompt `index`.
+    """Yield the draws, uniform in [0, 1), for the tokens sampled in row `index`.
 
-    Philox computes each number from its key and position: rows have independent numbers, on whatever rank they are.
+    Philox computes each number from its key and position, so rows have independent numbers, the same on any rank.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
     while True:

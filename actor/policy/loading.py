@@ -1,6 +1,6 @@
-"""Loads the models of the policy, and checks that they take rows as long as the configuration allows.
+"""Loads the models of the policy, and checks that they accept rows as long as the configuration allows.
 
-On several ranks, each trains its slices of the weights, and has whole copies of them: the sampler, and the reference.
+On several ranks, each rank trains a slice of the weights, and holds whole copies as sampler and reference.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class PolicyModels:
         """Create the copies and place all models; collective.
 
         Args:
-            model: as `load_model` returned it, the same on all ranks.
+            model: from `load_model`, the same on all ranks.
 
         Raises:
             CheckpointError: the model does not support one of the settings.
         """
         self._settings, self._in_slices = settings, isinstance(ranks, Ranks)
         self.device = ranks.device if isinstance(ranks, Ranks) else torch.device(settings.device)
-        # Slices stay mapped from the file; sharding rounds them and moves them to the device.
+        # Weights to be sharded stay mapped from the file; sharding rounds the slices and moves them to the device.
         whole_settings = settings.model_copy(update={"precision": "float32"}) if self._in_slices else settings
         model = training.prepare(model, whole_settings, "actor.policy", model.get_output_embeddings(), task="CAUSAL_LM")
         self.model = model.eval() if self._in_slices else model.eval().to(self.device)
@@ -65,15 +65,15 @@ class PolicyModels:
             self._shard(ranks)
 
     def causal(self, model: Any) -> Any:
-        """Return the causal LM itself, without the adapters' wrapper if there is one."""
+        """Return the causal LM of `model`, without the wrapper of LoRA adapters."""
         return model.get_base_model() if self._settings.lora_rank else model
 
     def is_sliced(self, model: Any) -> bool:
-        """Return whether this rank has only slices of the weights of `model`, or of its causal LM."""
+        """Return whether `model`, the trained model or its causal LM, has only a slice of the weights on this rank."""
         return self._in_slices and model in (self.model, self.causal(self.model))
 
     def compute(self, model: Any, function: Callable[..., R], *args: Any) -> R:
-        """Return `function(causal LM, *args)`; slices of the weights of `model` are gathered in it."""
+        """Return `function(causal LM, *args)`; the weights of a sharded model are gathered during the call."""
         causal = self.causal(model)
         result: R = causal.gathered(function, *args) if self.is_sliced(model) else function(causal, *args)
         return result
@@ -82,9 +82,9 @@ class PolicyModels:
     def renew_sampler(self) -> None:
         """Copy the trained weights into the sampler; collective."""
         if self.sampler is not self.model:
-            for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
-                if current.requires_grad:
-                    mine.copy_(whole(current))
+            for copied, trained in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
+                if trained.requires_grad:
+                    copied.copy_(whole(trained))
 
     def _use_precision(self, model: Any) -> None:
         """Prepare a model for forward passes in `actor.policy.precision`."""
@@ -96,7 +96,7 @@ class PolicyModels:
             model = copy.deepcopy(self.model).requires_grad_(False)
             self._use_precision(model)
             return model.to(self.device)
-        # `_shard` fills it: no rank has the whole policy beside it in its host's memory.
+        # `_shard` fills the copy later, so that no rank holds a second whole policy in its host's memory.
         model = hollow(self.model, "meta").requires_grad_(False)
         self._to_float32(model)
         self._use_precision(model)
@@ -123,14 +123,14 @@ class PolicyModels:
 
     @torch.no_grad()
     def _copy_weights(self, copies: list[Any]) -> None:
-        for current, *mine in zip(self.model.parameters(), *(c.parameters() for c in copies), strict=True):
-            weights = whole(current)
-            for parameter in mine:
+        for trained, *copied in zip(self.model.parameters(), *(model.parameters() for model in copies), strict=True):
+            weights = whole(trained)
+            for parameter in copied:
                 parameter.copy_(weights)
 
 
 def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the causal LM that a folder's config.json describes, on the meta device. Raises CheckpointError."""
+    """Return the causal LM of a folder's config.json, without weights (on the meta device). Raises CheckpointError."""
     with as_checkpoint_error(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -144,14 +144,14 @@ def check_lora_targets(settings: PolicySection) -> None:
 
 
 def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
-    """Load the causal LM in float32, or in bfloat16 if it is stored so and its frozen matrices stay so.
+    """Load the causal LM in float32, or in bfloat16 if it is stored in bfloat16 and LoRA trains it at that precision.
 
-    Weights in the dtype that they are stored in stay in the pages of the file, which processes share.
+    Weights that keep their stored dtype stay in the pages of the file, which processes share.
 
     Args:
-        as_stored: keep weights that are all trained in that dtype, if all have the same; the caller converts them.
+        as_stored: without LoRA, keep the stored dtype if it is bfloat16 throughout; the caller converts the weights.
 
-    Raises CheckpointError if the folder cannot be loaded, lacks tensors of the model, or has others.
+    Raises CheckpointError if the folder cannot be loaded, lacks tensors of the model, or has unexpected ones.
     """
 
     def load(dtype: torch.dtype) -> Any:
@@ -171,20 +171,20 @@ def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     stays = bool(settings.lora_rank) and settings.precision == "bfloat16"
     if (stays or (as_stored and not settings.lora_rank)) and stored_dtypes(settings.model) == {"BF16"}:
         model = load(torch.bfloat16)
-        # Some families compute tables in the dtype that they are loaded in; those would be less exact.
+        # Some model families compute tables in the loading dtype; in bfloat16 these would be less exact.
         if all(buffer.dtype != torch.bfloat16 for buffer in model.buffers()):
             if not stays:
-                model.config.dtype = torch.float32  # of the weights that training will write
+                model.config.dtype = torch.float32  # the dtype of the weights that training writes
             return model
     return load(torch.float32)
 
 
 def check_positions(model: Any, folder: Path, longest: int, why: str) -> None:
-    """Keep the model's forward pass as loaded; raise CheckpointError if rows may exceed the model's positions.
+    """Fix the model's forward pass as loaded; raise CheckpointError if rows may exceed the model's positions.
 
     Args:
-        longest: the most tokens that a row may have.
-        why: which settings say so.
+        longest: maximum tokens of a row.
+        why: the settings that define `longest`, for the error message.
     """
     fix_forward(model)
     config = model.config.to_dict()
@@ -201,7 +201,7 @@ def check_positions(model: Any, folder: Path, longest: int, why: str) -> None:
 def _takes_rows_of(model: Any, length: int) -> bool:
     """Return whether the model accepts rows of `length` tokens, e.g. because it computes its position embeddings.
 
-    Call it while the model is on the CPU, where an index beyond an embedding table raises an error.
+    Call while the model is on the CPU, where an index beyond an embedding table raises an error.
     """
     last = {"position_ids": torch.tensor([[length - 1]])}
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters

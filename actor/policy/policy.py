@@ -1,7 +1,7 @@
 """The policy: a Hugging Face causal LM that generates responses and computes their log-probs.
 
 `actor.policy.update` trains it. On several ranks, rank 0 calls the methods, and the other ranks execute what it
-announces. Sampling has a list of operations of its own, without collectives, so that it can run beside an update.
+announces. Sampling has its own list of operations, without collectives, so that it can run during an update.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rlhf_triton.python_backend.models.precision import computing, in_float32
 
 logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
-PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
+PROOF_ROWS = 16  # rows of the first rollout on which generation's and a forward pass's log-probs are compared
 MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
 
 
@@ -59,11 +59,11 @@ class Policy:
     ) -> None:
         """Load the policy, which must be the same on all ranks.
 
-        A run that updates it beside a rollout, and several ranks, generate with a copy, which stays fixed meanwhile.
-        With LoRA, the reference needs no copy.
+        On several ranks, or if updates run during rollouts, a copy generates, which stays fixed during an update. With
+        LoRA, the reference needs no copy.
 
         Args:
-            longest_row: the most tokens that a row may have, and which settings say so; default: those of `actor`.
+            longest_row: maximum tokens of a row, and the settings that define it; default: from `actor`.
 
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
@@ -91,17 +91,17 @@ class Policy:
         self.sampler = self._models.sampler
         self.reference = self._models.reference
         self.causal = self._models.causal
-        # Only a copy works beside an update; otherwise both share the memory that a stream keeps for its next tensors.
-        beside = torch.device("cpu") if self.sampler is self.model else self.sampler.device
-        self._stream = CardStream(beside)
+        # Only a copy can sample during an update; without one, sampling and update share the memory of one stream.
+        stream_device = torch.device("cpu") if self.sampler is self.model else self.sampler.device
+        self._stream = CardStream(stream_device)
         skip_inspections(self.sampler)
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         if special.template_end is not None and ranks.rank == 0:
             logger.info(
-                "responses also end with %r, with which the chat template ends a reply: neither the tokenizer nor the "
-                "generation config names it",
+                "responses also end with %r, the chat template's end of a reply, which neither the tokenizer nor the "
+                "generation config names",
                 self.tokenizer.convert_ids_to_tokens(special.template_end),
             )
         self.generation = Generation(
@@ -117,12 +117,12 @@ class Policy:
             causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
         self.halvings = [self.generation.memory, self.trained.memory]
-        """Work that was repeated in smaller parts because the GPU was out of memory."""
+        """Batch sizes of generation and training, which are halved when the GPU is out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
-            # Shared prompts need a cache, which checkpointed layers do not take.
+            # Shared prompts need a cache, which checkpointed layers do not support.
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
-            # On a GPU a mask would switch off the fast kernels of attention; padding on the right does not need one.
+            # On a GPU a mask would disable the fast attention kernels; padding on the right does not need a mask.
             self._masks = self.sampler.device.type == "cpu"
         with self.computing():
             check_causal(self.causal(self.sampler))
@@ -135,7 +135,7 @@ class Policy:
 
     @property
     def operations(self) -> dict[str, Callable[..., object]]:
-        """Handlers of the operations that the ranks other than 0 execute."""
+        """Handlers by name of the operations that ranks other than 0 execute."""
         return {
             "renew_sampler": self.renew_sampler,
             **operations(lambda: self.trained),
@@ -146,27 +146,27 @@ class Policy:
     def generate(
         self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: Finished = lambda *_: None
     ) -> list[Conversation]:
-        """Generate one response per prompt, or a conversation; the same seed gives the same ones.
+        """Generate a response or conversation for each prompt; the same seed gives the same result.
 
         Args:
             greedy: take the most likely token instead of sampling.
             finished: called with the prompt's index and the conversation as soon as it ends.
         """
-        found: dict[int, Conversation] = {}
+        conversations: dict[int, Conversation] = {}
 
-        def keep(index: int, conversation: Conversation) -> None:
-            found[index] = conversation
+        def record(index: int, conversation: Conversation) -> None:
+            conversations[index] = conversation
             finished(index, conversation)
 
         with self.computing(), self._stream.running():
             if self._samplers is None:
-                self.generation.run(prompts, keep, seed=seed, greedy=greedy)
-            else:  # each rank generates a share of them
-                self._samplers.respond(self.generation, [*prompts], keep, seed=seed, greedy=greedy)
-        return [found[index] for index in range(len(prompts))]
+                self.generation.run(prompts, record, seed=seed, greedy=greedy)
+            else:  # each rank generates a share of the conversations
+                self._samplers.respond(self.generation, [*prompts], record, seed=seed, greedy=greedy)
+        return [conversations[index] for index in range(len(prompts))]
 
     def follow_sampling(self) -> None:
-        """Run the sampler operations that rank 0 announces, on every other rank; returns only by an exception."""
+        """Execute the sampler operations that rank 0 announces; call on every other rank. Ends only by an exception."""
         assert self._samplers is not None
 
         def respond(prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
@@ -176,16 +176,16 @@ class Policy:
         self._samplers.follow(respond, self._own_logprobs)
 
     def logprobs(self, rows: Sequence[SampledRow], *, reference: bool = False) -> list[np.ndarray]:
-        """Return the log-probs of each sample's tokens, float32 `[n]`, under the sampler or the reference.
+        """Return the log-probs of each row's tokens, float32 `[n]`, under the sampler or the reference.
 
-        They are 0 where the policy did not sample. Each rank computes those of some rows.
+        Tokens that the policy did not sample have 0. Each rank computes the log-probs of some rows.
         """
         if self._samplers is None:
             return self._own_logprobs(rows, reference=reference)
         return self._samplers.logprobs(self._own_logprobs, rows, reference=reference)
 
     def _own_logprobs(self, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
-        found = [np.zeros(len(row.tokens), np.float32) for row in rows]
+        results = [np.zeros(len(row.tokens), np.float32) for row in rows]
         lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
 
@@ -193,28 +193,29 @@ class Policy:
                 tokens = padded([rows[i].tokens for i in chunk])
                 mask = padded([rows[i].sampled for i in chunk])[:, 1:].float()
                 logprobs = self.token_logprobs(model, tokens, lengths[chunk], mask)[0].cpu().numpy()
-                for i, line in zip(chunk, logprobs, strict=True):
-                    found[i][1:] = line[: len(found[i]) - 1]
+                for i, row_logprobs in zip(chunk, logprobs, strict=True):
+                    results[i][1:] = row_logprobs[: len(results[i]) - 1]
 
             for chunk in self.trained.plan(lengths.tolist()):
                 self.trained.memory.in_parts(fill, chunk)
-        return found
+        return results
 
     def sampled_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray]:
-        """Return the log-probs of each sample's tokens under the policy that sampled them, as `logprobs` does.
+        """Return the log-probs of each row's tokens, float32 `[n]`, under the policy that sampled them.
 
-        Slot-based decoding returns them with the responses. For the first rows they are compared with those of a
-        forward pass over whole rows; if they differ, and always in bfloat16, that pass computes them for all rows.
+        Generation returns log-probs with the responses. For the first rows they are compared with a forward pass over
+        whole rows. If they differ, and always in bfloat16, forward passes compute the log-probs of all rows.
         """
-        own = [row.logprobs for row in rows if row.logprobs is not None]
-        if len(own) < len(rows) or not self.generation.has_policy_logprobs:
+        generated = [row.logprobs for row in rows if row.logprobs is not None]
+        if len(generated) < len(rows) or not self.generation.has_policy_logprobs:
             return self.logprobs(rows)
         if self._generation_agrees is None:
-            self._generation_agrees = self._logprobs_agree(rows[:PROOF_ROWS], own)
-        return own if self._generation_agrees else self.logprobs(rows)
+            self._generation_agrees = self._logprobs_agree(rows[:PROOF_ROWS], generated)
+        return generated if self._generation_agrees else self.logprobs(rows)
 
-    def _logprobs_agree(self, rows: Sequence[SampledRow], own: Sequence[np.ndarray]) -> bool:
-        difference = max(float(abs(one - other).max()) for one, other in zip(self.logprobs(rows), own, strict=False))
+    def _logprobs_agree(self, rows: Sequence[SampledRow], generated: Sequence[np.ndarray]) -> bool:
+        pairs = zip(self.logprobs(rows), generated, strict=False)
+        difference = max(float(abs(computed - from_generation).max()) for computed, from_generation in pairs)
         if difference <= MOST_DISAGREEMENT:
             return True
         logger.info(
@@ -232,21 +233,21 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights.
 
-        Its generation config names the ends and the padding of this run.
+        Its generation config names this run's end-of-sequence and padding tokens.
         """
         self._save_model(folder)
         self.tokenizer.save_pretrained(folder)
-        # In the file: transformers refuses to save a changed GenerationConfig whose other settings it only warns about.
+        # Edited in the file: transformers refuses to save a changed GenerationConfig if it warns about other settings.
         file = folder / GENERATION_CONFIG_NAME
         ends = [token for token in self.eos_ids if token < self.vocab_size] or self.eos_ids
         named = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.pad_id}
         file.write_text(json.dumps({**json.loads(file.read_text()), **named}, indent=2) + "\n")
 
     def _save_model(self, folder: Path) -> None:
-        """Save the policy, with its adapters merged in if it has any, one tensor at a time.
+        """Save the policy with its adapters merged in, one tensor at a time.
 
-        The weights go through a file, from which `save_pretrained` maps them: a merged or gathered copy may not fit
-        into memory beside the policy.
+        The weights go through a file, from which `save_pretrained` maps them, because a merged or gathered copy may not
+        fit into memory beside the policy.
         """
         causal, merged = self.causal(self.sampler), folder / "merged.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
@@ -261,7 +262,7 @@ class Policy:
             merged.unlink()
 
     def close(self) -> None:
-        """Let calls in other threads that wait for servers or other ranks raise CancelledError."""
+        """End the environments; calls in other threads that wait for servers or ranks raise CancelledError."""
         if self._samplers is not None:
             self._samplers.close()
         self.generation.close()
@@ -281,12 +282,11 @@ class Policy:
     def token_logprobs(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`; 0 where `mask` `[B, S-1]` is 0.
+        """Return (log-probs, entropies) of `tokens` `[B, S]` under `model`, `[B, S-1]` each; 0 where `mask` is 0.
 
-        Index t holds the log-prob of token t+1. The second result is the entropies `[B, S-1]` of the distributions that
-        these tokens are sampled from, or None. Both are differentiable, entropies only with `entropy: gradient`. Logits
-        are computed only for positions inside the mask. The arguments are on the host, the results on the model's
-        device.
+        Position t holds the log-prob of token t+1, and the entropy of the distribution that samples it; entropies are
+        None with `entropy: none`. Both are differentiable, entropies only with `entropy: gradient`. Logits are computed
+        only for positions inside `mask` `[B, S-1]`. The arguments are on the host, the results on the model's device.
         """
         inputs, _ = self.placed(model, tokens, lengths, mask)
         return self.logprobs_of(model, inputs, entropy=entropy)
@@ -294,7 +294,7 @@ class Policy:
     def placed(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *others: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the inputs of `logprobs_of` and `others` on the device of `model`, from one copy."""
+        """Copy the inputs of `logprobs_of`, and `others`, to the device of `model` at once; return both."""
         inside = mask != 0
         passes = shared_passes(tokens, lengths, inside) if self._shares_prompts_of(model) else None
         inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
@@ -304,13 +304,13 @@ class Policy:
     def logprobs_of(
         self, model: Any, inputs: Sequence[Tensor], *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the results of `token_logprobs` for inputs that `placed` returned, without waiting for the device."""
-        tokens, _, *places = inputs[:4]
+        """Return the results of `token_logprobs` for inputs from `placed`, without waiting for the device."""
+        tokens, _, *positions = inputs[:4]
 
         def scattered(values: Tensor) -> Tensor:
-            # At indices: for a mask, the host would wait until the GPU has counted its places.
-            nothing = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
-            return nothing.index_put(tuple(places), values)
+            # By indices: with a mask, the host would wait until the GPU has counted its positions.
+            zeros = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
+            return zeros.index_put(tuple(positions), values)
 
         logprobs, entropies = self._models.compute(model, self._response_logprobs, entropy, *inputs)
         if entropies is None:
@@ -318,7 +318,7 @@ class Policy:
         return scattered(logprobs), scattered(entropies if entropy == "gradient" else entropies.detach())
 
     def _shares_prompts_of(self, model: Any) -> bool:
-        # Not with sharded weights: the number of forward passes would depend on the rows, and thus on the rank.
+        # Not with sharded weights: the number of forward passes would depend on the rows, and so differ between ranks.
         return self._head_is_linear and self._shares_prompts and not self._models.is_sliced(model)
 
     def _response_logprobs(
@@ -331,7 +331,10 @@ class Policy:
         columns: Tensor,
         *passes: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probs and entropies of `token_logprobs` `[N]` at N places in `tokens`; all on one device."""
+        """Return log-probs and entropies `[N]` at the N positions (`rows`, `columns`), see `token_logprobs`.
+
+        All tensors are on the model's device; `passes`: from `shared_passes`.
+        """
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if self._masks:
             columns_of_tokens = torch.arange(tokens.shape[1], device=tokens.device)

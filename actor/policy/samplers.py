@@ -1,7 +1,7 @@
-"""The samplers of a policy on several ranks: each generates a share of the responses, with whole weights of its own.
+"""The samplers of a policy on several ranks: each holds whole weights and generates a share of the responses.
 
-Each works at its own pace. The rows reach rank 0 as they end, so that scoring overlaps with generation. No operation is
-collective, so that all of them can run beside an update.
+Each works at its own pace. Rows reach rank 0 as they end, so that scoring overlaps with generation. No operation is
+collective, so that all of them can run during an update.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ POLL_S = 0.002
 
 
 OwnLogprobs = Callable[..., list[np.ndarray]]
-"""Computes log-probs on this rank, as `Policy.logprobs` takes and returns them."""
+"""Computes log-probs on this rank; arguments and results as in `Policy.logprobs`."""
 
 
 class OtherSamplers:
-    """Rank 0's access to the samplers of the other ranks; on those ranks, the answering side."""
+    """Rank 0's access to the samplers of the other ranks; on the other ranks, it answers rank 0."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._size = ranks.rank, ranks.size
@@ -41,32 +41,32 @@ class OtherSamplers:
         connection = ranks.connection("sampling")
         self._lane, self._mail = Operations(ranks.rank, connection), Mailbox(ranks.rank, connection)
         self._closed = threading.Event()
-        self._number = 0  # of the operation: rank 0 may have given up an earlier one, which the others still answer
+        self._number = 0  # of the current operation; other ranks may still answer an earlier one that rank 0 gave up
 
     def respond(
         self, generation: Generation, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool
     ) -> None:
-        """Generate rank 0's share of the responses with `generation`, and take those of the other ranks as they end.
+        """Generate rank 0's share of the responses with `generation`; receive other ranks' responses as they end.
 
-        Raises as `_receive`.
+        Rank 0 only; raises as `_receive`.
         """
         self._announce("respond", seed=seed, greedy=greedy)
-        sent = prompts if generation.agent else [replace(prompt, text="", metadata={}) for prompt in prompts]
+        sent = prompts if generation.runner else [replace(prompt, text="", metadata={}) for prompt in prompts]
         for rank in self._others:
-            own = self._rows_of(rank, len(prompts))
-            self._mail.send(rank, {"prompts": as_tensor([own.start, sent[own.start : own.stop]])})
+            share = self._rows_of(rank, len(prompts))
+            self._mail.send(rank, {"prompts": as_tensor([share.start, sent[share.start : share.stop]])})
 
-        def take(_: int, message: Mapping[str, Tensor]) -> None:
+        def receive(_: int, message: Mapping[str, Tensor]) -> None:
             index, rows = value_of(message["conversation"])
-            conversation = tuple(SampledRow.of(row) for row in rows)
-            if not generation.agent:  # its prompt has come back without text
+            conversation = tuple(SampledRow.from_json(row) for row in rows)
+            if not generation.runner:  # the prompt was sent without text and metadata
                 conversation = tuple(replace(row, prompt=prompts[index]) for row in conversation)
             finished(index, conversation)
 
         missing = {rank: len(self._rows_of(rank, len(prompts))) for rank in self._others}
         rows, abandoned = self._rows_of(0, len(prompts)), threading.Event()
         with ThreadPoolExecutor(1, "rows") as thread:
-            received = thread.submit(self._receive, missing, take, abandoned)
+            received = thread.submit(self._receive, missing, receive, abandoned)
             try:
                 generation.run_rows({row: prompts[row] for row in rows}, finished, seed=seed, greedy=greedy)
             except BaseException:
@@ -74,8 +74,8 @@ class OtherSamplers:
                 raise
             received.result()
 
-    def logprobs(self, own: OwnLogprobs, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
-        """Return the log-probs of samples; each rank computes those of some. Rank 0 only; raises as `_receive`."""
+    def logprobs(self, compute: OwnLogprobs, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
+        """Return the log-probs of rows, of which each rank computes a share. Rank 0 only; raises as `_receive`."""
         self._announce("logprobs", reference=reference)
         shares = [share.tolist() for share in dealt(torch.tensor([len(row.tokens) for row in rows]), self._size)]
         for rank in self._others:
@@ -84,24 +84,24 @@ class OtherSamplers:
                 name: _concatenated([getattr(rows[i], name) for i in shares[rank]]) for name in ("tokens", "sampled")
             }
             self._mail.send(rank, {**sent, "lengths": lengths})
-        found = dict(zip(shares[0], own([rows[i] for i in shares[0]], reference=reference), strict=True))
+        results = dict(zip(shares[0], compute([rows[i] for i in shares[0]], reference=reference), strict=True))
 
-        def take(rank: int, message: Mapping[str, Tensor]) -> None:
+        def receive(rank: int, message: Mapping[str, Tensor]) -> None:
             parts = message["logprobs"].split([len(rows[i].tokens) for i in shares[rank]])
-            found.update(zip(shares[rank], (part.numpy() for part in parts), strict=True))
+            results.update(zip(shares[rank], (part.numpy() for part in parts), strict=True))
 
-        self._receive(dict.fromkeys(self._others, 1), take)
-        return [found[i] for i in range(len(rows))]
+        self._receive(dict.fromkeys(self._others, 1), receive)
+        return [results[i] for i in range(len(rows))]
 
-    def follow(self, respond: Callable[..., None], own: OwnLogprobs) -> None:
-        """Execute what rank 0 announces, by `respond(prompts, finished, seed=, greedy=)` and `own`.
+    def follow(self, respond: Callable[..., None], compute: OwnLogprobs) -> None:
+        """Execute what rank 0 announces with `respond(prompts, finished, seed=, greedy=)` and `compute`.
 
-        All ranks but rank 0; ends only with an exception.
+        Call on every rank except 0; ends only by an exception.
         """
 
         def answer_prompts(*, number: int, seed: int, greedy: bool) -> None:
-            first, found = value_of(self._message_of_rank_0()["prompts"])
-            prompts = dict(enumerate(map(Prompt.of, found), first))
+            first, prompt_fields = value_of(self._message_of_rank_0()["prompts"])
+            prompts = dict(enumerate(map(Prompt.from_json, prompt_fields), first))
 
             def send(index: int, conversation: Conversation) -> None:
                 self._reply(number, {"conversation": as_tensor([index, conversation])})
@@ -111,11 +111,11 @@ class OtherSamplers:
 
         def answer_rows(*, number: int, reference: bool) -> None:
             message = self._message_of_rank_0()
-            sizes, nothing = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
+            sizes, no_prompt = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
             parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
-            rows = [SampledRow(nothing, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
+            rows = [SampledRow(no_prompt, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
             with self._reported():
-                self._reply(number, {"logprobs": _concatenated(own(rows, reference=reference), np.float32)})
+                self._reply(number, {"logprobs": _concatenated(compute(rows, reference=reference), np.float32)})
 
         self._lane.follow({"respond": answer_prompts, "logprobs": answer_rows})
 
@@ -127,20 +127,20 @@ class OtherSamplers:
         self._mail.send(0, {**message, "number": torch.tensor(number)})
 
     def close(self) -> None:
-        """Let calls in other threads that wait for other ranks raise CancelledError."""
+        """Make calls in other threads that wait for other ranks raise CancelledError."""
         self._closed.set()
 
     def _rows_of(self, rank: int, count: int) -> range:
-        """Return the prompts of `count` that a rank answers: neighbours, so that most groups stay together."""
+        """Return the indices, out of `count`, of the prompts of a rank: a range, so that most groups stay together."""
         return range(count * rank // self._size, count * (rank + 1) // self._size)
 
     def _receive(
         self,
         missing: dict[int, int],
-        take: Callable[[int, dict[str, Tensor]], None],
+        receive: Callable[[int, dict[str, Tensor]], None],
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Call `take` with each message of the other ranks, until each has sent its number of `missing` ones.
+        """Call `receive(rank, message)` with each message until every rank has sent the number in `missing`.
 
         Raises:
             RankFailed: another rank met an error.
@@ -153,7 +153,7 @@ class OtherSamplers:
                 message = self._mail.receive(rank) if count else None
                 if message is not None and int(message["number"]) == self._number:
                     missing[rank] -= 1
-                    take(rank, message)
+                    receive(rank, message)
             time.sleep(POLL_S)
 
     def _message_of_rank_0(self) -> dict[str, Tensor]:

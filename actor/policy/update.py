@@ -1,7 +1,7 @@
 """Policy update: shuffled minibatches, micro-batches within the token budget, gradient clipping, AdamW.
 
 The split into micro-batches does not change the result. On several ranks, rank 0 announces the update and sends the
-batch, and each rank trains on its rows.
+batch; each rank trains on its share of the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PolicyUpdate:
         self._ranks = policy.ranks
         self._method, self._settings = method, actor.update
         self._is_one_update = actor.is_one_update
-        # Rollouts of an older policy: with a correction, its log-probs are compared with those before the update.
+        # Rollouts come from an older policy: the correction compares its log-probs with the policy before the update.
         self._recomputes = actor.one_step_off_policy and method.settings.correction is not None
         self._max_new_tokens = actor.generation.max_new_tokens  # the constant of `loss_mean: constant`
 
@@ -39,59 +39,63 @@ class PolicyUpdate:
         """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
 
         If `actor.update.max_kl` is set, the update ends before the first minibatch whose KL from the sampling policy
-        exceeds it; `train_optim/minibatches` counts the optimizer steps taken. Collective: other ranks than 0 pass no
-        batch.
+        exceeds it; `train_optim/minibatches` counts the optimizer steps. Collective: ranks other than 0 pass no batch.
 
         Raises:
             NotFinite: the gradient of a minibatch is not finite; this minibatch did not change the weights.
         """
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
         batch = self._corrected(self._ranks.broadcast(batch))
-        s, taught = self._settings, batch.policy_weights.any(-1)
-        each = _rows_each(batch, taught)
+        s, contributes = self._settings, batch.policy_weights.any(-1)
+        rows_per_conversation = _rows_per_conversation(batch, contributes)
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
-        seen = taken = norms = 0.0
+        weight_sum = num_steps = norms = 0.0
         for rows in self._minibatches(batch, generator):
-            rows = rows[taught[rows]]  # rows without any weight have no gradient
+            rows = rows[contributes[rows]]  # rows without any weight have no gradient
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
-            # Of the mean over tokens, which all metrics are.
-            scale = total * each / (len(rows) * self._max_new_tokens) if self._method.loss_mean == "constant" else 1.0
+            scale = 1.0  # of the loss; metrics stay means over tokens
+            if self._method.loss_mean == "constant":
+                scale = total * rows_per_conversation / (len(rows) * self._max_new_tokens)
             sums = self._gradients(batch, rows, total, kl_coef, scale=scale)
             if self._method.own_loss and not math.isfinite(sums["loss"]):
                 self._trained.drop_gradients()
                 raise NotFinite(
                     f"actor.algorithm.loss: {self._method.own_loss} returned {sums['loss']} at optimizer step "
-                    f"{self._trained.optimizer_step}; the weights are as they were before it"
+                    f"{self._trained.optimizer_step}; the step did not change the weights"
                 )
             if s.max_kl is not None and sums["approx_kl"] / total > s.max_kl:
                 self._trained.drop_gradients()
                 break
             norms += self._step()
-            seen, taken = seen + total, taken + 1
+            weight_sum += total
+            num_steps += 1
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value
-        means = {name: value / max(1.0, seen) for name, value in totals.items()}
-        means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
+        means = {name: value / max(1.0, weight_sum) for name, value in totals.items()}
+        means["loss"] = totals.get("loss", 0.0) / max(1.0, num_steps)
         means.update(
-            grad_norm=norms / max(1.0, taken),
-            minibatches=taken,
+            grad_norm=norms / max(1.0, num_steps),
+            minibatches=num_steps,
             optim_step=float(self._trained.optimizer_step),
             lr=self._trained.last_lr,
         )
         return {f"train_optim/{name}": value for name, value in means.items()}
 
     def _minibatches(self, batch: PPOBatch, generator: torch.Generator) -> list[Tensor]:
-        """Return the rows of each minibatch; those of conversations with several rows are larger, not more."""
-        everything = torch.ones_like(batch.lengths, dtype=torch.bool)
-        size = math.ceil(self._settings.minibatch_size * _rows_each(batch, everything))
-        orders = [torch.randperm(len(everything), generator=generator) for _ in range(self._settings.epochs)]
+        """Return the shuffled rows of each minibatch of all epochs.
+
+        Conversations with several rows enlarge the minibatches; they do not add any.
+        """
+        all_rows = torch.ones_like(batch.lengths, dtype=torch.bool)
+        size = math.ceil(self._settings.minibatch_size * _rows_per_conversation(batch, all_rows))
+        orders = [torch.randperm(len(all_rows), generator=generator) for _ in range(self._settings.epochs)]
         return [rows for order in orders for rows in order.split(size)]
 
     def _corrected(self, batch: PPOBatch) -> PPOBatch:
-        """Return the batch with the importance factors of the correction, if there is one, and its old log-probs."""
+        """Return the batch with the correction's importance factors, if any, and the old log-probs they refer to."""
         correction = self._method.settings.correction
         if self._recomputes:
             batch = dataclasses.replace(batch, logprobs=self._current_logprobs(batch))
@@ -103,29 +107,31 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _current_logprobs(self, batch: PPOBatch) -> Tensor:
-        """Return log-probs `[B, S-1]` under the policy as it is before the update, on every rank."""
+        """Return log-probs `[B, S-1]` under the policy before the update, on every rank."""
         policy, mask, lengths = self._policy, batch.mask, batch.lengths
 
         def compute(_: int) -> Tensor:
-            found = torch.zeros_like(mask)
+            logprobs = torch.zeros_like(mask)
             for chunk in self._trained.micro_batches(lengths):
                 rows = chunk or [0]
                 tokens = batch.tokens[rows, : int(lengths[rows].max())]
                 part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])[0]
                 if chunk:
-                    found[chunk, : part.shape[1]] = part.to(found)
-            return found
+                    logprobs[chunk, : part.shape[1]] = part.to(logprobs)
+            return logprobs
 
         longest = int(lengths.max())
-        # Each row is of one rank.
+        # Exactly one rank computes each row; the others add 0.
         return self._ranks.summed(self._trained.memory.repeat(compute, least=longest, most=longest * len(lengths)))
 
     def _gradients(
         self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, scale: float = 1.0
     ) -> dict[str, float]:
-        """Replace the gradients by those of a minibatch; return its loss and its statistics as sums over tokens.
+        """Compute the gradients of a minibatch; return its loss, and its statistics as sums over tokens.
 
         Args:
+            rows: rows of the minibatch.
+            total: sum of their weights.
             scale: factor of the loss, but not of the statistics.
         """
         positive = 0.0 if batch.positive is None else float(batch.policy_weights[rows][batch.positive[rows]].sum())
@@ -137,8 +143,8 @@ class PolicyUpdate:
             share, statistics = self._loss(part, rows[chunk], total, positive, kl_coef)
             if differing := (names or statistics.keys()) ^ statistics.keys():
                 raise FunctionError(
-                    f"actor.algorithm.loss: {self._method.own_loss} returns metrics of other names for other rows "
-                    f"({', '.join(sorted(differing))}); return the same ones always, 0 where there is nothing to count"
+                    f"actor.algorithm.loss: {self._method.own_loss} returns different metrics for different rows "
+                    f"({', '.join(sorted(differing))}); always return the same names, with 0 where nothing counts"
                 )
             names.update(statistics)
             return share * scale, statistics
@@ -148,9 +154,12 @@ class PolicyUpdate:
     def _loss(
         self, batch: PPOBatch, rows: Tensor, total: float, positive: float, kl_coef: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch.
+        """Return a micro-batch's share of the minibatch loss, and its statistics.
 
-        `total` is the minibatch's weight, `positive` that of its responses with a positive score.
+        Args:
+            rows: rows of the micro-batch.
+            total: sum of the minibatch's weights.
+            positive: sum of the weights of the minibatch's responses with a positive score.
         """
         policy, method = self._policy, self._method
         lengths = batch.lengths[rows]
@@ -160,8 +169,8 @@ class PolicyUpdate:
             *("advantages", "policy_weights", "mask", "logprobs", "ref_logprobs", "importance"),
             *("groups", "versions", "positive"),
         )
-        given = {name: tensor[rows] for name in names if (tensor := getattr(batch, name)) is not None}
-        parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in given.items()}
+        tensors = {name: tensor[rows] for name in names if (tensor := getattr(batch, name)) is not None}
+        parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in tensors.items()}
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
         advantages, weights = part["advantages"], part["policy_weights"]
@@ -219,8 +228,8 @@ class PolicyUpdate:
         return norm
 
 
-def _rows_each(batch: PPOBatch, rows: Tensor) -> float:
-    """Return the mean number of rows of a conversation, among `rows`, bool `[B]`; 1 without any."""
+def _rows_per_conversation(batch: PPOBatch, rows: Tensor) -> float:
+    """Return the mean number of rows per conversation among the selected `rows`, bool `[B]`; 1 if none is selected."""
     if batch.conversations is None:
         return 1.0
     return int(rows.sum()) / max(1, batch.conversations[rows].unique().numel()) or 1.0

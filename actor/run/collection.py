@@ -1,6 +1,6 @@
-"""Collects scored groups: generates, and scores each response as soon as it ends, while others are still generated.
+"""Collects scored groups: scores each response as soon as it ends, while others are still being generated.
 
-A group is a coroutine. If a reward function is groupwise, its responses wait for each other, and for no others.
+Each group is a coroutine. Its responses wait for each other only if a reward function is groupwise.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rlhf_triton.actor.algorithms.advantages import subtract_mean
-from rlhf_triton.actor.algorithms.batch import with_limit
-from rlhf_triton.actor.data.compute import AT_ONCE, InThread, cancelled
+from rlhf_triton.actor.algorithms.batch import apply_truncation
+from rlhf_triton.actor.data.compute import MAX_CONCURRENT, InThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
@@ -27,7 +27,7 @@ from rlhf_triton.config import ActorSection, AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
 T = TypeVar("T")
-ROUNDS = 3  # of scoring a group again; each follows a swap that lands meanwhile, so more than one is rare
+MAX_RESCORES = 3  # of a group; each one follows a swap during the scoring before, so more than one is rare
 
 
 class Collector:
@@ -53,17 +53,17 @@ class Collector:
         with_logprobs: bool = False,
         greedy: bool = False,
     ) -> list[Group]:
-        """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored groups.
+        """Generate responses, score each one once it has ended and `ready` is done, and return the scored groups.
 
         A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while
-        requests are in flight. A row without reference log-probs counts as not scored.
+        requests are in flight. A row without reference log-probs counts as unscored.
 
         Args:
-            ready: a future that completes when the critic's weights are new enough for scoring; its result is what the
-                scoring requests demand of the critic. None, there and here: any version.
-            group_size: number of consecutive prompts that are the same one, which form an advantage group; groupwise
-                reward functions receive its responses together.
-            with_logprobs: compute the policy's log-probs even without a KL, unless those of generation take their place
+            ready: a future that completes when the critic's weights are new enough for scoring; its result is the
+                range of critic versions that scoring requests demand, None for any. Default: ready, any version.
+            group_size: number of consecutive equal prompts that form an advantage group; groupwise reward functions
+                receive the responses of a group together.
+            with_logprobs: compute the policy's log-probs even without a KL, unless the sampler's log-probs replace them
                 in probability ratios.
 
         Raises:
@@ -77,7 +77,7 @@ class Collector:
         served = self._reference if isinstance(self._reference, ServedReference) else None
         scoring = GroupScoring(self.scorer, served, ready, group_size=group_size)
         groups = [
-            asyncio.create_task(scoring.scored(ended[first : first + group_size]))
+            asyncio.create_task(scoring.score_group(ended[first : first + group_size]))
             for first in range(0, len(prompts), group_size)
         ]
 
@@ -94,22 +94,27 @@ class Collector:
             if self._reference is not None or (with_logprobs and not has_old):
                 with timers.phase("logprobs"):
                     logprobs = await self.in_thread(self.policy.sampled_logprobs, rows)
-                rows = [replace(row, policy_logprobs=own) for row, own in zip(rows, logprobs, strict=True)]
+                rows = [
+                    replace(row, policy_logprobs=row_logprobs) for row, row_logprobs in zip(rows, logprobs, strict=True)
+                ]
             if isinstance(self._reference, OwnReference):
                 with timers.phase("init_logprobs"):
-                    rows = await self.in_thread(self._reference.known, rows)
+                    rows = await self.in_thread(self._reference.add_logprobs, rows)
             if self.scorer.has_critic:
                 with timers.phase("critic_wait"):
                     await ready
             with timers.phase("score_wait"):
-                found = await asyncio.gather(*groups)
+                scored_groups = await asyncio.gather(*groups)
             for name, span in scoring.spans.items():
-                timers.note(name, *span)
+                timers.add_span(name, *span)
         finally:
             is_over = True
-            await cancelled([*groups, *scoring.requests])
-        known = iter(rows)
-        return [Group(tuple(tuple(map(_with_logprobs, each, known)) for each in group)) for group in found]
+            await cancel_all([*groups, *scoring.requests])
+        next_rows = iter(rows)
+        return [
+            Group(tuple(tuple(map(_with_logprobs, conversation, next_rows)) for conversation in group))
+            for group in scored_groups
+        ]
 
 
 def _with_logprobs(scored: SampledRow, row: SampledRow) -> SampledRow:
@@ -123,7 +128,7 @@ def _resolve(future: asyncio.Future[Conversation], conversation: Conversation) -
 
 
 class GroupScoring:
-    """Scores groups while they are generated. Create it on the event loop."""
+    """Scores groups while other responses are generated. Create it on the event loop."""
 
     def __init__(
         self,
@@ -133,73 +138,75 @@ class GroupScoring:
         *,
         group_size: int,
     ) -> None:
-        """`ready`: as in `Collector.collect`."""
+        """`ready`, `group_size`: as in `Collector.collect`."""
         self._scorer = scorer
         self._reference = reference
         self._ready = ready
-        self._unit = group_size if scorer.reward.groupwise else 1
-        self._starting = asyncio.Semaphore(AT_ONCE)  # thousands of rows may end together, or have waited
+        self._unit_size = group_size if scorer.reward.groupwise else 1
+        self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # thousands of rows may be ready at once
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
-        """`time.monotonic` of the first request and the last response, of `scoring` and a served `init_logprobs`."""
+        """By phase, `scoring` or `init_logprobs`: `time.monotonic` of its first request and its last response."""
 
-    async def scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
-        """Return the conversations of a group, scored by one version of the reward model."""
-        units = [ended[i : i + self._unit] for i in range(0, len(ended), self._unit)]
-        found = await asyncio.gather(*map(self._unit_scored, units))
-        return await self._of_one_version([*itertools.chain(*found)])
+    async def score_group(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
+        """Wait for the conversations of a group to end; return them scored by one version of the reward model."""
+        units = [ended[i : i + self._unit_size] for i in range(0, len(ended), self._unit_size)]
+        scored = await asyncio.gather(*map(self._score_unit, units))
+        return await self._with_one_version([*itertools.chain(*scored)])
 
-    async def _unit_scored(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
-        """Return conversations that share a request, as soon as the last of them has ended."""
+    async def _score_unit(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
+        """Wait until the conversations of one scoring request have ended, and return them scored."""
         conversations = await asyncio.gather(*ended)
-        scores = self._requested(self._score(conversations))
+        scores = self._start_request(self._score(conversations))
         if self._reference is None:
             return await scores
-        logprobs = self._requested(self._reference_logprobs(self._reference, rows_of(conversations)))
-        scored, known = await asyncio.gather(scores, logprobs)
-        more = iter(known)
-        return [tuple(_with_reference(row, next(more)) for row in conversation) for conversation in scored]
+        logprobs = self._start_request(self._reference_logprobs(self._reference, rows_of(conversations)))
+        scored, ref_logprobs = await asyncio.gather(scores, logprobs)
+        remaining = iter(ref_logprobs)
+        return [tuple(_with_reference(row, next(remaining)) for row in conversation) for conversation in scored]
 
-    def _requested(self, request: Coroutine[Any, Any, list[T]]) -> asyncio.Task[list[T]]:
+    def _start_request(self, request: Coroutine[Any, Any, list[T]]) -> asyncio.Task[list[T]]:
         task = asyncio.create_task(request)
         self.requests.add(task)
         return task
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
-        versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel it
+        versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel `ready`
         async with self._request("scoring"):
-            return await self._scorer.score(conversations, self._unit, versions=versions)
+            return await self._scorer.score(conversations, self._unit_size, versions=versions)
 
     async def _reference_logprobs(
         self, reference: ServedReference, rows: Sequence[SampledRow]
     ) -> list[np.ndarray | str]:
         async with self._request("init_logprobs"):
-            return await reference.ask(rows)
+            return await reference.request_logprobs(rows)
 
     @contextlib.asynccontextmanager
     async def _request(self, name: str) -> AsyncIterator[None]:
-        """Record the span of a request; before it, let the event loop handle responses and signals."""
+        """Let the event loop handle responses and signals, then record the span of the request in the block."""
         async with self._starting:
             await asyncio.sleep(0)
         start = time.monotonic()
         yield
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
 
-    async def _of_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
-        """Return the conversations with rewards of one version of a live reward model; score the others again.
+    async def _with_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
+        """Score the conversations again until one version of a live reward model has scored all; return them.
 
-        If the versions still differ after `ROUNDS`, because the server swaps all the time or the servers disagree,
-        those of older versions are not scored.
+        If the versions still differ after `MAX_RESCORES`, because the server keeps swapping or the servers disagree,
+        conversations scored by an older version count as unscored.
         """
-        for _ in range(ROUNDS):
+        for _ in range(MAX_RESCORES):
             if len(_versions(conversations)) < 2:
                 return conversations
-            again = await self._scorer.score(conversations, self._unit, versions=self._ready.result())
-            conversations = [tuple(map(_rewarded_again, *pair)) for pair in zip(conversations, again, strict=True)]
-        failure = f"the reward model's version changed more than {ROUNDS} times while the rows of a group were scored"
+            again = await self._scorer.score(conversations, self._unit_size, versions=self._ready.result())
+            conversations = [tuple(map(_with_new_reward, *pair)) for pair in zip(conversations, again, strict=True)]
+        failure = (
+            f"the reward model's version changed more than {MAX_RESCORES} times while the rows of a group were scored"
+        )
         newest = max(_versions(conversations), default=-1)
         return [
-            tuple(row.scored(failure=row.score.failure or failure) for row in conversation)
+            tuple(row.with_score(failure=row.score.failure or failure) for row in conversation)
             if conversation[-1].score.reward_version != newest
             else conversation
             for conversation in conversations
@@ -207,40 +214,44 @@ class GroupScoring:
 
 
 def _versions(conversations: Sequence[Conversation]) -> set[int]:
-    """Return the versions of a live reward model that have scored conversations."""
-    versions = (each[-1].score.reward_version for each in conversations if not failure_of(each))
+    """Return the versions of a live reward model that scored the conversations; empty for any other reward."""
+    versions = (conversation[-1].score.reward_version for conversation in conversations if not failure_of(conversation))
     return {version for version in versions if version is not None}
 
 
-def _rewarded_again(row: SampledRow, again: SampledRow) -> SampledRow:
-    """Return a sample with the rewards of `again`, and with its own values."""
-    own = row.score
-    failure = own.failure or again.score.failure
-    return replace(row, score=replace(again.score, values=own.values, version=own.version, failure=failure))
+def _with_new_reward(row: SampledRow, again: SampledRow) -> SampledRow:
+    """Return `row` with the rewards of `again`; it keeps its own values."""
+    old = row.score
+    failure = old.failure or again.score.failure
+    return replace(row, score=replace(again.score, values=old.values, version=old.version, failure=failure))
 
 
 def _with_reference(row: SampledRow, logprobs: np.ndarray | str) -> SampledRow:
     if isinstance(logprobs, str):
-        return row.scored(failure=row.score.failure or logprobs)
+        return row.with_score(failure=row.score.failure or logprobs)
     return replace(row, ref_logprobs=logprobs)
 
 
 def has_spread(group: Group, settings: AlgorithmSection, truncated: str) -> bool:
-    """Return whether the scores of a group differ, so that it gives a gradient.
+    """Return whether the scores of a group differ, so that the group contributes a gradient.
 
     Args:
         settings: with `mask_unfinished`, responses that did not end do not count.
-        truncated: `environment.truncated`, of conversations that a limit has ended.
+        truncated: `environment.truncated`, see `make_batch`.
 
     Source: Yu et al. 2025 (arXiv 2503.14476), section 3.2.
     """
-    limited = [with_limit(conversation, truncated) for conversation in group.conversations]
-    counted = [not failure_of(each) and (each[-1].ended or not settings.mask_unfinished) for each in limited]
-    rewards = torch.tensor([each[-1].score.reward for each in limited])
+    limited = [apply_truncation(conversation, truncated) for conversation in group.conversations]
+    ends = [conversation[-1] for conversation in limited]
+    counted = [
+        not failure_of(conversation) and (end.ended or not settings.mask_unfinished)
+        for conversation, end in zip(limited, ends, strict=True)
+    ]
+    rewards = torch.tensor([end.score.reward for end in ends])
     groups = torch.zeros(len(limited), dtype=torch.int64)
     return bool((subtract_mean(rewards, groups, torch.tensor(counted)) != 0).any())
 
 
-def sampled_tokens(groups: Sequence[Group]) -> int:
-    """Return the number of tokens that the policy has sampled."""
+def num_sampled_tokens(groups: Sequence[Group]) -> int:
+    """Return the number of tokens in the groups that the policy sampled."""
     return sum(int(row.sampled.sum()) for row in rows_of(conversations_of(groups)))

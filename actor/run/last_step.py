@@ -1,4 +1,4 @@
-"""The last complete step of a run, whose checkpoint is written whatever ends the run."""
+"""The last complete step of a run, whose checkpoint is written however the run ends."""
 
 import logging
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class LastStep:
-    """Records the state after the last complete step, to tell whether it is still intact."""
+    """Records the state after the last complete step, to detect later whether an update has changed it."""
 
     step = 0
     is_updating = False
-    """From the policy's update to the end of its step; set by the loop."""
+    """True from the start of the policy's update to the end of its step; set by the loop."""
 
     def __init__(self, policy: Policy, shaper: RewardShaper, recorder: Recorder) -> None:
         self._policy = policy
@@ -27,36 +27,36 @@ class LastStep:
         self._optimizer_step = 0
         self._moments = shaper.moments.state()
 
-    def is_now(self, step: int) -> None:
-        """Note that the state is that after `step`."""
+    def record(self, step: int) -> None:
+        """Record the current state as the state after `step`."""
         self.step = step
         self.is_updating = False
         self._optimizer_step = self._policy.trained.optimizer_step
         self._moments = self._shaper.moments.state()
 
-    async def keep(self, error: Exception) -> str:
-        """Write the step's checkpoint, and the policy for other uses; return why that is impossible, or "".
+    async def save(self, error: Exception) -> str:
+        """Write the checkpoint of the last complete step, and `policy/`; return why that is impossible, or "".
 
-        It is if the state is not that of a whole step any more, or if the device does not answer.
+        It is impossible if a later update has changed the state, or if the device does not answer.
         """
         lost = self._why_lost(error) if self.step else ""
         if self.step and not lost:
             self._shaper.moments = RunningMoments(*self._moments)
             try:
-                await self._recorder.keep(self.step)
-            except REPORTED as trouble:  # the first error is the one to report
-                lost = reason_of(trouble)
+                await self._recorder.save_last_step(self.step)
+            except REPORTED as save_error:  # the first error is the one to report
+                lost = reason_of(save_error)
         return lost
 
     def _why_lost(self, error: Exception) -> str:
-        """Return why the policy's state is not that after the last complete step any more; "" if it is.
+        """Return why the state after the last complete step is lost; "" if it is intact.
 
-        An update that fails before its first optimizer step leaves the weights as they were; on several ranks, only one
-        without finite gradients fails on all of them.
+        An update that fails before its first optimizer step leaves the weights unchanged. On several ranks, only a
+        failure with NotFinite is sure to have happened on all of them.
         """
         is_safe = isinstance(error, REPORTED if self._policy.ranks.size == 1 else NotFinite)
         if self._policy.trained.optimizer_step != self._optimizer_step or (self.is_updating and not is_safe):
-            return f"the policy's update of step {self.step + 1} had begun"
+            return f"the policy's update of step {self.step + 1} had started"
         if is_device_error(error):
             return "its device does not answer"
         if not all_finite([*self._policy.model.parameters(), *self._policy.sampler.parameters()]):
@@ -64,7 +64,7 @@ class LastStep:
         return ""
 
     def describe(self, error: Exception, lost: str) -> None:
-        """Add to the message of `error`, or log, after which step the run stopped and where its next start begins."""
+        """Add to the message of `error`, or log, after which step the run stopped and where the next start resumes."""
         has_any = self._recorder.has_checkpoint()
         where = "before it had resumed" if has_any else "before the first step ended"
         if self.step and self._recorder.has_checkpoint(self.step):

@@ -1,4 +1,4 @@
-"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus, and measures the phases of a step."""
+"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus, and times the phases of a step."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-# Optional trackers: those of accelerate. A tracker that fails is disabled with a warning.
+# Optional trackers, from accelerate. A tracker that fails is disabled with a warning.
 #
-# Their calls may wait for a network, so one thread makes all of them, in order: MLflow's active run belongs to a
+# Tracker calls may wait for a network, so one thread makes all of them, in order: MLflow binds its active run to a
 # thread.
 
 
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TEXTS_FILE = "rollouts.jsonl"
-FINISH_S = 120.0  # for what is still queued when a run ends
-MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
+FINISH_S = 120.0  # time limit for the calls that are still queued when a run ends
+MOST_PENDING = 1000  # queued calls to slow trackers; further calls are dropped
 
 
-def _named(name: str, run_dir: Path, run_id: str) -> dict[str, Any]:
-    """Return the arguments that name a tracker's run after ours and, where possible, continue it."""
-    by_name = {
+def _run_arguments(name: str, run_dir: Path, run_id: str) -> dict[str, Any]:
+    """Return tracker `name`'s arguments that name its run `run_id` and, where possible, resume that run."""
+    by_tracker = {
         "clearml": {"task_name": run_id},
         "mlflow": {"run_name": run_id},
         "swanlab": {"experiment_name": run_id},
         "trackio": {"name": run_id, "resume": "allow"},
         "wandb": {"name": run_id, "id": run_id, "resume": "allow", "dir": str(run_dir)},
     }
-    return by_name.get(name, {})
+    return by_tracker.get(name, {})
 
 
 class Trackers:
     """All configured trackers; a tracker that fails is disabled, and the run continues."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        """Start each with the settings, as {`section.key`: value}. Raises RlhfError if one cannot be imported."""
+        """Start each tracker with `settings`, {`section.key`: value}. Raises RlhfError if one cannot be imported."""
         self._open: dict[str, GeneralTracker] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_dropped = False
@@ -64,7 +64,7 @@ class Trackers:
             importlib.import_module("accelerate.tracking")
         for name in names:
             try:
-                importlib.import_module(name)  # in this thread: what another one imports meanwhile would be incomplete
+                importlib.import_module(name)  # here: a concurrent import in another thread would see a partial module
             except ImportError as error:
                 raise RlhfError(f"actor.trackers: {name} cannot be imported: {error}; repair or remove it") from error
             start = functools.partial(self._start, name, run_id, settings)
@@ -79,7 +79,7 @@ class Trackers:
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log rows of (step, prompt, response, reward) to every tracker that has tables."""
-        columns = [*dict.fromkeys(name for row in rows for name in row)]  # some are of a few rows, such as the error
+        columns = [*dict.fromkeys(name for row in rows for name in row)]  # not every row has all, such as `error`
         data = [[row.get(name) for name in columns] for row in rows]
 
         def add(tracker: Any) -> None:
@@ -89,12 +89,12 @@ class Trackers:
         self._each(add)
 
     def finish(self) -> None:
-        """Close every tracker, after all calls before; wait at most `FINISH_S` for that."""
+        """Close every tracker after its queued calls; wait at most `FINISH_S` for them."""
         self._calls.put(functools.partial(self._call, self._finish))
         self._calls.put(None)
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
-            logger.warning("trackers have not taken everything after %g s: the rest is in metrics.jsonl only", FINISH_S)
+            logger.warning("trackers are not done after %g s: the latest metrics are in metrics.jsonl only", FINISH_S)
 
     def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -107,7 +107,7 @@ class Trackers:
         PartialState()  # the trackers' log lines need it
         kind: Any = LOGGER_TYPE_TO_CLASS[name]
         folder = {"logging_dir": str(self._run_dir)} if kind.requires_logging_directory else {}
-        tracker = kind(PROJECT, **folder, **_named(name, self._run_dir, run_id))
+        tracker = kind(PROJECT, **folder, **_run_arguments(name, self._run_dir, run_id))
         tracker.start()
         tracker.store_init_configuration(dict(settings))
         self._open[name] = tracker
@@ -135,7 +135,7 @@ class Trackers:
         except Exception as error:  # an unreachable dashboard must not end a long run
             self._open.pop(name, None)
             logger.warning(
-                "%s is disabled, metrics.jsonl still has all metrics: %s: %s",
+                "%s is disabled after an error; metrics.jsonl still has all metrics: %s: %s",
                 name,
                 type(error).__name__,
                 reason_of(error),
@@ -153,7 +153,7 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_signal(line: Mapping[str, Any]) -> bool:
-    """Return whether a response of a step has an advantage other than 0, by the step's line of metrics.jsonl."""
+    """Return whether, by its line of metrics.jsonl, a step has a response with an advantage other than 0."""
     return any(line.get(f"train_rollouts/advantages_{name}", 1.0) != 0 for name in ("mean", "std"))
 
 
@@ -180,7 +180,7 @@ class Timers:
     def __init__(self, step: int | None = None) -> None:
         self._step = step
         self.seconds: dict[str, float] = {}
-        self.spans: list[tuple[str, float, float]] = []  # phase, begin, end; seconds since the epoch
+        self.spans: list[tuple[str, float, float]] = []  # phase, start, end; seconds since the epoch
         self._start = time.monotonic()
         self._epoch = time.time() - self._start  # offset from the monotonic clock to wall time
 
@@ -192,27 +192,27 @@ class Timers:
             with span(name, of_step=self._step):
                 yield
         finally:
-            self.note(name, start, time.monotonic())
+            self.add_span(name, start, time.monotonic())
 
-    def note(self, name: str, start: float, end: float) -> None:
+    def add_span(self, name: str, start: float, end: float) -> None:
         """Add a span measured elsewhere; `start` and `end` are `time.monotonic` values."""
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.spans.append((name, self._epoch + start, self._epoch + end))
 
     def include(self, other: Timers) -> None:
-        """Add the phases of `other`, which measured another part of the step."""
+        """Add the phases of `other`, which timed another part of the step."""
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.spans += other.spans
 
     def metrics(self) -> dict[str, float]:
-        """Return seconds per phase as `timers/<name>`, and of the whole step as `timers/step_time`."""
+        """Return the seconds of each phase as `timers/<name>`, and of the whole step as `timers/step_time`."""
         phases = {**self.seconds, "step_time": time.monotonic() - self._start}
         return {f"timers/{name}": value for name, value in phases.items()}
 
 
 class ActorMetrics:
-    """What one actor shows to Prometheus, if `monitoring.actor_port` is set."""
+    """Prometheus metrics of one actor, served if `monitoring.actor_port` is set."""
 
     def __init__(self, config: RunConfig, counters: RequestCounters, failed_critic_updates: Callable[[], int]) -> None:
         def live() -> Values:
@@ -226,7 +226,7 @@ class ActorMetrics:
         self.exporter.serve(config.monitoring.host, config.monitoring.actor_port)
 
     def step(self, step: int, line: Mapping[str, Any]) -> None:
-        """Show the numbers of a step, named as in metrics.jsonl."""
+        """Export a step's timings and counters; `line` has the names of metrics.jsonl."""
         phases = {name.removeprefix("timers/"): value for name, value in line.items() if name.startswith("timers/")}
         phases.pop("step_time", None)
         self.exporter.show({"step": step, "step_timestamp_seconds": time.time(), "phase_seconds": phases})
@@ -235,14 +235,14 @@ class ActorMetrics:
                 self.exporter.count(spec.name, line[spec.key])
 
     def chart(self, line: Mapping[str, Any]) -> None:
-        """Show the numbers of a step or a validation that have a gauge."""
+        """Export the values of a step or a validation that have a gauge."""
         self.exporter.show({spec.name: line[spec.key] for spec in ACTOR if spec.kind == "gauge" and spec.key in line})
 
 
 class MetricsLog:
     """Metrics log of one run: JSONL, TensorBoard, trackers and Prometheus.
 
-    A resumed run drops the lines of steps it repeats.
+    A resumed run drops the lines of steps that it repeats.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class MetricsLog:
             self._exported.step(step, metrics)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Send metrics everywhere but to metrics.jsonl; counts become a histogram, in TensorBoard alone."""
+        """Send metrics everywhere except to metrics.jsonl; counts become a histogram, in TensorBoard only."""
         for name, value in metrics.items():
             if isinstance(value, dict):
                 self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)
@@ -279,7 +279,7 @@ class MetricsLog:
         self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
     def add_texts(self, texts: Sequence[Mapping[str, Any]]) -> None:
-        """Write texts from `read_texts`, with their step, to rollouts.jsonl, TensorBoard and trackers' tables."""
+        """Write texts from `read_texts`, each with its step, to rollouts.jsonl, TensorBoard and trackers' tables."""
         append_jsonl(self._texts_path, texts)
         for i, text in enumerate(texts):
             shown = f"reward {text['reward']}\n\n**{text['prompt']}**{text['response']}"

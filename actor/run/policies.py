@@ -1,4 +1,4 @@
-"""Creates the policy and its update on one or several ranks, and executes them on other ranks than 0."""
+"""Creates the policy and its update on one or several ranks; ranks other than 0 execute what rank 0 announces."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ import threading
 import torch
 
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
@@ -20,32 +20,32 @@ logger = logging.getLogger(__name__)
 
 
 def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
-    """Load the policy of a run, and create its update."""
+    """Load the policy of a run; return it and its update."""
     actor = config.actor
-    torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
+    torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, but equal on all ranks
     policy = Policy(actor, ranks, config.longest_row)
     if actor.generation.engine == "vllm":
         from rlhf_triton.actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
         policy.generation = VllmGeneration(config, policy)
     if config.environment is not None:
-        make_agent = functools.partial(
-            _agent_class(config.environment),
+        make_runner = functools.partial(
+            _runner_class(config.environment),
             config.environment,
             policy.tokenizer,
             max_prompt_tokens=actor.prompts.max_tokens,
             vocab_size=policy.vocab_size,
-            in_step=config.run.deterministic,
+            lockstep=config.run.deterministic,
             hidden_variables=config.hidden_variables(config.environment.options),
             stop_strings=actor.generation.stop_strings,
         )
-        policy.generation.agent = ranks.together(make_agent)
+        policy.generation.runner = ranks.together(make_runner)
     return policy, PolicyUpdate(actor, policy, method)
 
 
-def _agent_class(environment: EnvironmentSection) -> type[Agent]:
+def _runner_class(environment: EnvironmentSection) -> type[ConversationRunner]:
     if environment.agent is None:
-        return Agent
+        return ConversationRunner
     try:
         from rlhf_triton.actor.capture.agents import CapturedAgents
     except ModuleNotFoundError as error:
@@ -54,29 +54,29 @@ def _agent_class(environment: EnvironmentSection) -> type[Agent]:
 
 
 def follow_rank_0(config: RunConfig, ranks: Ranks) -> None:
-    """Execute what rank 0 announces until it ends the job. All ranks but rank 0.
+    """Execute the operations that rank 0 announces, until it ends the job. Call on every rank except 0.
 
     Raises:
         RankLost: rank 0 has died.
     """
     try:
-        policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
-    except RlhfError as error:  # process edge: rank 0, which has met it, too, reports it and ends the job
-        logger.warning("rank %d cannot begin: %s", ranks.rank, error)
+        policy, update = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
+    except RlhfError as error:  # process edge: rank 0 meets the same error, reports it and ends the job
+        logger.warning("rank %d cannot start: %s", ranks.rank, error)
         ranks.operations.follow({})
         return
-    threading.Thread(target=_sample, args=(policy, config.actor.threads), daemon=True).start()
+    threading.Thread(target=_follow_sampling, args=(policy, config.actor.threads), daemon=True).start()
     ranks.operations.follow({**policy.operations, "update": functools.partial(update.run, None)})
 
 
-def _sample(policy: Policy, threads: int) -> None:
-    torch.set_num_threads(threads)  # a setting of each thread
+def _follow_sampling(policy: Policy, threads: int) -> None:
+    torch.set_num_threads(threads)  # torch keeps this setting per thread
     use_card(policy.sampler.device)
     try:
         policy.follow_sampling()
     except RankLost:  # the main thread ends this process
         return
     except BaseException:  # thread edge: without this thread, rank 0 would wait for rows forever
-        logger.exception("rank %d cannot go on", policy.ranks.rank)
+        logger.exception("rank %d stops after an unexpected error", policy.ranks.rank)
         logging.shutdown()
         os._exit(1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.batch import failures
+from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
@@ -39,7 +39,7 @@ from rlhf_triton.actor.run.metrics import (
 )
 from rlhf_triton.actor.run.settings import actor_checkpoints, flat_settings
 from rlhf_triton.actor.run.staleness import VersionSteps
-from rlhf_triton.actor.run.validation import Validation, explained, samples, training_texts
+from rlhf_triton.actor.run.validation import Validation, explained_by_values, samples, training_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.client import TritonClient
@@ -55,12 +55,12 @@ from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
-CUT = "actor.generation.max_new_tokens"  # the limit of a response, as `SampledRow.truncated` has it
+RESPONSE_LIMIT = "actor.generation.max_new_tokens"  # as in `SampledRow.truncated`
 GRADIENT = "train_optim/grad_norm"
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
-FIRST_STEPS = 3  # after which a constant reward, or a gradient that was always 0, is named
-OPENED = re.compile(r"<\w+>\s*\Z")  # at the end of a prompt, such as <think>
+FIRST_STEPS = 3  # after them, a warning names rewards that were constant and a gradient that was always 0
+OPENING_TAG = re.compile(r"<\w+>\s*\Z")  # a tag at the end of a prompt, such as <think>
 
 
 class Recorder:
@@ -83,20 +83,20 @@ class Recorder:
         self._client = client
         self._validation_before: Validation | None = None  # not kept across a resume
         self._validated: set[int] = set()  # steps with a line in validations.jsonl
-        self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
+        self.saves: list[asyncio.Task[None]] = []  # critic saves in flight, or failed with an unexpected error
         self.weights_version = 0  # newest critic version that the server has reported
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
         self._unsaved: int | None = None  # newest step whose critic_save failed
         self._constants = ConstantTerms(min(FIRST_STEPS, config.actor.steps))
         self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
-        self._have_gradient: list[bool] = []  # but for the KL's, of the first steps with an update
-        self._is_first, self._knows_no_signal = True, False
+        self._gradients_seen: list[bool] = []  # whether each of the first updates had a gradient besides the KL's
+        self._is_first, self._has_warned_of_no_signal = True, False
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
         self.version_steps: VersionSteps
 
     async def resume(self) -> int:
-        """Restore the newest intact checkpoint and rewind the critic, if any, to it; return its step, 0 for a new run.
+        """Restore the newest intact checkpoint and rewind the critic to it; return its step, 0 for a new run.
 
         Raises:
             CheckpointError: no checkpoint is intact, or the newest intact one was saved with other settings.
@@ -135,13 +135,13 @@ class Recorder:
             self._validated = {line["step"] for line in each_line(path)}
 
     async def _newest_usable(self) -> tuple[int, dict[str, Any]]:
-        """Find the newest intact checkpoint that the critic can rewind to; return its step and state, or (0, {}).
+        """Rewind the critic to the newest intact checkpoint that it can reach; return its step and state, or (0, {}).
 
         A run that ended during an outage may have left a checkpoint of a step that the critic never received.
         Checkpoints newer than the returned one are set aside.
         """
         steps = saved_steps(self._checkpoints)
-        passed: dict[int, str] = {}  # skipped checkpoints, and the reason
+        skipped: dict[int, str] = {}  # step of a skipped checkpoint -> reason
         for step in reversed(steps):
             try:
                 state = await asyncio.to_thread(
@@ -157,13 +157,13 @@ class Recorder:
                         f"{error}; there is no earlier checkpoint, so restore this one, or start a run in another "
                         "folder (run.dir)"
                     ) from error
-                passed[step] = str(error)
+                skipped[step] = str(error)
             except RequestFailed as error:
                 if error.code != STEP_AHEAD or step == steps[0]:
                     raise
-                passed[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
+                skipped[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:
-                for newer, reason in passed.items():
+                for newer, reason in skipped.items():
                     aside = set_aside(self._checkpoints, newer)
                     logger.warning("%s; kept as %s, resuming from step %d instead", reason, aside.name, step)
                 return step, state
@@ -187,10 +187,12 @@ class Recorder:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update.
 
         Args:
-            groups: the groups that the policy learned from; `batch` has their rows.
+            groups: the groups that the policy learned from.
             dropped: groups without spread that dynamic sampling replaced.
+            batch: the training batch of the rows of `groups`.
+            measured: further metrics of the step.
 
-        Returns the mean KL of a sequence; None if it is not known.
+        Returns the mean KL per sequence in nats; None if it is not measured.
         """
         conversations, everything = conversations_of(groups), conversations_of([*groups, *dropped])
         ends, rows = [conversation[-1] for conversation in conversations], rows_of(conversations)
@@ -204,12 +206,16 @@ class Recorder:
             **metrics,
             "train_rollouts/masked_samples": float(num_failed),
             **self._critic_metrics(conversations, step),
-            "train_rollouts/consumed_samples": self._state.inputs.after(step).prompts,
+            "train_rollouts/consumed_samples": self._state.inputs.positions_after(step).prompts,
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
             **card_bytes(self._state.policy.sampler.device),
-            **{f"out_of_memory/{each.setting}": each.count for each in self._state.policy.halvings if each.count},
+            **{
+                f"out_of_memory/{halving.setting}": halving.count
+                for halving in self._state.policy.halvings
+                if halving.count
+            },
         }
         if (rewards := self._settings.rewards).overlong_tokens:
             sampled = [sum(int(row.sampled.sum()) for row in conversation) for conversation in conversations]
@@ -228,82 +234,83 @@ class Recorder:
             step,
             self._settings.steps,
             metrics["train_rollouts/rewards"],
-            _in_nats(distance := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
+            _kl_text(kl_per_sequence := metrics.get("train_rollouts/init_policy_kl_per_sequence")),
             f", scored by weights version {version}" if self._has_critic else "",
             seconds,
         )
         _warn_of_failures(f"step {step}", everything)
-        self._constants.note(conversations)
-        taught = set((await asyncio.to_thread(_learned_conversations, batch)).tolist())
-        self._warn_of_no_learning(step, line, bool(taught), ends)
-        self._warn_of_excluded(step, [i in taught for i in range(len(ends))], ends)
-        return distance
+        self._constants.add(conversations)
+        contributing = set((await asyncio.to_thread(_contributing_conversations, batch)).tolist())
+        self._warn_of_no_learning(step, line, bool(contributing), ends)
+        self._warn_of_excluded(step, [i in contributing for i in range(len(ends))], ends)
+        return kl_per_sequence
 
     def _warn_of_no_learning(
         self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[SampledRow]
     ) -> None:
-        """Warn once each if no response of the first step ended, a step has no signal, or the first no gradient.
+        """Warn, once each, if no response of the first step ended, a step has no signal, or no update has a gradient.
 
         Args:
             line: the step's line of metrics.jsonl.
-            counts: whether any response contributes to the update; `_warn_of_excluded` says why not.
+            counts: whether any response contributes to the update; if not, `_warn_of_excluded` says why.
+            ends: the last row of each conversation.
         """
         first, self._is_first = self._is_first, False
         has_ends = bool(line["train_rollouts/fraction_of_samples_properly_ended"])
-        if first and not has_ends and all(end.truncated == CUT for end in ends if end.turns is not None):
+        if first and not has_ends and all(end.truncated == RESPONSE_LIMIT for end in ends if end.turns is not None):
             generation, ids = self._settings.generation, self._policy.eos_ids
             named = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
             logger.warning(
-                "step %d: no response ended within %s (%d) by %s: raise it, or, if the policy ends its responses with "
-                "another token, name that as eos_token_id in generation_config.json of actor.policy.model",
+                "step %d: no response ended within %s (%d) by %s: raise it; or if the policy ends its responses with "
+                "another token, set that token as eos_token_id in generation_config.json of actor.policy.model",
                 step,
-                CUT,
+                RESPONSE_LIMIT,
                 generation.max_new_tokens,
                 " or ".join([*named, *map(repr, generation.stop_strings)]),
             )
         has_gradient, why = bool(line.get(GRADIENT)), "there are advantages, so check actor.policy.freeze"
         if not has_signal(line):
             has_gradient, why = False, _why_no_signal(self._settings.algorithm) if counts else "no response counts"
-            if counts and not self._knows_no_signal:
+            if counts and not self._has_warned_of_no_signal:
                 logger.warning(
                     "step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why
                 )
-                self._knows_no_signal = True
+                self._has_warned_of_no_signal = True
         wanted = min(FIRST_STEPS, self._settings.steps)
-        if GRADIENT in line and len(self._have_gradient) < wanted:
-            self._have_gradient.append(has_gradient)
-            if len(self._have_gradient) == wanted and not any(self._have_gradient):
+        if GRADIENT in line and len(self._gradients_seen) < wanted:
+            self._gradients_seen.append(has_gradient)
+            if len(self._gradients_seen) == wanted and not any(self._gradients_seen):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
-    def _warn_of_excluded(self, step: int, is_taught: Sequence[bool], ends: Sequence[SampledRow]) -> None:
-        """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time.
+    def _warn_of_excluded(self, step: int, contributes: Sequence[bool], ends: Sequence[SampledRow]) -> None:
+        """Warn the first, 10th, 100th, … time that fewer than half of the responses contribute to the update.
 
-        `_warn_of_failures` says why conversations failed.
+        `_warn_of_failures` reports conversations that failed.
         """
-        limits = {end.truncated for end, known in zip(ends, is_taught, strict=True) if end.truncated and not known}
-        taught, total = sum(is_taught), len(ends)
-        if taught >= total / 2 or (ends[0].turns is not None and not limits):
+        limits = {end.truncated for end, counts in zip(ends, contributes, strict=True) if end.truncated and not counts}
+        contributing, total = sum(contributes), len(ends)
+        if contributing >= total / 2 or (ends[0].turns is not None and not limits):
             return
         self._num_mostly_excluded += 1
-        if taught and str(self._num_mostly_excluded).strip("0") != "1":
+        if contributing and str(self._num_mostly_excluded).strip("0") != "1":
             return
         logger.warning(
             "step %d: %d of %d responses are excluded from the update, mostly because they did not end within %s; "
             "raise it, or set %s",
             step,
-            total - taught,
+            total - contributing,
             total,
-            " or ".join(sorted(limits)) or CUT,
+            " or ".join(sorted(limits)) or RESPONSE_LIMIT,
             "environment.truncated to score" if limits else "actor.algorithm.mask_unfinished to false",
         )
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
-        """Append the phases of a step to `TIMELINE_FILE`; `spans`: (phase, begin, end), seconds since the epoch."""
+        """Append the phases of a step to `TIMELINE_FILE`; `spans`: (phase, start, end), seconds since the epoch."""
         lines = ({"step": step, "phase": phase, "start": start, "end": end} for phase, start, end in spans)
         append_jsonl(self._dir / TIMELINE_FILE, lines)
 
     def _manifest_step(self, version: int) -> int | None:
-        """Return the critic step of a weights version; None if the store is not accessible or has pruned it."""
+        """Return the critic step of a weights version; None if the store is inaccessible or has pruned the version."""
         try:
             return self._weights.manifest(version).step
         except WeightsError:
@@ -312,19 +319,22 @@ class Recorder:
     def _critic_metrics(self, conversations: Sequence[Conversation], step: int) -> dict[str, Metric]:
         if not self._has_critic:
             return {}
-        versions = [each[-1].score.version for each in conversations if not failure_of(each)]
+        versions = [conversation[-1].score.version for conversation in conversations if not failure_of(conversation)]
         staleness = self.version_steps.metrics(versions, sent=step - 1)
         return {**staleness, "client/failed_critic_updates": float(self.failed_critic_updates)}
 
-    def owes_validation(self, step: int) -> bool:
-        """Return whether `actor.validation.every` demands a validation at `step` that is not logged yet."""
+    def needs_validation(self, step: int) -> bool:
+        """Return whether `actor.validation.every` requires a validation at `step` that is not logged yet."""
         every = self._settings.validation.every
         return every > 0 and step % every == 0 and step not in self._validated
 
     async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
-        """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
+        """Log a validation and save the policy if it is the best; `when`: before, between or after.
+
+        Only the validations before and after training write their texts.
+        """
         _warn_of_failures(f"validation {when}", result.conversations)
-        described = await asyncio.to_thread(text_metrics, result.conversations)
+        metrics = await asyncio.to_thread(text_metrics, result.conversations)
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         line = finite(line | process_metrics(result.conversations))
         if when == "before":
@@ -332,45 +342,41 @@ class Recorder:
         if when != "between":
             await asyncio.to_thread(self._write_samples, when, result)
             await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
-        version = described.get("reward_version")
-        await asyncio.to_thread(self._keep_if_best, step, result.reward, None if version is None else int(version))
+        version = metrics.get("reward_version")
+        await asyncio.to_thread(self._save_if_best, step, result.reward, None if version is None else int(version))
         path = self._dir / VALIDATIONS_FILE
         if step in self._validated:  # a start repeats the validation before the first step, and the one after the last
             await asyncio.to_thread(drop_steps_from, step, path)
         self._validated.add(step)
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
-        charted = {f"val_rollouts/{name}": value for name, value in {**described, **line}.items() if value is not None}
+        charted = {f"val_rollouts/{name}": value for name, value in {**metrics, **line}.items() if value is not None}
         self._log.chart(charted, step)
-        logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
+        logger.info("validation at step %d: reward %.3f%s", step, result.reward, _kl_text(result.kl))
 
     def _write_samples(self, when: str, result: Validation) -> None:
         path = self._dir / "samples.jsonl"  # "before" overwrites the file
         kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
         write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
 
-    def _keep_if_best(self, step: int, reward: float, version: int | None) -> None:
+    def _save_if_best(self, step: int, reward: float, version: int | None) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far.
 
-        Rewards of different versions of a live reward model cannot be compared: the first one of a version is the best.
+        Rewards from different versions of a live reward model cannot be compared, so the first validation by a new
+        version counts as the best.
         """
         if not math.isfinite(reward):
             logger.warning("validation at step %d: no response has a score, so best/ is unchanged", step)
             return
         best = self._dir / "best"
-        known = read_json(best / "best.json")
+        old = read_json(best / "best.json")
         # A best/ of a later step was written before a resume from an older checkpoint, so it is replaced.
-        if (
-            known is not None
-            and known.get("reward_version") == version
-            and known["reward"] >= reward
-            and known["step"] <= step
-        ):
+        if old is not None and old.get("reward_version") == version and old["reward"] >= reward and old["step"] <= step:
             return
         score = {"step": step, "reward": reward, **({} if version is None else {"reward_version": version})}
         self._write_policy(best, score)
 
     def _write_policy(self, folder: Path, about: dict[str, Any]) -> None:
-        """Write the policy to `folder`, with `about` in a JSON file of the folder's name."""
+        """Write the policy to `folder`, and `about` to a JSON file in it, named after the folder."""
 
         def fill(staging: Path) -> None:
             self._policy.save(staging)
@@ -378,24 +384,24 @@ class Recorder:
 
         write_folder(folder, fill)
 
-    async def keep(self, step: int) -> None:
-        """Write what a run that stops after `step` leaves: its checkpoint, unless it exists, and `policy/`.
+    async def save_last_step(self, step: int) -> None:
+        """Write the files of a run that stops after `step`: its checkpoint, unless it exists, and `policy/`.
 
-        The one before stays, too, since the critic may not have received its update of this step.
+        The previous checkpoint is kept as well, because the critic may not have received its update of this step.
         """
         if not self.has_checkpoint(step):
             await self.checkpoint(step, keep=self._settings.keep_checkpoints + 1)
         await self.save_policy(step)
 
     def has_checkpoint(self, step: int | None = None) -> bool:
-        """Return whether the policy's checkpoint of `step`, or any, exists."""
+        """Return whether the policy's checkpoint of `step` exists; without `step`, whether any exists."""
         steps = saved_steps(self._checkpoints)
         return bool(steps) if step is None else step in steps
 
     async def checkpoint(self, step: int, *, keep: int | None = None) -> None:
-        """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint.
+        """Write the policy's checkpoint, and start the save of the critic's. The policy must not change meanwhile.
 
-        `keep`: how many of the newest checkpoints to keep; default: `actor.keep_checkpoints`.
+        `keep`: number of newest checkpoints to keep; default: `actor.keep_checkpoints`.
         """
         state = {
             "step": step,
@@ -425,7 +431,7 @@ class Recorder:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
     async def save_policy(self, step: int) -> None:
-        """Write the policy as it is after `step` to `policy/`."""
+        """Write the current policy, after `step`, to `policy/`."""
         await asyncio.to_thread(self._write_policy, self._dir / "policy", {"step": step})
 
     async def finish(self, scorer: Scorer, seconds: float, *, steps: int) -> dict[str, Any]:
@@ -438,8 +444,8 @@ class Recorder:
         _, figures = await asyncio.to_thread(figures_of_steps, self._dir / "metrics.jsonl")
         summary = {
             "steps": steps,
-            **self._validated_figures(),
-            **(await self._critic_figures(scorer, steps=steps) if self._has_critic else {}),
+            **self._validation_summary(),
+            **(await self._critic_summary(scorer, steps=steps) if self._has_critic else {}),
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,
             "outages": self._client.counters.outages,
@@ -450,10 +456,10 @@ class Recorder:
         await asyncio.to_thread(write_json, self._dir / "actor_summary.json", finite(summary))
         return summary
 
-    def _validated_figures(self) -> dict[str, float]:
-        """Return the summary entries of the first and the last validation; empty without validation."""
+    def _validation_summary(self) -> dict[str, float]:
+        """Return the entries of the first and the last validation in the summary; {} without validation."""
         before, after = self._validation("before"), self._validation("after")
-        found = {
+        figures = {
             "reward_before": before.get("reward"),
             "reward_after": after.get("reward"),
             "kl_final": after.get("kl"),
@@ -463,10 +469,10 @@ class Recorder:
             "steps_before": before.get("steps_per_response"),
             "steps_after": after.get("steps_per_response"),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in figures.items() if value is not None}
 
-    async def _critic_figures(self, scorer: Scorer, *, steps: int) -> dict[str, float]:
-        """Return the summary entries of the critic.
+    async def _critic_summary(self, scorer: Scorer, *, steps: int) -> dict[str, float]:
+        """Return the critic's entries of the summary.
 
         `ev_last` is measured on the responses of the first validation, so that it is comparable with `ev_v0`.
         """
@@ -476,9 +482,9 @@ class Recorder:
             "failed_critic_updates": self.failed_critic_updates,
         }
         if (before := self._validation_before) is not None:
-            values = iter(await scorer.valued(rows_of(before.conversations)))
-            valued = [tuple(next(values) for _ in conversation) for conversation in before.conversations]
-            figures["ev_last"] = await asyncio.to_thread(explained, before.conversations, valued)
+            rows = iter(await scorer.add_values(rows_of(before.conversations)))
+            valued = [tuple(next(rows) for _ in conversation) for conversation in before.conversations]
+            figures["ev_last"] = await asyncio.to_thread(explained_by_values, before.conversations, valued)
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:
@@ -486,7 +492,7 @@ class Recorder:
 
 
 def _why_no_signal(algorithm: AlgorithmSection) -> str:
-    """Return why no response of a step has an advantage other than 0, though some count, and what to do."""
+    """Return why all counted responses of a step have an advantage of 0, and what to do."""
     check = "check what the reward returns (rollouts.jsonl has texts and rewards)"
     if not algorithm.defaults.needs_groups:
         return f"all advantages are 0; {check}"
@@ -496,7 +502,7 @@ def _why_no_signal(algorithm: AlgorithmSection) -> str:
     )
 
 
-def _in_nats(kl: float | None) -> str:
+def _kl_text(kl: float | None) -> str:
     return "" if kl is None else f", KL {round(kl, 2) + 0.0:.2f} nats per sequence"  # a rounded -0.0 becomes 0.0
 
 
@@ -505,30 +511,31 @@ def _succeeded(save: asyncio.Task[None]) -> bool:
 
 
 class ConstantTerms:
-    """Reward terms that have been constant since the start, so that they teach nothing."""
+    """Warns of reward terms that are constant in the first steps, so that nothing can be learned from them."""
 
     def __init__(self, steps: int) -> None:
-        """`steps`: how many to wait for."""
+        """`steps`: number of steps before the warning."""
         self._steps = steps
-        self._noted = 0
+        self._num_steps_seen = 0
         self._rows = 0
         self._seen: dict[str, set[float]] = {}
 
-    def note(self, conversations: Sequence[Conversation]) -> None:
-        """Note the rewards of a step; warn in the last of the steps, once, if all values of a term are equal."""
-        if self._noted >= self._steps:
+    def add(self, conversations: Sequence[Conversation]) -> None:
+        """Record the rewards of a step; after the last of the first steps, warn of each term with a single value."""
+        if self._num_steps_seen >= self._steps:
             return
         scores = [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
-        self._noted, self._rows = self._noted + 1, self._rows + len(scores)
+        self._num_steps_seen, self._rows = self._num_steps_seen + 1, self._rows + len(scores)
         for score in scores:
             for name, value in (score.components or {"": score.reward}).items():
                 self._seen.setdefault(name, set()).update([value] if math.isfinite(value) else [])
-        if self._noted < self._steps or self._rows < 2:
+        if self._num_steps_seen < self._steps or self._rows < 2:
             return
-        opened = {found[0] for each in conversations if (found := OPENED.search(each[0].prompt.text))}
+        prompts = [conversation[0].prompt for conversation in conversations]
+        tags = {match[0] for prompt in prompts if (match := OPENING_TAG.search(prompt.text))}
         hint = (
-            f"the prompts end with {opened.pop().strip()}, which the chat template writes, so no response has it"
-            if opened
+            f"the prompts end with {tags.pop().strip()}, which the chat template writes, so no response has it"
+            if tags
             else "compare what it looks for with the responses in rollouts.jsonl (actor.logged_texts)"
         )
         for name, seen in self._seen.items():
@@ -538,17 +545,17 @@ class ConstantTerms:
                     f"the reward {name!r}" if name else "the reward",
                     *seen,
                     self._rows,
-                    self._noted,
+                    self._num_steps_seen,
                     hint,
                 )
 
 
 def _warn_of_failures(where: str, conversations: Sequence[Conversation]) -> None:
-    if failed := failures(conversations):
+    if failed := describe_failures(conversations):
         logger.warning("%s: %s", where, failed)
 
 
-def _learned_conversations(batch: PPOBatch) -> Tensor:
-    """Return the conversations that contribute to the policy's update, int64."""
+def _contributing_conversations(batch: PPOBatch) -> Tensor:
+    """Return the indices of the conversations that contribute to the policy's update, int64."""
     assert batch.conversations is not None
     return batch.conversations[batch.policy_weights.any(-1)].unique()

@@ -1,4 +1,4 @@
-"""Compares the longest rows of a run with what policy, reward model, critic and reference take, before it starts."""
+"""Checks before a run that policy, reward model, critic and reference accept the longest rows of the run."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ REPLY = "This is a trial response."
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Check that no model refuses the longest rows of the run, so that no response is masked for its length.
+    """Check that every model accepts the longest rows of the run, so that no response is masked for its length.
 
-    Of the policy, only a rotary table that depends on the length can be known here, unless vLLM serves it; the actor
-    checks the rest. A model whose checkpoint is not on this machine is compared by its `max_length` alone.
+    For the policy, unless vLLM serves it, only a rotary table that depends on the length is checked here; the actor
+    checks the rest. A model whose checkpoint is not on this machine is checked by its `max_length` alone.
 
     Raises:
-        ConfigError: one line for each model that takes shorter rows only.
+        ConfigError: has a line for each model whose limit is lower.
     """
     longest, why = config.longest_row
     limit_of = max_positions if config.actor.generation.engine == "vllm" else stable_length
@@ -40,15 +40,15 @@ def check_lengths(config: RunConfig) -> None:
 def check_renderings(
     config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt], size_of: Callable[[Prompt], int]
 ) -> None:
-    """Check that the reward model takes its own rendering of these prompts with a reply, which is never truncated.
+    """Check that the reward model's own rendering of each prompt with a reply fits its limit; it truncates no reply.
 
-    It may have more tokens than the policy's row: special tokens, the end of a turn, a system prompt of the template,
-    the whole of a chat that is truncated for the policy.
+    The rendering may have more tokens than the policy's row: special tokens, the end of a turn, the template's system
+    prompt, or a whole chat that is truncated for the policy.
 
     Args:
-        tokenizer: the policy's.
-        prompts: some of the run's, each as `PromptReader.fitted` returns it.
-        size_of: returns the number of tokens that the reward model reads of a prompt and `REPLY`.
+        tokenizer: the policy's tokenizer.
+        prompts: some prompts of the run, from `PromptReader.fitted`.
+        size_of: returns the number of tokens in the reward model's rendering of a prompt and `REPLY`.
 
     Raises:
         PromptError: no reply fits behind a prompt.
@@ -62,29 +62,29 @@ def check_renderings(
         size = size_of(prompt)
         if size > limit:
             raise PromptError(
-                f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but it takes {limit} "
-                "(reward.max_length); shorten or remove the row"
+                f"{prompt.where}: {size} tokens as reward.model renders it with a short reply, but its limit is "
+                f"{limit} (reward.max_length); shorten or remove the row"
             )
-        more = size - prompt.tokens.size - in_policy
-        if counts and longest + more > limit:
+        extra = size - prompt.tokens.size - in_policy
+        if counts and longest + extra > limit:
             raise ConfigError(
                 f"reward.model: takes rows of at most {limit} tokens, and its own rendering of {prompt.where} has "
-                f"{more} more than the policy's, but {why}"
+                f"{extra} more than the policy's, but {why}"
             )
 
 
 def _reward_refuses(config: RunConfig) -> bool:
-    """Return whether the reward model's rows are as long as the policy's, at least, so that it refuses what is longer.
+    """Return whether the reward model tokenises as the policy does, so that it would refuse rows above its limit.
 
-    It truncates no row that has a reply. Texts in another model's tokens are not counted.
+    With another tokenizer the number of its tokens is unknown. A row with a reply is never truncated.
     """
     return config.reward.model.is_dir() and same_tokenizer(config.actor.policy.model, config.reward.model)
 
 
 def _limit(section: ModelSection) -> int:
-    """Return the most tokens of a row that a served model takes."""
-    known = (section.max_length, _positions(max_positions, section.model))
-    return min(filter(None, known), default=LONGEST_ROW_TOKENS)
+    """Return the maximum number of tokens in a row of a served model."""
+    limits = (section.max_length, _positions(max_positions, section.model))
+    return min(filter(None, limits), default=LONGEST_ROW_TOKENS)
 
 
 def _positions(limit_of: Callable[[dict[str, Any]], int | None], checkpoint: Path) -> int | None:

@@ -27,18 +27,18 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Stops the run on request."""
+    """A request to stop the run, which cancels the work that `or_done` waits for."""
 
     def __init__(self) -> None:
         self._requested = asyncio.Event()
-        self.saved: Callable[[], int] = lambda: 0  # the last complete step if its checkpoint is written, else 0
+        self.saved: Callable[[], int] = lambda: 0  # returns the last complete step if its checkpoint exists, else 0
 
     def request(self) -> None:
-        """Request the stop. Call from the event loop's thread."""
+        """Request the run to stop. Call from the event loop's thread."""
         self._requested.set()
 
     async def or_done(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`. On a stop request, cancel `work` and raise Stopped."""
+        """Wait for `work` and return its result; on a stop request, cancel `work` and raise Stopped."""
         task, requested = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
@@ -63,15 +63,15 @@ class TimeLimit:
         """Seconds since the start."""
         return time.monotonic() - self._started
 
-    def is_over(self, step: int, of: int) -> bool:
-        """Return whether the limit is reached after `step` of `of` steps; log it if so."""
+    def is_over(self, step: int, last_step: int) -> bool:
+        """Return whether the limit is reached after `step` of `last_step` steps; if so, log it."""
         if self._max_minutes is None or self.seconds < 60 * self._max_minutes:
             return False
         logger.warning(
-            "actor.max_minutes (%g) reached at step %d of %d; the next start continues from here",
+            "actor.max_minutes (%g) reached at step %d of %d; the next start resumes from here",
             self._max_minutes,
             step,
-            of,
+            last_step,
         )
         return True
 

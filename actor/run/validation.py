@@ -14,7 +14,7 @@ from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Group, conversations_of, failure_of, rows_of, text_places
+from rlhf_triton.actor.data.sample import Conversation, Group, conversations_of, failure_of, rows_of, text_indices
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.monitoring.tracing import span
@@ -25,43 +25,45 @@ SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of traini
 
 @dataclass(frozen=True)
 class Validation:
-    """One pass over the held-out prompts."""
+    """The result of one pass over the held-out prompts."""
 
     conversations: list[Conversation]
-    kl: float | None  # nats per sequence, k1, over scored ones; None without reference log-probs
+    kl: float | None  # `sequence_kl`
     explained_variance: float | None  # of the scores' Monte-Carlo returns; None without a critic
 
     @property
     def reward(self) -> float:
         """Mean reward of the scored conversations."""
-        scores = [each[-1].score for each in self.conversations if not failure_of(each)]
+        scores = [conversation[-1].score for conversation in self.conversations if not failure_of(conversation)]
         return float(np.mean([score.reward for score in scores], dtype=np.float32)) if scores else math.nan
 
 
 async def validate(collector: Collector, prompts: list[Prompt], *, greedy: bool, seed: int) -> Validation:
-    """Generate one response per held-out prompt, sampled or greedy, score them, and return the result.
+    """Generate and score one response per held-out prompt.
 
-    `seed`: the seed of the run; every validation uses it, so that validations are comparable.
+    `seed`: the seed of the run; every validation uses the same one, so that validations are comparable.
 
     Raises: NotFinite from generation.
     """
     await collector.in_thread(collector.policy.renew_sampler)
     with span("validation"):
         groups = await collector.collect(prompts, seed=seed + SEED_OFFSET, timers=Timers(), greedy=greedy)
-    return await collector.in_thread(_measured, conversations_of(groups))
+    return await collector.in_thread(_measure, conversations_of(groups))
 
 
-def _measured(conversations: list[Conversation]) -> Validation:
+def _measure(conversations: list[Conversation]) -> Validation:
     has_values = any(row.score.version >= 0 for row in rows_of(conversations))
     return Validation(
-        conversations, sequence_kl(conversations), explained(conversations, conversations) if has_values else None
+        conversations,
+        sequence_kl(conversations),
+        explained_by_values(conversations, conversations) if has_values else None,
     )
 
 
-def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:
-    """Return the share of the variance of the returns of `rewarded` that the values of `valued` explain.
+def explained_by_values(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:
+    """Return the explained variance of the returns of `rewarded` by the values of `valued`.
 
-    Both are the same conversations; one that failed on either side does not count.
+    Both hold the same conversations; a conversation that failed in either one does not count.
     """
     pairs = [pair for pair in zip(rewarded, valued, strict=True) if not any(map(failure_of, pair))]
     if not pairs:
@@ -72,19 +74,19 @@ def explained(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) 
 
 
 def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return prompt, response, reward (None if unavailable) and reward version of the first conversations.
+    """Return prompt, response, reward (None if unavailable) and reward version of the first `limit` conversations.
 
-    A conversation with an environment has its turns, too, in all of its rows.
+    Conversations with environments also have the fields of `_turn_fields`.
     """
     texts = []
     for conversation in conversations[:limit]:
         end = conversation[-1]
-        places = [place for place in text_places(end, tokenizer) if place >= end.prompt.tokens.size]
+        indices = [index for index in text_indices(end, tokenizer) if index >= end.prompt.tokens.size]
         text = {
             "prompt": conversation[0].prompt.text,
-            "response": tokenizer.decode(end.tokens[places].tolist(), skip_special_tokens=False),
+            "response": tokenizer.decode(end.tokens[indices].tolist(), skip_special_tokens=False),
             "reward": None if failure_of(conversation) else end.score.reward,
-            **_turns(conversation),
+            **_turn_fields(conversation),
         }
         version = end.score.reward_version
         texts.append(text if version is None else {**text, "reward_version": version})
@@ -99,34 +101,34 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
             "prompt_id": conversation[-1].prompt.prompt_id,
             "when": when,
             **text,
-            **_question(conversation[0].prompt),
-            **_steps(conversation),
+            **_question_field(conversation[0].prompt),
+            **_step_fields(conversation),
             "ended": conversation[-1].ended,
         }
         for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True)
     ]
 
 
-def _steps(conversation: Conversation) -> dict[str, list[float]]:
-    """Return the process rewards of one response, in its order."""
+def _step_fields(conversation: Conversation) -> dict[str, list[float]]:
+    """Return {"step_rewards": process rewards in the order of the steps}; {} without them."""
     score = conversation[-1].score
     if score.steps is None or failure_of(conversation):
         return {}
     return {"step_rewards": score.steps[score.ends].tolist()}
 
 
-def _turns(conversation: Conversation) -> dict[str, Any]:
-    """Return the turns of a conversation with an environment, and how it ended.
+def _turn_fields(conversation: Conversation) -> dict[str, Any]:
+    """Return the messages of a conversation with an environment and how it ended; {} without an environment.
 
-    The policy's turns have the rewards that the environment gave, and the critic's mean
-    value of the states in which their tokens were sampled.
+    For each turn of the policy there is the environment's reward and, with a critic, the mean value of the states in
+    which the turn's tokens were sampled.
     """
     end = conversation[-1]
     if end.turns is None:
         return {}
     messages, seen = list[dict[str, Any]](), [conversation[0].prompt.metadata.get(MESSAGES_KEY, [])]
     for row in conversation:
-        whole = [*row.prompt.metadata.get(MESSAGES_KEY, ()), *row.messages[row.known :]]
+        whole = [*row.prompt.metadata.get(MESSAGES_KEY, ()), *row.messages[row.num_prompt_messages :]]
         new = [len([*takewhile(bool, map(operator.eq, whole, earlier))]) for earlier in seen]
         messages += whole[max(new) :]
         seen.append(whole)
@@ -134,14 +136,14 @@ def _turns(conversation: Conversation) -> dict[str, Any]:
     line: dict[str, Any] = {"turns": messages, "turn_rewards": [turn.reward for _, turn in turns]}
     values = [row.score.values[turn.start - 1 : turn.end - 1] for row, turn in turns if row.score.values is not None]
     if values and len(values) == len(turns):
-        line["turn_values"] = [float(each.mean()) for each in values]
+        line["turn_values"] = [float(turn_values.mean()) for turn_values in values]
     return line | {name: text for name in ("truncated", "error") if (text := getattr(end, name))}
 
 
 def training_texts(groups: Sequence[Group], batch: PPOBatch, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
-    """Return the first conversations of a step as `read_texts` does; those with environments have their tokens, too.
+    """Return `read_texts` of a step's first `limit` conversations, with `turn_tokens` if there are environments.
 
-    `batch` has the rows of `groups`.
+    `batch`: the training batch of the rows of `groups`.
     """
     conversations = conversations_of(groups)[:limit]
     texts, first = read_texts(conversations, tokenizer), 0
@@ -155,15 +157,16 @@ def training_texts(groups: Sequence[Group], batch: PPOBatch, tokenizer: Any, lim
 def turn_tokens(
     conversation: Conversation, batch: PPOBatch, tokenizer: Any, first: int
 ) -> list[list[tuple[str, float, float]]]:
-    """Return the sampled tokens of a conversation by turn: text, the critic's value before it, 0 without, advantage.
+    """Return, for each turn, (text, value, advantage) of its sampled tokens.
 
-    `first`: the row of the batch with which the conversation begins.
+    The value is the critic's before the token, 0 without a critic. `first`: batch index of the conversation's first
+    row.
     """
     return [
         [
             (
                 tokenizer.decode([int(row.tokens[t])]),
-                *(float(each[i, t - 1]) for each in (batch.prev_values, batch.advantages)),
+                *(float(tensor[i, t - 1]) for tensor in (batch.prev_values, batch.advantages)),
             )
             for t in range(turn.start, turn.end)
         ]
@@ -172,7 +175,7 @@ def turn_tokens(
     ]
 
 
-def _question(prompt: Prompt) -> dict[str, str]:
-    """Return the last message of a chat prompt, which is easier to read than text full of template markers."""
+def _question_field(prompt: Prompt) -> dict[str, str]:
+    """Return {"question": last message of a chat prompt}, which has no template markers; {} for a text prompt."""
     messages = prompt.metadata.get(MESSAGES_KEY)
     return {"question": str(messages[-1]["content"])} if messages else {}

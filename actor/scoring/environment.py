@@ -1,4 +1,4 @@
-"""Adds the environments' rewards to the server's."""
+"""Adds the rewards of environments to the rewards from the server."""
 
 import itertools
 from dataclasses import replace
@@ -7,29 +7,29 @@ import numpy as np
 
 from rlhf_triton.actor.data.sample import Conversation, SampledRow
 
-COMPONENT = "environment"  # name among a conversation's rewards
-BEYOND = "the environment's rewards, or their sum, are beyond float32; return smaller ones"
+COMPONENT = "environment"  # name of the environment's reward in `Score.components`
+TOO_LARGE = "the environment's rewards, or their sum, exceed float32; return smaller ones"
 
 
-def with_environment(conversation: Conversation) -> Conversation:
-    """Add the environment's rewards: each at the last token of its turn, and their sum to the reward.
+def add_environment_rewards(conversation: Conversation) -> Conversation:
+    """Add the environment's rewards: each one at the last token of its turn, and their sum to the total reward.
 
-    A conversation whose environment failed, or whose rewards are beyond float32, counts as not scored.
+    A conversation whose environment failed, or whose rewards exceed float32, counts as unscored.
     """
     end = conversation[-1]
     if end.turns is None:
         return conversation
-    given = [[turn.reward for turn in row.turns or ()] for row in conversation]
-    total = sum(map(sum, given))
+    turn_rewards = [[turn.reward for turn in row.turns or ()] for row in conversation]
+    total = sum(map(sum, turn_rewards))
     with np.errstate(over="ignore"):
-        is_finite = np.isfinite(np.array([*itertools.chain(*given), total], np.float64).astype(np.float32)).all()
-    failure = end.error or ("" if is_finite else BEYOND)
+        is_finite = np.isfinite(np.array([*itertools.chain(*turn_rewards), total], np.float64).astype(np.float32)).all()
+    failure = end.error or ("" if is_finite else TOO_LARGE)
     if failure:
         return tuple(
-            row.scored(failure=row.score.failure or failure, components={**row.score.components, COMPONENT: np.nan})
+            row.with_score(failure=row.score.failure or failure, components={**row.score.components, COMPONENT: np.nan})
             for row in conversation
         )
-    rows = [_with_rewards(row, rewards) for row, rewards in zip(conversation, given, strict=True)]
+    rows = [_with_rewards(row, rewards) for row, rewards in zip(conversation, turn_rewards, strict=True)]
     score = rows[-1].score
     components = {**score.components, COMPONENT: total}
     rows[-1] = replace(rows[-1], score=replace(score, reward=score.reward + total, components=components))
@@ -43,4 +43,4 @@ def _with_rewards(row: SampledRow, rewards: list[float]) -> SampledRow:
     for turn, reward in zip(row.turns or (), rewards, strict=True):
         steps[turn.end - 1] += reward
         ends[turn.end - 1] = True
-    return row.scored(steps=steps, ends=ends)
+    return row.with_score(steps=steps, ends=ends)

@@ -27,27 +27,27 @@ class OwnReference:
         self._policy = policy
 
     async def compare(self) -> None:
-        """Do nothing: the reference comes from the policy itself."""
+        """No-op: the reference comes from the policy itself."""
 
-    def known(self, rows: Sequence[SampledRow]) -> list[SampledRow]:
-        """Return the samples with their log-probs. Blocks: call it in the thread that computes."""
+    def add_logprobs(self, rows: Sequence[SampledRow]) -> list[SampledRow]:
+        """Return the rows with reference log-probs. Blocks: call it in the compute thread."""
         logprobs = self._policy.logprobs(rows, reference=True)
-        return [dataclasses.replace(row, ref_logprobs=each) for row, each in zip(rows, logprobs, strict=True)]
+        return [dataclasses.replace(row, ref_logprobs=ref) for row, ref in zip(rows, logprobs, strict=True)]
 
 
 class ServedReference:
     """The `reference` model in tritonserver, which receives each row as soon as it ends."""
 
     def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path) -> None:
-        """`checkpoint`: the folder of the reference, which need not be accessible from here."""
+        """`checkpoint`: the reference's folder, which this machine need not be able to access."""
         self._client = client
         self._policy = policy
         self._checkpoint = checkpoint
 
     async def compare(self) -> None:
-        """Check that the served reference computes the log-probs that the initial policy would.
+        """Check that the served reference computes the same log-probs as the initial policy.
 
-        The weights are compared only if `reference.model` is accessible from here.
+        The weights are compared only if this machine can access `reference.model`.
 
         Raises:
             RlhfError: the reference is not served, or differs in vocabulary, dtype, temperature, banned tokens or
@@ -77,34 +77,34 @@ class ServedReference:
                 "KL would not start at 0; set reference.dtype and actor.policy.precision to the same value"
             )
         expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: id_ranges(policy.banned_ids)}
-        for name, ours in expected.items():
-            if served.get(name) != ours:
+        for name, value in expected.items():
+            if served.get(name) != value:
                 raise RlhfError(
-                    f"the server's {REFERENCE} was rendered with {name} {served.get(name)}, the actor has {ours}: its "
-                    "log-probs would be those of a different distribution; start the server with the actor's "
+                    f"the server's {REFERENCE} was rendered with {name} {served.get(name)}, the actor has {value}: its "
+                    "log-probs would belong to a different distribution; start the server with the actor's "
                     "configuration"
                 )
         if self._checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self._checkpoint):
             raise RlhfError(
-                f"the server's {REFERENCE} is {declared.folder}, whose weights are not those of "
+                f"the server's {REFERENCE} is {declared.folder}, whose weights differ from "
                 f"reference.model ({self._checkpoint}); start the server with the actor's configuration"
             )
 
-    async def ask(self, rows: Sequence[SampledRow]) -> list[np.ndarray | str]:
-        """Request the log-probs of samples, and return them, float32 `[n]` each, or why there are none."""
+    async def request_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray | str]:
+        """Request the log-probs of rows; return for each row an array float32 `[n]`, or the error message."""
         try:
             answer = await self._client.logprobs([row.tokens for row in rows])
         except RequestFailed as error:  # counted and masked by the caller
             return [str(error)] * len(rows)
-        found: list[np.ndarray | str] = []
-        for row, line in zip(rows, answer, strict=True):
+        results: list[np.ndarray | str] = []
+        for row, row_logprobs in zip(rows, answer, strict=True):
             logprobs = np.zeros(len(row.tokens), np.float32)
-            logprobs[1:] = line[: len(logprobs) - 1]
+            logprobs[1:] = row_logprobs[: len(logprobs) - 1]
             # A banned token in a prompt has log-prob -inf.
-            is_known = np.isfinite(logprobs[row.sampled]).all()
+            is_finite = np.isfinite(logprobs[row.sampled]).all()
             failure = f"{REFERENCE} returned log-probs that are not finite for a response"
-            found.append(logprobs if is_known else failure)
-        return found
+            results.append(logprobs if is_finite else failure)
+        return results
 
 
 Reference: TypeAlias = OwnReference | ServedReference

@@ -1,4 +1,4 @@
-"""Connection to one vLLM server: loads a version of the weights before its first request, and generates with it."""
+"""Versions of the policy's weights for vLLM servers, and connections that load a version and generate with it."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ from rlhf_triton.store.durable import (
     write_json,
 )
 
-# Versions of the policy's weights for vLLM servers: folders that all servers and ranks can read.
+# Versions of the policy's weights: folders that all vLLM servers and ranks can read.
 #
 # <root>/<number>/    a Hugging Face folder, or only the adapters under LoRA
 # <root>/CURRENT      {"number": ..., "name": ...}, replaced by rename
 
 
-FULL, ADAPTERS = "weights-", "adapters-"  # first part of a version's name
+FULL, ADAPTERS = "weights-", "adapters-"  # prefixes of versions' names
 KEPT = 2  # the current version, and the one that a server may still be loading
 
 
@@ -41,19 +41,19 @@ class PolicyVersion:
     """One version of the policy's weights."""
 
     name: str
-    """Unique over all processes: a server that outlives an actor must not take the next actor's weights for its own."""
+    """Unique over all runs: a server that outlives an actor must not mistake the next actor's version for its own."""
     folder: Path
 
 
 class PolicyVersions:
-    """The versions of one run."""
+    """The published weights versions of one run."""
 
     def __init__(self, root: Path, *, are_adapters: bool) -> None:
         self._root = root
         self._prefix = f"{ADAPTERS if are_adapters else FULL}{uuid.uuid4().hex[:8]}"
 
     def publish(self, write: Callable[[Path], None]) -> None:
-        """Have `write` fill the folder of a new version, make it the current one, and remove old ones."""
+        """Write a new version with `write(folder)`, make it the current version, and remove old ones."""
         self._root.mkdir(parents=True, exist_ok=True)
         sweep(self._root)
         number = max(numbers_in(self._root), default=0) + 1
@@ -63,32 +63,32 @@ class PolicyVersions:
             remove_folder(self._root / str(old))
 
     def current(self) -> PolicyVersion:
-        """Return the current version, which must have been published."""
-        found = read_json(self._root / "CURRENT")
-        assert found is not None, "no version was published"
-        return PolicyVersion(found["name"], (self._root / str(found["number"])).absolute())
+        """Return the current version; at least one must have been published."""
+        current = read_json(self._root / "CURRENT")
+        assert current is not None, "no version was published"
+        return PolicyVersion(current["name"], (self._root / str(current["number"])).absolute())
 
 
 OLDEST = (0, 32)  # the first version with /inference/v1/generate and spans of weights versions
 PROBE_S = 10.0
-DEADLINE_S = 600.0  # of one response, and of loading a version of the weights
-IDLE_S = 2.0  # before a connection is closed here; vLLM closes it after 5 s, perhaps while a request is on its way
+DEADLINE_S = 600.0  # for one response, or for loading a version of the weights
+IDLE_S = 2.0  # after which an idle connection is closed; vLLM closes it after 5 s, possibly during a new request
 LOCK_POLL_S = 0.05
 GENERATE = "/inference/v1/generate"
 COMPLETE = ("stop", "length")  # finish_reason of a whole response
 HINT = "; is vLLM running there?"
-LOGPROBS_MODE = "processed_logprobs"  # at the sampling temperature
-BAN_BIAS = -100.0  # added to the logits of banned tokens; the least that vLLM takes
+LOGPROBS_MODE = "processed_logprobs"  # log-probs at the sampling temperature
+BAN_BIAS = -100.0  # added to the logits of banned tokens; the lowest bias that vLLM accepts
 
 
 def token_rules(eos_ids: Sequence[int], banned_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the sampling parameters that let a response end with these tokens alone, and never have others."""
+    """Return the sampling parameters with which only `eos_ids` end a response, and `banned_ids` are never sampled."""
     rules = {"stop_token_ids": [*eos_ids], "ignore_eos": True, "skip_special_tokens": False}
     return rules | ({"logit_bias": {str(token): BAN_BIAS for token in banned_ids}} if banned_ids else {})
 
 
 class VllmClient:
-    """HTTP connections to one server."""
+    """HTTP connections to one vLLM server."""
 
     def __init__(self, url: str, *, limit: int, deadline_s: float, checked: set[str]) -> None:
         """
@@ -111,7 +111,7 @@ class VllmClient:
 
         Raises:
             Trouble: the attempt failed.
-            RlhfError: the server was started without something that is needed.
+            RlhfError: the server was started without a required option.
         """
         await self.check()
         body = {"token_ids": [*token_ids], "sampling_params": dict(sampling), **more}
@@ -127,12 +127,12 @@ class VllmClient:
         for span in choice.get("weight_versions") or ():
             versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
         if not len(tokens) == len(logprobs) == len(versions) > 0:
-            found = f"{len(tokens)} tokens, {len(logprobs)} log-probs, and versions of {len(versions)} tokens"
-            raise Trouble(Kind.LOST, "answered without tokens, or in columns of different lengths", found)
+            counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, and versions of {len(versions)} tokens"
+            raise Trouble(Kind.LOST, "answered without tokens, or with lists of different lengths", counts)
         return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs, versions)
 
     async def check(self) -> None:
-        """Check release and settings once in this process. Raises RlhfError."""
+        """Check the server's release and settings, once per server and process. Raises RlhfError."""
         if self.url in self._checked:
             return
         release = str((await self.get("/version")).get("version"))
@@ -142,7 +142,7 @@ class VllmClient:
         mode = settings.get("vllm_config", {}).get("model_config", {}).get("logprobs_mode", LOGPROBS_MODE)
         if mode != LOGPROBS_MODE:
             raise RlhfError(
-                f"the server at {self.url} returns {mode}, which are not those that it samples from: start it with "
+                f"the server at {self.url} returns {mode}, not the log-probs that it samples from: start it with "
                 f"--logprobs-mode {LOGPROBS_MODE}"
             )
         self._checked.add(self.url)
@@ -154,15 +154,15 @@ class VllmClient:
         return None
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the server's JSON object. Raises Trouble, RlhfError."""
+        """Return the JSON object at `path`. Raises Trouble, RlhfError."""
         return await self._request("GET", path, None, PROBE_S)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a JSON object and return the server's. Raises Trouble, RlhfError."""
+        """Post a JSON object to `path` and return the server's reply. Raises Trouble, RlhfError."""
         return await self._request("POST", path, body, self._deadline_s)
 
     async def _request(self, method: str, path: str, body: Any, deadline_s: float) -> dict[str, Any]:
-        """Return the server's JSON object, empty if it sends none. Raises Trouble, RlhfError."""
+        """Return the JSON object in the server's reply, {} if there is none. Raises Trouble, RlhfError."""
         try:
             async with timeout(deadline_s), self._session.request(method, path, json=body) as response:
                 text = await response.text()
@@ -172,23 +172,23 @@ class VllmClient:
         if status != 200:
             raise self._refusal(path, status, text)
         try:
-            found = json.loads(text) if text.startswith("{") else {}
+            reply = json.loads(text) if text.startswith("{") else {}
         except ValueError as error:
             raise Trouble(Kind.LOST, f"answered {path} with a damaged response", text[:200]) from error
-        return found if isinstance(found, dict) else {}
+        return reply if isinstance(reply, dict) else {}
 
     def _refusal(self, path: str, status: int, text: str) -> Exception:
-        needed = None
+        missing = None
         if path == GENERATE and (status == 403 or _has_no_route(status, text)):
-            needed = "does not take token ids: start it with --enable-scale-out"
+            missing = "does not accept token ids: start it with --enable-scale-out"
         elif _has_no_route(status, text):
-            needed = (
+            missing = (
                 "does not load adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 if "lora" in path
                 else f"has no {path.partition('?')[0]}: start it with VLLM_SERVER_DEV_MODE=1"
             )
-        if needed:
-            return RlhfError(f"the server at {self.url} {needed}")
+        if missing:
+            return RlhfError(f"the server at {self.url} {missing}")
         if path == GENERATE and status == 404:  # the adapter is unknown after a restart
             return Trouble(Kind.LOST, "has lost the adapters", _message(text))
         kind = Kind.WRONG if status < 500 else Kind.BUSY
@@ -196,7 +196,7 @@ class VllmClient:
 
 
 class VllmConnection:
-    """HTTP connections to one server; requests wait until it has the weights of `version`."""
+    """Connections to one vLLM server for one version of the weights; requests wait until the server has loaded it."""
 
     def __init__(
         self,
@@ -220,11 +220,11 @@ class VllmConnection:
         self._loading: asyncio.Task[None] | None = None
 
     async def generate(self, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> PolicyTurn:
-        """Return the server's complete response to one prompt, generated by the version's weights only.
+        """Return the server's complete response to one prompt, generated only with the version's weights.
 
         Raises:
             Trouble: the attempt failed, or the server was restarted and generated with other weights.
-            RlhfError: the server was started without something that is needed.
+            RlhfError: the server was started without a required option.
         """
         await self._load()
         model = {"model": self._version.name} if self._is_adapter else {}
@@ -233,33 +233,33 @@ class VllmConnection:
         except Trouble:
             self._is_loaded = False  # a restart loses adapters
             raise
-        found = {*map(str, turn.versions or ())}
-        if found != {self._version.name}:
+        used = {*map(str, turn.versions or ())}
+        if used != {self._version.name}:
             self._is_loaded = False
-            names = ", ".join(sorted(found))
+            names = ", ".join(sorted(used))
             raise Trouble(Kind.LOST, "has other weights", f"it generated with {names}, not {self._version.name}")
         return turn
 
     async def get_ready(self, model: str) -> str | None:
-        """Load the version if the server is healthy without it; return why it is not ready. Raises Trouble."""
-        self._is_loaded = False  # it may have been restarted
+        """Make the server ready: load the version if it is missing. Return None; raises Trouble if loading fails."""
+        self._is_loaded = False  # the server may have been restarted
         await self._load()
         return None
 
     async def close(self) -> None:
-        """Close all connections; requests in flight fail. A server that was paused to load weights is resumed."""
+        """Cancel a load in progress, which resumes the server, and close all connections; requests in flight fail."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait([self._loading], timeout=PROBE_S)
         await self._server.close()
 
     async def _load(self) -> None:
-        """Make the server use the version's weights, unless it does; concurrent callers share one attempt."""
+        """Make the server use the version's weights, if it does not yet; concurrent callers share one attempt."""
         if self._is_loaded:
             return
         if self._loading is None or self._loading.done():
             self._loading = asyncio.create_task(self._attempt_load())
-            # Its error was seen by whoever waits for it, or every waiting request was cancelled.
+            # Retrieve the error, which the waiting requests raise, so that asyncio does not log it as well.
             self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._loading)
 
@@ -270,15 +270,15 @@ class VllmConnection:
             if loaded != self._version.name:
                 if self._is_adapter and loaded.startswith(FULL):
                     raise RlhfError(
-                        f"the server at {self._server.url} has the weights of another run ({loaded}), to which the "
-                        "adapters do not belong: restart it"
+                        f"the server at {self._server.url} has the weights of another run ({loaded}), which do not fit "
+                        "the adapters: restart it"
                     )
                 await (self._load_adapter() if self._is_adapter else self._load_weights())
         self._is_loaded = True
 
     @contextlib.asynccontextmanager
     async def _lock_server(self) -> AsyncIterator[None]:
-        """Hold this server's lock among the actor's ranks; every rank generates with all servers."""
+        """Hold the server's lock, because every rank of the actor generates with all servers."""
         path = self._version.folder.with_name(f"{self._server.url}.lock")
         with contextlib.ExitStack() as held:
             while True:
@@ -290,7 +290,7 @@ class VllmConnection:
             yield
 
     async def _load_weights(self) -> None:
-        try:  # a pause that is cut off may still pause the server
+        try:  # even a cancelled request may have paused the server
             await self._server.post("/pause?mode=wait")
             path = {"weights_path": str(self._version.folder)}
             await self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
@@ -300,26 +300,26 @@ class VllmConnection:
             await self._server.post("/resume")
 
     async def _load_adapter(self) -> None:
-        """Load the adapter under the version's name, and unload those before it."""
+        """Load the adapter under the version's name, and unload earlier adapters."""
         models = (await self._server.get("/v1/models")).get("data", [])
         adapters = [model["id"] for model in models if model.get("parent")]
         for name in adapters:
             if name != self._version.name:
                 await self._server.post("/v1/unload_lora_adapter", {"lora_name": name})
-        if self._version.name not in adapters:  # else an attempt was cut off after it
+        if self._version.name not in adapters:  # otherwise an earlier attempt was cut off after this request
             adapter = {"lora_name": self._version.name, "lora_path": str(self._version.folder)}
             await self._server.post("/v1/load_lora_adapter", adapter)
         await self._server.post("/update_weight_version", {"new_version": self._version.name})
 
 
 def _is_new_enough(release: str) -> bool:
-    """Return whether a release is OLDEST or newer; a development build without a number ("dev") is."""
+    """Return whether a release is OLDEST or newer; true for a development build without a number ("dev")."""
     number = re.match(r"(\d+)\.(\d+)", release)
     return number is None or (int(number[1]), int(number[2])) >= OLDEST
 
 
 def _has_no_route(status: int, text: str) -> bool:
-    """Return whether the server has no such route: FastAPI's own answer, and not one of vLLM's with `error`."""
+    """Return whether FastAPI itself answered that the route does not exist; vLLM's own errors have a field `error`."""
     return status in (404, 405) and '"error"' not in text
 
 

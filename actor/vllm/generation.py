@@ -1,4 +1,4 @@
-"""Generates responses with vLLM servers; the policy's log-probs are computed by the actor as for its own decoder."""
+"""Generates responses with vLLM servers; the actor itself computes the policy's log-probs."""
 
 import asyncio
 import collections
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.data.compute import cancelled
+from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, Partner
+from rlhf_triton.actor.generation.slots import Finished, RowSource
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.pool import ServerPool
@@ -41,7 +41,7 @@ class VllmGeneration(Generation):
             actor.generation,
             pad_id=policy.pad_id,
             banned_ids=policy.banned_ids,
-            eos_ids=[token for token in policy.eos_ids if token < policy.vocab_size],  # vLLM refuses others
+            eos_ids=[token for token in policy.eos_ids if token < policy.vocab_size],  # vLLM refuses larger ids
         )
         self._vllm = actor.generation.vllm
         if not self._vllm.servers:
@@ -58,13 +58,13 @@ class VllmGeneration(Generation):
         self._budget = RetryBudget(RETRY_RESERVE)
 
     def renew(self) -> None:
-        """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
+        """Publish the sampler's weights, if they changed, as a version that servers load before their next response."""
         if self._policy.ranks.rank == 0 and self._published != self._policy.trained.optimizer_step:
-            self._versions.publish(self._policy.sampler.save_pretrained)  # of LoRA, only the adapters
+            self._versions.publish(self._policy.sampler.save_pretrained)  # with LoRA, only the adapters
             self._published = self._policy.trained.optimizer_step
 
     def close(self) -> None:
-        """End the environments; make a `run` in another thread raise CancelledError."""
+        """End the environments; a `run` in another thread raises CancelledError."""
         super().close()
         self._is_closed = True
         if self._running is not None:
@@ -73,16 +73,16 @@ class VllmGeneration(Generation):
                 loop.call_soon_threadsafe(task.cancel)
 
     def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses of `run` to some of the prompts, given by index; `renew` was called before.
+        """Generate the responses of `run` to some of the prompts, given by index; call `renew` first.
 
         Raises:
             RequestFailed: the servers were unavailable for `actor.client.max_outage_s`, or refuse a request.
-            RlhfError: a server was started without something that is needed.
+            RlhfError: a server was started without a required option.
         """
-        with self._partner_of(prompts, finished, seed) as partner:
-            asyncio.run(self._run(partner, seed=seed, greedy=greedy))
+        with self._open_row_source(prompts, finished, seed) as row_source:
+            asyncio.run(self._run(row_source, seed=seed, greedy=greedy))
 
-    async def _run(self, partner: Partner, *, seed: int, greedy: bool) -> None:
+    async def _run(self, row_source: RowSource, *, seed: int, greedy: bool) -> None:
         task = asyncio.current_task()
         assert task is not None
         limit = asyncio.Semaphore(self._settings.batch_size)
@@ -98,46 +98,48 @@ class VllmGeneration(Generation):
         turns: dict[int, int] = collections.Counter()
 
         async def respond(row: int, tokens: Sequence[int]) -> None:
-            left = min(self._settings.max_new_tokens, partner.longest - len(tokens))
-            sampling = self._sampling([seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy)
+            left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
+            sampling = self._sampling_parameters(
+                [seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy
+            )
             turns[row] += 1
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
-            session = None if self.agent is None else row % ROW_STEP
+            session = None if self.runner is None else row % ROW_STEP
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, session=session)
                 turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
-            partner.take(row, self._verified(turn))
+            row_source.deliver(row, self._check_turn(turn))
 
         responses: set[asyncio.Task[None]] = set()
         self._running = asyncio.get_running_loop(), task
         try:
             if self._is_closed:
                 raise asyncio.CancelledError
-            arriving = asyncio.create_task(asyncio.to_thread(partner.next, wait=True))
+            arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             while True:
                 await asyncio.wait([arriving, *responses], return_when=asyncio.FIRST_COMPLETED)
-                for each in [each for each in responses if each.done()]:
-                    each.result()
-                    responses.remove(each)
+                for response in [response for response in responses if response.done()]:
+                    response.result()
+                    responses.remove(response)
                 if arriving.done():
-                    if not (came := arriving.result()):
+                    if not (new_rows := arriving.result()):
                         break
-                    responses |= {asyncio.create_task(respond(*row)) for row in came}
-                    arriving = asyncio.create_task(asyncio.to_thread(partner.next, wait=True))
+                    responses |= {asyncio.create_task(respond(*row)) for row in new_rows}
+                    arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             await asyncio.gather(*responses)
         finally:
             self._running = None
-            partner.close()  # a thread may wait for it
-            await cancelled(responses)
+            row_source.close()  # a thread may still wait in `next_rows`
+            await cancel_all(responses)
             await pool.close()
 
-    def _sampling(self, seed: Sequence[int], most: int, *, greedy: bool) -> dict[str, Any]:
-        """Return vLLM's sampling parameters of a turn of at most `most` tokens; a repeated request has the same."""
+    def _sampling_parameters(self, seed: Sequence[int], max_tokens: int, *, greedy: bool) -> dict[str, Any]:
+        """Return vLLM's sampling parameters for a turn; a repeated request gets the same ones."""
         s = self._settings
         own_seed = int(np.random.SeedSequence([*seed]).generate_state(1)[0]) >> 1
         sampling: dict[str, Any] = {
-            "max_tokens": most,
-            "min_tokens": min(s.min_new_tokens, most),
+            "max_tokens": max_tokens,
+            "min_tokens": min(s.min_new_tokens, max_tokens),
             "seed": own_seed,
             "logprobs": 0,
             "temperature": 0.0 if greedy else s.temperature,
@@ -149,14 +151,17 @@ class VllmGeneration(Generation):
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling
 
-    def _verified(self, turn: PolicyTurn) -> PolicyTurn:
-        """Return vLLM's turn, without log-probs that are not ours. Raises RlhfError if it has a banned token."""
+    def _check_turn(self, turn: PolicyTurn) -> PolicyTurn:
+        """Return the turn, without vLLM's log-probs if the actor defines them differently.
+
+        Raises RlhfError if the turn has a banned token.
+        """
         if banned := sorted({*turn.tokens} & {*self._banned_ids}):
             raise RlhfError(
                 f"vLLM generated the tokens {banned}, although each request lowers their logits by {-BAN_BIAS:g}: "
                 "check that the server applies `logit_bias`"
             )
-        # vLLM's log-probs are those after these settings, ours before them.
+        # vLLM computes log-probs after applying these settings, the actor before.
         s = self._settings
         is_plain = (s.top_k, s.top_p, s.min_new_tokens) == (0, 1.0, 0)
         return turn if is_plain else dataclasses.replace(turn, logprobs=None)

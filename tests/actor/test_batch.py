@@ -14,7 +14,7 @@ from rlhf_triton.actor.algorithms import grpo, stages
 from rlhf_triton.actor.algorithms.batch import (
     check_failures,
     critic_payload,
-    failures,
+    describe_failures,
     positions,
     score_returns,
 )
@@ -24,7 +24,7 @@ from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.sample import SampledRow, Score
-from rlhf_triton.actor.run.validation import explained
+from rlhf_triton.actor.run.validation import explained_by_values
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
@@ -102,7 +102,7 @@ def test_returns_by_hand():
 def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm: str, mask_unfinished: bool):
     """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
     scored = scored_samples()
-    scored[1] = scored[1].scored(reward=-50.0, outcome=-50.0)
+    scored[1] = scored[1].with_score(reward=-50.0, outcome=-50.0)
     batch = make_batch(scored, **SETTINGS, algorithm_name=algorithm, mask_unfinished=mask_unfinished)
     learned = batch.policy_weights > 0
     assert int(learned.sum()) == (7 if mask_unfinished else 10)
@@ -152,7 +152,7 @@ def test_a_failed_row_is_masked_and_the_others_are_as_if_it_had_not_been():
     for junk in (math.nan, math.inf, 1e30):  # whatever stands in such a row
         filled = np.full(LENGTHS[2], junk, np.float32)
         row = replace(scored[2], policy_logprobs=filled, ref_logprobs=-filled)
-        dirty = [*scored[:2], row.scored(reward=junk, outcome=junk, values=filled), scored[3]]
+        dirty = [*scored[:2], row.with_score(reward=junk, outcome=junk, values=filled), scored[3]]
         close(fields(make_batch(dirty, **SETTINGS)), fields(batch))
         assert metrics_of(dirty, make_batch(dirty, **SETTINGS)) == pytest.approx(metrics)
     keep = [0, 1, 3]
@@ -193,7 +193,7 @@ def test_metrics_by_hand():
     metrics = metrics_of(drifting, make_batch(drifting, **SETTINGS))  # in one of ten tokens
     gaps = [metrics["generation_logprob_gap"], metrics["generation_logprob_gap_max"]]
     assert gaps == pytest.approx([0.05, 0.5], abs=1e-6)
-    without = [row.scored(values=None, version=-1) for row in scored]  # a critic
+    without = [row.with_score(values=None, version=-1) for row in scored]  # a critic
     metrics = metrics_of(without, make_batch(without, algorithm_name="reinforce++"))
     assert not {"values_mean", "explained_variance", "weights_version"} & set(metrics)
     assert math.isfinite(metrics["advantages_std"])
@@ -370,7 +370,7 @@ def test_a_row_without_process_rewards_is_masked():
     assert process_metrics(conversations) == {"process_rewards": 0.75, "steps_per_response": 2.0}
     returns, values = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([0.1, 0.2, 0.3, 0.4])  # of the first row alone
     variance = 1 - float((returns - values).var(correction=0) / returns.var(correction=0))
-    found = explained(conversations, [(row,) for row in processed()])
+    found = explained_by_values(conversations, [(row,) for row in processed()])
     assert found == pytest.approx(variance, abs=1e-6)
 
 
@@ -429,7 +429,7 @@ def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sa
 def conversation(*rows: SampledRow) -> tuple[SampledRow, ...]:
     """Rows whose last one has the total reward."""
     total = sum(float(row.score.steps.sum()) for row in rows)
-    return (*rows[:-1], rows[-1].scored(reward=total))
+    return (*rows[:-1], rows[-1].with_score(reward=total))
 
 
 def sampled(tensor: Tensor, batch: PPOBatch) -> list[float]:
@@ -474,7 +474,7 @@ def test_penalties_are_not_normalised(rewards: dict[str, Any]):
 )
 def test_bootstrap_value_is_in_the_critics_unit(shaping: dict[str, Any], value: float):
     stopped = row_of(0.0, truncated="environment.max_turns", ended=False)
-    stopped = stopped.scored(values=np.array([0, 0, 1], np.float32))
+    stopped = stopped.with_score(values=np.array([0, 0, 1], np.float32))
     batch = make_batch([conversation(stopped)], truncated="bootstrap", kl_coef=0.0, **BARE, **shaping)
     assert sampled(batch.returns, batch) == pytest.approx([value])
 
@@ -494,7 +494,7 @@ def test_total_rewards_include_turn_rewards(name: str):
 
 
 def test_a_conversation_without_one_of_its_scores_is_left_out_whole():
-    rows = conversation(row_of(1.0), row_of(1.0, number=1).scored(failure="503"), row_of(1.0, number=2))
+    rows = conversation(row_of(1.0), row_of(1.0, number=1).with_score(failure="503"), row_of(1.0, number=2))
     batch = make_batch([rows, conversation(row_of(1.0))], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
     assert batch.mask.any(-1).tolist() == [False, False, False, True]
-    assert failures([rows]).endswith("503")
+    assert describe_failures([rows]).endswith("503")

@@ -10,9 +10,9 @@ import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score
-from rlhf_triton.actor.generation.conversations import ROW_STEP, Talks
+from rlhf_triton.actor.generation.conversations import ROW_STEP, ConversationSource
 from rlhf_triton.actor.generation.engine import uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Rules
+from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel
@@ -63,7 +63,10 @@ def test_every_call_is_sampled_from_the_tokens_so_far(agents: Agents, model: Any
         said = [message["content"] for message in row.messages]
         assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
         for number, turn in enumerate(row.turns, 1):
-            decoder, draws = Decoder(model, Rules(8, [EOS], BANNED), slots=1), uniform_draws(3, i + number * ROW_STEP)
+            decoder, draws = (
+                Decoder(model, SamplingSettings(8, [EOS], BANNED), slots=1),
+                uniform_draws(3, i + number * ROW_STEP),
+            )
             given = one_response(decoder, row.tokens[: turn.start], draws, 8)
             assert row.tokens[turn.start : turn.end].tolist() == [*turn.tokens] == given
         last = row.turns[-1]
@@ -98,7 +101,7 @@ def test_edited_contexts_become_rows_of_one_conversation(agents: Agents, model: 
         ("failing", {"max_new_tokens": 1}, "ValueError: lost the way (agents.py:", ""),
         ("failing", {}, "ValueError: lost the way (agents.py:", ""),
         ("wrong", {}, "the reward is 'good'; return a finite number or None", ""),
-        ("idle", {}, "ended without a reply of the policy", ""),
+        ("idle", {}, "ended without a reply from the policy", ""),
         ("converse", {"max_turns": 1}, "", "environment.max_turns"),
         ("converse", {"max_tokens": 40}, "", "environment.max_tokens"),
         ("lingering", {"timeout_s": 3}, "", "environment.timeout_s"),
@@ -129,9 +132,9 @@ def test_interrupted_agents_end_at_once(agents: Agents, model: Any, monkeypatch:
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
-    talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
-    assert talks.next(wait=True)
-    talks.close()
+    source = ConversationSource(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    assert source.next_rows(wait=True)
+    source.close()
     (found,) = ends(model, agent, 1)
     assert (len(found.turns), found.error) == (2, "")
 

@@ -19,20 +19,20 @@ from random_models import random_llama
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
-from rlhf_triton.actor.algorithms.batch import failures, score_returns
+from rlhf_triton.actor.algorithms.batch import describe_failures, score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics, sequence_kl, text_metrics
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.chat import ASKED, Chat, HistoryChanged, TemplateError
+from rlhf_triton.actor.data.chat import PROBE_MESSAGE, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, SampledTurn
 from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, failure_of, sample_of
 from rlhf_triton.actor.generation import conversations
-from rlhf_triton.actor.generation.conversations import ROW_STEP, Agent, Talks, seed_of
+from rlhf_triton.actor.generation.conversations import ROW_STEP, ConversationRunner, ConversationSource, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Rules
+from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.collection import has_spread
-from rlhf_triton.actor.run.validation import Validation, _measured, read_texts, samples, turn_tokens
-from rlhf_triton.actor.scoring.environment import with_environment
+from rlhf_triton.actor.run.validation import Validation, _measure, read_texts, samples, turn_tokens
+from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
@@ -68,7 +68,7 @@ def asked(text: str = "Play.", **columns: Any) -> Prompt:
     return Prompt("7", "", np.zeros(0, np.int64), {"messages": [user(text)], **columns})
 
 
-Agents = Callable[..., Agent]
+Agents = Callable[..., ConversationRunner]
 PROMPT = asked(turns=2)
 
 
@@ -77,11 +77,15 @@ def section(name: str, **settings: Any) -> EnvironmentSection:
 
 
 @pytest.fixture
-def agents() -> Iterator[Callable[..., Agent]]:
-    begun: list[Agent] = []
+def agents() -> Iterator[Callable[..., ConversationRunner]]:
+    begun: list[ConversationRunner] = []
 
-    def begin(name: str, tokenizer: Any = TOKENIZER, vocab_size: int | None = None, **settings: Any) -> Agent:
-        begun.append(Agent(section(name, **settings), tokenizer, max_prompt_tokens=100, vocab_size=vocab_size))
+    def begin(
+        name: str, tokenizer: Any = TOKENIZER, vocab_size: int | None = None, **settings: Any
+    ) -> ConversationRunner:
+        begun.append(
+            ConversationRunner(section(name, **settings), tokenizer, max_prompt_tokens=100, vocab_size=vocab_size)
+        )
         return begun[-1]
 
     yield begin
@@ -93,14 +97,20 @@ def ids(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any) -> tuple[SampledRow, list[int]]:
+def talk(
+    agent: ConversationRunner, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any
+) -> tuple[SampledRow, list[int]]:
     """As `talk_in_rows`; return the last row."""
     found, seen = talk_in_rows(agent, replies, prompt, **more)
     return found[-1], seen
 
 
 def talk_in_rows(
-    agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True, tokenizer: Any = TOKENIZER
+    agent: ConversationRunner,
+    replies: Sequence[str],
+    prompt: Prompt = PROMPT,
+    ends: bool = True,
+    tokenizer: Any = TOKENIZER,
 ) -> tuple[Conversation, list[int]]:
     """Lead a conversation with a policy that says `replies`; return it, and the tokens before the last turn.
 
@@ -112,15 +122,15 @@ def talk_in_rows(
     class Scripted:
         clock = staticmethod(lambda: next(times))
 
-        async def sampled(self, tokens: Sequence[int]) -> PolicyTurn:
+        async def sample_turn(self, tokens: Sequence[int]) -> PolicyTurn:
             seen[:] = tokens
             reply = ids(left.pop(0), tokenizer) + [EOS] * ends
             return PolicyTurn(reply, ends, [-1.0] * len(reply))
 
-        def renew(self) -> None:
+        def start_row(self) -> None:
             """Nothing: the rows are the agent's."""
 
-    found = asyncio.run_coroutine_threadsafe(agent.talk(prompt, 5, Scripted()), agent.loop).result()
+    found = asyncio.run_coroutine_threadsafe(agent.run(prompt, 5, Scripted()), agent.loop).result()
     return found, seen
 
 
@@ -238,7 +248,10 @@ def test_a_space_before_a_reply_changes_no_history():
     )
     chat = Chat(tokenizer_of(template=template))
     chat.check()
-    assert chat.tokenizer.decode(chat.after_reply([ASKED], EOS, "Yes.")) == f"[INST] {ASKED['content']} [/INST]"
+    assert (
+        chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], EOS, "Yes."))
+        == f"[INST] {PROBE_MESSAGE['content']} [/INST]"
+    )
 
 
 def test_tools_that_the_policy_would_not_see_are_named(agents: Agents, caplog: pytest.LogCaptureFixture):
@@ -255,7 +268,7 @@ def test_tools_that_the_policy_would_not_see_are_named(agents: Agents, caplog: p
                 agent.check_prompts(chats)
         else:
             agent.check_prompts(chats)
-            found, _ = talk(agent, ["Done."], replace(PROMPT, metadata={"messages": [ASKED]}))
+            found, _ = talk(agent, ["Done."], replace(PROMPT, metadata={"messages": [PROBE_MESSAGE]}))
             assert "tools" not in found.prompt.metadata, "a reward model would read what the policy does not"
     agent.check_prompts([Prompt("0", "Count.", np.array([5]))])
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
@@ -348,7 +361,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Agents, tokeni
     scorer = Scorer(None, tokenizer)
     scorer.reward = ServedModel(components=("a",))
     scorer.sends_sentences = True
-    (chat, text), sentences, _ = scorer._texts(ends, 1)
+    (chat, text), sentences, _ = scorer._text_inputs(ends, 1)
     completion = [
         assistant("one"),
         user("2 left after one"),
@@ -387,11 +400,11 @@ def test_a_token_without_embedding_fails_its_conversation(agents: Agents, first:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
     done: dict[int, Conversation] = {}
-    talks = Talks(agent, {0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
+    source = ConversationSource(agent, {0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
     while not done:
-        for row, _ in talks.next(wait=True):
+        for row, _ in source.next_rows(wait=True):
             reply = [*ids("<|extra|>"), EOS]
-            talks.take(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
+            source.deliver(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
@@ -420,13 +433,13 @@ def prompts_of(count: int) -> list[Prompt]:
 
 
 def generated_rows(
-    model: Any, agent: Agent, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
+    model: Any, agent: ConversationRunner, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
 ) -> list[Conversation]:
     """A conversation about each prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.uses_slots = uses_slots
-    engine.agent = agent
+    engine.runner = agent
     found: dict[int, Conversation] = {}
     engine.run(prompts, lambda i, rows: found.update({i: rows}), seed=3)
     return [found[i] for i in range(len(prompts))]
@@ -443,7 +456,7 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "uses_slots", "in_step", "slots"),
+    ("tokenizer", "uses_slots", "lockstep", "slots"),
     [
         (TOKENIZER, True, False, 3),
         (TOKENIZER, False, False, 3),
@@ -453,17 +466,17 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
     ],
 )
 def test_every_turn_is_sampled_from_its_whole_row(
-    agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, in_step: bool, slots: int
+    agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, lockstep: bool, slots: int
 ):
     """Also with a template that writes every reply anew, so that each turn begins a row, with draws of its own."""
     agent = agents("Countdown", tokenizer)
-    agent.in_step = in_step
+    agent.lockstep = lockstep
     found = generated_rows(model, agent, prompts_of(9), uses_slots, generation_batch_size=slots)
     assert max(len(rows[-1].turns if tokenizer is TOKENIZER else rows) for rows in found) > 2
     for i, number, row in ((i, number, row) for i, rows in enumerate(found) for number, row in enumerate(rows)):
         draws, inside = uniform_draws(3, i + number * ROW_STEP), np.zeros(len(row.tokens), np.bool_)
         for turn in row.turns:
-            decoder, before = Decoder(model, Rules(8, [EOS], BANNED), slots=1), row.tokens[: turn.start]
+            decoder, before = Decoder(model, SamplingSettings(8, [EOS], BANNED), slots=1), row.tokens[: turn.start]
             assert row.tokens[turn.start : turn.end].tolist() == one_response(decoder, before, draws, 8)
             inside[turn.start : turn.end] = True
         assert (row.sampled == inside).all()
@@ -473,14 +486,14 @@ def test_every_turn_is_sampled_from_its_whole_row(
 def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
     agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    now, sampled = [0.0], Talks.sampled
+    now, sampled = [0.0], ConversationSource.sample_turn
 
-    async def slowly(talks: Talks, row: int, before: Sequence[int]) -> PolicyTurn:
-        turn = await sampled(talks, row, before)
+    async def slowly(source: ConversationSource, row: int, before: Sequence[int]) -> PolicyTurn:
+        turn = await sampled(source, row, before)
         now[0] += 1000
         return turn
 
-    monkeypatch.setattr(Talks, "sampled", slowly)
+    monkeypatch.setattr(ConversationSource, "sample_turn", slowly)
     monkeypatch.setattr(conversations, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     (row,) = generated(model, agents("Countdown", timeout_s=500), prompts_of(4)[2:3], max_new_tokens=50)
     assert (len(row.turns), row.truncated) == (3, "")
@@ -492,7 +505,7 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(
 ):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
     agent = agents("Fragile", options={"losses": 2})
-    agent.in_step = True
+    agent.lockstep = True
     assert [row.error for row in generated(model, agent, prompts_of(3))] == [""] * 3
 
 
@@ -500,7 +513,7 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(
 def test_conversations_in_step_skip_those_without_a_slot(agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
     agent = agents("Countdown")
-    agent.in_step = True
+    agent.lockstep = True
     one = generated(model, agent, prompts_of(5))
     assert all(row.turns for row in one)
     assert torch.equal(tokens_of(one), tokens_of(generated(model, agent, prompts_of(5))))
@@ -519,9 +532,9 @@ def test_a_failing_environment_costs_its_own_rows(agents: Agents, model: Any):
     rows = generated(model, agents("Countdown"), prompts)
     assert [bool(row.error) for row in rows] == [i in (1, 4) for i in range(6)]
     assert not rows[1].sampled.any()
-    found = [with_environment(conversation) for conversation in unscored(rows)]
+    found = [add_environment_rewards(conversation) for conversation in unscored(rows)]
     assert [bool(failure_of(each)) for each in found] == [i in (1, 4) for i in range(6)]
-    assert "2 of 6 rewards" in failures(found)
+    assert "2 of 6 rewards" in describe_failures(found)
     assert all(np.isnan(found[i][0].score.components["environment"]) for i in (1, 4))
 
 
@@ -537,11 +550,11 @@ def test_a_conversation_whose_environment_is_lost_begins_again(agents: Agents, l
 
 def test_closing_ends_a_generation_that_waits(agents: Agents, model: Any):
     agent = agents("Countdown")
-    talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
-    assert talks.next(wait=True)[0][0] == 0
-    threading.Timer(0.1, talks.close).start()
+    source = ConversationSource(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    assert source.next_rows(wait=True)[0][0] == 0
+    threading.Timer(0.1, source.close).start()
     with pytest.raises(asyncio.CancelledError):
-        talks.next(wait=True)
+        source.next_rows(wait=True)
 
 
 # ---- rewards, limits and what is trained ----
@@ -566,8 +579,8 @@ def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Con
             replace(each, score=Score(values=np.arange(len(each.tokens), dtype=np.float32) / 10, version=0))
             for each in conversation
         ]
-        end = valued[-1].scored(reward=served, outcome=served)
-        found.append(with_environment((*valued[:-1], end)))
+        end = valued[-1].with_score(reward=served, outcome=served)
+        found.append(add_environment_rewards((*valued[:-1], end)))
     return found
 
 
@@ -594,7 +607,7 @@ def test_a_turns_reward_stands_at_its_last_token():
 def test_rewards_beyond_float32_fail_their_conversation(reward: float):
     """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
     scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
-    assert ["beyond float32" in failure_of(each) for each in scored] == [True, False]
+    assert ["exceed float32" in failure_of(each) for each in scored] == [True, False]
     assert scored[1][0].score.reward == 1.0
 
 
@@ -642,7 +655,7 @@ def test_metrics_count_all_rows_of_the_conversations_in_the_update():
     by_hand = 1 - (batch.rewards_to_go - batch.prev_values)[used].var() / batch.rewards_to_go[used].var()
     assert metrics["train_rollouts/explained_variance"] == pytest.approx(float(by_hand), abs=1e-5)
     assert used.sum(-1).tolist() == [3, 3, 2, 0]
-    validation = _measured(scored)
+    validation = _measure(scored)
     assert validation.kl == pytest.approx((2 * distance + 3 * 9.0) / 3)
     values, returns, mask = score_returns(scored)
     assert returns[mask > 0].tolist() == [3, 3, 2, 7, 7, 7, 4, 4, 1, 1, 1]
@@ -727,13 +740,13 @@ def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Agents):
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"
     tokens = [*THOUGHTS(text, add_special_tokens=False)["input_ids"], EOS]
     assert len({*tokens} & {*THOUGHTS.added_tokens_decoder}) == 5
-    (found,) = Chat(THOUGHTS).calls([], tokens)
+    (found,) = Chat(THOUGHTS).parse_calls([], tokens)
     assert (found.name, found.arguments) == ("look", {"at": "it"})
     prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
     sample = sample_of(prompt, PolicyTurn(tokens, ended=True))
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS)
     scorer.reward = ServedModel(components=("a",))
-    assert scorer._texts([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
+    assert scorer._text_inputs([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
     said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0]
     assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]

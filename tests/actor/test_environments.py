@@ -225,7 +225,7 @@ async def test_a_cancelled_open_leaves_nothing_behind():
     ("text", "settings", "cause"),
     [
         ("", {}, "env.py has no 'Env'"),
-        ("class Env:\n def step(self, x): ...", {}, "it has no method reset, which begins an episode"),
+        ("class Env:\n def step(self, x): ...", {}, "the class has no method reset, which starts an episode"),
         ("class Env:\n def reset(self): ...\n def f(self): ...", {}, "JSON schema for f because it has no docstring"),
         (
             "class Env:\n def reset(self): ...\n def __init__(self): 1 / 0",

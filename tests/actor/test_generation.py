@@ -24,7 +24,7 @@ from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded, rows
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, Prompts, Rules, draw
+from rlhf_triton.actor.generation.slots import Decoder, PromptSource, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 from tests.support.samples import logprobs_of, tokens_of
@@ -98,14 +98,14 @@ def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots():
     assert ours.uses_slots
 
 
-def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> Prompts:
+def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> PromptSource:
     """Asks for a response to each of these prompts, which goes into `found`."""
 
     def finished(index: int, conversation: Conversation) -> None:
         found[index] = responses([*conversation])[0]
 
     given = {i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}
-    return Prompts(given, finished, max_new_tokens=most)
+    return PromptSource(given, finished, max_new_tokens=most)
 
 
 def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
@@ -123,7 +123,7 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     monkeypatch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
-    decoder = Decoder(model, Rules(24, [EOS], [0, 1]), slots=4)
+    decoder = Decoder(model, SamplingSettings(24, [EOS], [0, 1]), slots=4)
     decoder.run(asking(prompts, found, most=24), None)
     assert len(sizes) == 1
     assert len(shifts) > 3
@@ -170,8 +170,8 @@ def test_prompts_of_a_group_go_through_one_forward(
             prefill(self, *given)
 
     monkeypatch.setattr(Decoder, "_prefill", watched)
-    rules = Rules(16, [EOS], [0, 1])
-    decoder = Decoder(make_model("llama", eos_bias=2.0), rules, slots=size, token_budget=token_budget)
+    settings = SamplingSettings(16, [EOS], [0, 1])
+    decoder = Decoder(make_model("llama", eos_bias=2.0), settings, slots=size, token_budget=token_budget)
     together: dict[int, list[int]] = {}
     decoder.run(asking(prompts, together, most=16), functools.partial(uniform_draws, 3))
     assert all(len(ids) == 1 or ids.numel() <= (token_budget or math.inf) for ids in passes)
@@ -196,7 +196,7 @@ class Talk:
         self._now = [*self.rows]
         self.answered = 0
 
-    def take(self, index: int, turn: PolicyTurn) -> None:
+    def deliver(self, index: int, turn: PolicyTurn) -> None:
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
@@ -207,7 +207,7 @@ class Talk:
         (self._late if self._rng.integers(2) else self._now).append(index)
         self.answered += 1
 
-    def next(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         found, self._now = self._now, []
         if (wait and not found) or self._rng.random() < 0.1:
             found, self._late = found + self._late, []
@@ -233,9 +233,9 @@ def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float]
 def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int, budget: int | None):
     model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
     for seed in range(2):
-        rules = Rules(12, [EOS], [0, 1], min_new_tokens=seed)
+        settings = SamplingSettings(12, [EOS], [0, 1], min_new_tokens=seed)
         talk = Talk(prompts, seed)
-        Decoder(model, rules, slots=slots, token_budget=budget).run(
+        Decoder(model, settings, slots=slots, token_budget=budget).run(
             talk, functools.cache(functools.partial(uniform_draws, seed))
         )
         assert talk.answered > 10
@@ -243,7 +243,7 @@ def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int,
             draws, row = uniform_draws(seed, i), prompt
             for turn, observed in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=()):
                 left = min(12, talk.longest - len(row))
-                decoder = Decoder(model, replace(rules, max_new_tokens=left), slots=1)
+                decoder = Decoder(model, replace(settings, max_new_tokens=left), slots=1)
                 assert turn == one_response(decoder, row, draws, left)
                 row = [*row, *turn, *observed]
 

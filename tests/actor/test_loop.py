@@ -233,7 +233,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
 
     def called(name: str) -> None:
         calls.append(name)
-        if calls == ["generate", "sampled_logprobs", "known"]:
+        if calls == ["generate", "sampled_logprobs", "add_logprobs"]:
             computed.set()
 
     server, ready = InstantScorer(), asyncio.get_running_loop().create_future()
@@ -307,7 +307,7 @@ def test_a_version_contains_the_updates_up_to_a_step(
 ):
     steps = VersionSteps(*start, **{"every": 1, **rules})
     for version, step in answers:
-        steps.learn(version, step)
+        steps.record(version, step)
     assert len(steps._steps) <= KEPT_VERSIONS
     assert {version: steps.step_of(version) for version in contained} == contained
 
@@ -377,13 +377,13 @@ class SlowCritic(Server):
 def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> PPORun:
     """A run that tells the critic what it waits for."""
     run = make_ppo(folder, checkpoints, critic, every=critic.every, **SMALL, **actor)
-    served = run.critic.served
+    served = run.critic.wait_served
 
     async def watched(step: int) -> VersionRange | None:
         critic.awaited = max(critic.awaited, step)
         return await served(step)
 
-    run.critic.served = watched  # type: ignore[method-assign]
+    run.critic.wait_served = watched  # type: ignore[method-assign]
     return run
 
 
@@ -722,7 +722,7 @@ ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
     "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
-    "disk": (failing_call("rollouts", "take", 3, OSError(5, "disk")), OSError, "disk"),
+    "disk": (failing_call("rollouts", "get", 3, OSError(5, "disk")), OSError, "disk"),
 }
 
 
@@ -779,9 +779,9 @@ def nan_weights(run: PPORun) -> None:
 @pytest.mark.parametrize(
     ("prepare", "lost"),
     [
-        (functools.partial(gradient_is_not_finite, after=5), "the policy's update of step 3 had begun"),
+        (functools.partial(gradient_is_not_finite, after=5), "the policy's update of step 3 had started"),
         (nan_weights, "its weights are not finite"),
-        (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had begun"),
+        (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had started"),
     ],
 )
 def test_incomplete_steps_are_not_checkpointed(
@@ -969,7 +969,7 @@ def test_a_stop_is_handled_while_awaiting_the_critic(tmp_path: Path, checkpoints
         run.stop.request()
         await asyncio.Event().wait()
 
-    run.critic.served = served  # type: ignore[method-assign, assignment]
+    run.critic.wait_served = served  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped, match=f"after step {STEPS}, whose checkpoint is written"):
         go(run)
     again.recorder._client.rewind = rewind  # type: ignore[method-assign, assignment]
@@ -998,7 +998,7 @@ LONG: list[tuple[Any, str]] = [
     (Policy, "generate"),
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),
-    (Scorer, "_texts"),
+    (Scorer, "_text_inputs"),
 ]
 
 

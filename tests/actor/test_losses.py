@@ -165,12 +165,12 @@ ROWS = r"a tensor of shape \(1, 5\)"
         ("return inputs.mean(inputs.logprobs)", RlhfError, r"returned a tensor of shape \(\), but it must return"),
         ("return inputs.mean(inputs.logprobs), {'a': inputs.mask}", RlhfError, rf"returned .*, {{a: {ROWS}}}, but"),
         ("return inputs.mean(inputs.old_logprobs), {}", RlhfError, "returned .* that depends on inputs.logprobs"),
-        ("return inputs.logprobs.mean(), {}", RlhfError, "depends on tokens outside the responses that are learned"),
+        ("return inputs.logprobs.mean(), {}", RlhfError, "depends on tokens with weight 0"),
         ("return inputs.no_such_field, {}", RlhfError, r"failed: AttributeError: .*no_such_field.* \(mine.py:5\)"),
         (
             "return inputs.mean(inputs.logprobs), {'a': inputs.logprobs.sum()} if inputs.logprobs.shape[1] > 5 else {}",
             RlhfError,
-            r"returns metrics of other names for other rows \(a\); return the same ones always",
+            r"returns different metrics for different rows \(a\); always return the same names",
         ),
     ],
 )

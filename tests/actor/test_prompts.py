@@ -83,7 +83,7 @@ def test_lines_become_prompts(tmp_path: Path):
 NO_COLUMN = "must have a text, messages or prompt column, got"
 TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
-HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
+HALF = "is half a character (a lone surrogate), which UTF-8 cannot encode; fix or drop the row"
 USER, REPLY = user("x"), assistant("y")
 LEFT_OUT = "the policy's chat template leaves out the role 'tool'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
@@ -93,19 +93,19 @@ IMAGE = {"type": "image", "image": "x.png"}
     ("lines", "message"),
     [
         (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
-        (["", "[1]"], "prompts.jsonl:2: a JSON array; a JSONL file has one object a line"),
-        (["text,answer", "hello,3"], "prompts.jsonl:1: 'text,answer' is not JSON; a JSONL file has one object a line"),
+        (["", "[1]"], "prompts.jsonl:2: a JSON array; a JSONL file has one object per line"),
+        (["text,answer", "hello,3"], "prompts.jsonl:1: 'text,answer' is not JSON; a JSONL file has one object per"),
         (['{"question": "a"}'], f"prompts.jsonl:1: {NO_COLUMN}"),
         (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: must be a string, got {'a': 1}"),
         (['{"text": ""}'], "prompts.jsonl:1: text is empty"),
         (['{"messages": []}'], "prompts.jsonl:1: messages is empty"),
         (['{"prompt": "a", "text": 3}'], f"prompts.jsonl:1: text and prompt {TWO}"),
         ([{"messages": [USER, REPLY], "prompt": "a", "chosen": "b"}], f"prompts.jsonl:1: messages and prompt {TWO}"),
-        ([{"prompt": [USER, REPLY]}], "prompts.jsonl:1: prompt ends with the assistant, whose answer would be in the"),
-        (['{"text": "a", "a": {"b": 1, "b": 2}}'], "prompts.jsonl:1: the key 'b' is there twice; remove one of them"),
+        ([{"prompt": [USER, REPLY]}], "prompts.jsonl:1: prompt ends with the assistant's answer; drop the last"),
+        (['{"text": "a", "a": {"b": 1, "b": 2}}'], "prompts.jsonl:1: the key 'b' occurs twice; remove one of them"),
         (['{"text": "a", "n": ' + "9" * 5000 + "}"], "prompts.jsonl:1: not JSON: Exceeds the limit"),
         (['{"text": "a", "n": ' + "[" * 99999 + "]" * 99999 + "}"], "prompts.jsonl:1: not JSON: maximum recursion"),
-        (['{"text": "a", "n": ' + "[" * 100 + "]" * 100 + "}"], "prompts.jsonl:1: n: nested more than 99 deep; store"),
+        (['{"text": "a", "n": ' + "[" * 100 + "]" * 100 + "}"], "prompts.jsonl:1: n: nested more than 99 levels"),
         (['{"text": "a", "prompt_id": "\\ud83d"}'], f"prompts.jsonl:1: prompt_id: '\\ud83d' {HALF}"),
         (['{"text": "a"}', '{"text": "hello \\ud83d world"}'], f"prompts.jsonl:2: text: '\\ud83d' {HALF}"),
         ([json.dumps({"messages": [{**USER, "name": "\ud83d"}]})], f"prompts.jsonl:1: messages: '\\ud83d' {HALF}"),
@@ -332,10 +332,10 @@ def test_a_map_of_arrow_is_an_object_and_names_are_unique(tmp_path: Path):
     write_arrow(path, pa.table({"text": ["a", "b"], "map": maps}), pa.ipc.new_stream)
     assert [prompt.metadata["map"] for prompt in read(path)] == [{"x": 1}, {}]
     twice = pa.record_batch([["a"], ["b"]], names=["text", "text"])
-    with pytest.raises(PromptError, match="row 1: a column is there twice: text, text"):
+    with pytest.raises(PromptError, match="row 1: a column occurs twice: text, text"):
         read(write_arrow(path, pa.Table.from_batches([twice]), pa.ipc.new_file))
     keys = pa.array([[(1, "a")]], pa.map_(pa.int64(), pa.string()))
-    with pytest.raises(PromptError, match="row 1: map: the key 1 is not a text; store it as one"):
+    with pytest.raises(PromptError, match="row 1: map: the key 1 is not a string; store it as a string"):
         read(write_arrow(path, pa.table({"text": ["a"], "map": keys}), pa.ipc.new_file))
 
 
@@ -446,7 +446,11 @@ def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path
     second = resumed(first, 2, inputs_of(path, per_step=32))
     third = resumed(second, 3, inputs_of(path, per_step=1))
     assert drawn(first, 1, 2) + drawn(second, 3) + drawn(third, 4) == drawn(inputs_of(path, per_step=41), 1)
-    assert [inputs.after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [8, 40, 41]
+    assert [inputs.positions_after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [
+        8,
+        40,
+        41,
+    ]
 
 
 def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -462,7 +466,7 @@ def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytes
     resumed(first, 2, inputs_of(path, other))
     resumed(inputs_of(path, add_special_tokens=False), 1, inputs_of(path))
     changed, added, tokens = caplog.messages
-    assert f"{moved} has changed since the checkpoint: after 8 rows taken" in changed
+    assert f"{moved} has changed since the checkpoint: after 8 rows the run" in changed
     assert added == f"{other} is not in the checkpoint; its prompts are taken from the beginning"
     assert tokens.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
 
@@ -474,7 +478,7 @@ def test_the_next_row_takes_the_place_of_a_skipped_one(tmp_path: Path, caplog: p
     short = {i: row for i, row in enumerate(rows, 1) if len(row) == 1}
     inputs = inputs_of(path, per_step=1, max_tokens=2, too_long="skip")
     assert drawn(inputs, 1, 2, 3) == [*short.values()]
-    assert [inputs.after(step).rows[str(path)] for step in (1, 2, 3)] == [*short]
+    assert [inputs.positions_after(step).rows[str(path)] for step in (1, 2, 3)] == [*short]
     (message,) = caplog.messages  # the first one, not each
     assert "more than actor.prompts.max_tokens (2); 1 such prompts of this file were skipped" in message
     with pytest.raises(PromptError, match=re.escape(f"{path} has no prompts of at most 0 tokens")):

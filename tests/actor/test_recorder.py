@@ -143,7 +143,7 @@ def test_a_term_that_is_constant_in_the_first_steps_is_named_once(
     row = replace(row, prompt=replace(row.prompt, text=prompt))
     for step in components:
         terms = [{name: each[i] for name, each in step.items()} for i in range(2)]
-        constants.note([(replace(row, score=rewarded(0.5, components=each)),) for each in terms])
+        constants.add([(replace(row, score=rewarded(0.5, components=each)),) for each in terms])
     assert [message[: len(begin)] for message, begin in zip(caplog.messages, warnings, strict=True)] == warnings
     assert ("end with <think>, which" in caplog.text) == (prompt == "<think>\n" and bool(warnings))
 
@@ -753,7 +753,9 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
     assert [call[2] for call in said if call[0] == "wandb.log"] == [1, 2]
     assert ("mlflow.finish",) not in said
     (message,) = caplog.messages
-    assert message.startswith("mlflow is disabled, metrics.jsonl still has all metrics: ConnectionError: the tracking")
+    assert message.startswith(
+        "mlflow is disabled after an error; metrics.jsonl still has all metrics: ConnectionError: "
+    )
 
 
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
@@ -779,7 +781,7 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     trackers.finish()
     behind, late = caplog.messages
     assert behind == "trackers are 4 calls behind: some metrics are in metrics.jsonl only"
-    assert late == "trackers have not taken everything after 0.1 s: the rest is in metrics.jsonl only"
+    assert late == "trackers are not done after 0.1 s: the latest metrics are in metrics.jsonl only"
     assert threads[0].daemon
     answer.set()
     threads[0].join(120)

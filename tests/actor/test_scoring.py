@@ -29,8 +29,8 @@ from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.sample import Conversation, Score, failure_of, sample_of
-from rlhf_triton.actor.run.collection import ROUNDS, GroupScoring
-from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_with
+from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupScoring
+from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_covering
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestRefused
 from rlhf_triton.client.scoring import chat_row, text_row
@@ -98,7 +98,7 @@ async def test_a_row_or_a_group_is_a_request_as_soon_as_it_has_ended(
     ended = [loop.create_future() for _ in order]
     scoring = GroupScoring(asked, None, ready, group_size=group_size)  # type: ignore[arg-type]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
-    groups = [asyncio.create_task(scoring.scored(part)) for part in parts]
+    groups = [asyncio.create_task(scoring.score_group(part)) for part in parts]
     for index in order:
         ended[index].set_result(one_row(index))
         await asyncio.sleep(0)
@@ -236,9 +236,9 @@ def test_a_column_is_refused_only_where_it_would_be_replaced():
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"}, where="p.jsonl:7")
     check_columns(plain, [prompt])
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
-    with pytest.raises(PromptError, match="the column 'reply_messages' has the name under which"):
+    with pytest.raises(PromptError, match="the column 'reply_messages' has a reserved name"):
         check_columns(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
-    with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has the name"):
+    with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has a reserved name"):
         check_columns(groupwise, [prompt])
     with pytest.raises(PromptError, match="the column 'step_ends' has"):
         check_columns(ServedModel.of({"process": "step"}), [Prompt("0", "", np.ones(1), {"step_ends": [3]})])
@@ -317,7 +317,7 @@ def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int,
     sizes = [len(tokenizer.decode(ids[:n])) for n in range(count + 1)]
     ends = generator.integers(sizes[-1] + 2, size=5).tolist()
     expected = [None if end >= sizes[-1] else next(n for n, size in enumerate(sizes) if size >= end) for end in ends]
-    assert tokens_with(ends, tokenizer, ids) == expected
+    assert tokens_covering(ends, tokenizer, ids) == expected
 
 
 def test_token_rewards_of_another_rendering_are_refused(tokenizer: Any):
@@ -366,7 +366,7 @@ class Swapping:
         pytest.param([[2, 1], [1, 1]], [1, 1], id="a version rolled back is no target"),
         pytest.param([[1, 2], [None, None]], [None, None], id="not scored again: masked"),
         pytest.param([[None, 2]], [None, 2], id="an unavailable row does not count"),
-        pytest.param([[1, 2]] * (1 + ROUNDS), [None, 2], id="servers that never agree"),
+        pytest.param([[1, 2]] * (1 + MAX_RESCORES), [None, 2], id="servers that never agree"),
     ],
 )
 async def test_no_group_mixes_two_versions(answers: Any, versions: list[int | None]):
@@ -376,7 +376,7 @@ async def test_no_group_mixes_two_versions(answers: Any, versions: list[int | No
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
     scoring = GroupScoring(scorer, None, ready, group_size=2)  # type: ignore[arg-type]
-    rows = [row for (row,) in await scoring.scored(ended)]
+    rows = [row for (row,) in await scoring.score_group(ended)]
     assert not scorer.left
     assert [None if row.score.failure else row.score.reward_version for row in rows] == versions
     for i, (row, version) in enumerate(zip(rows, versions, strict=True)):
@@ -453,10 +453,10 @@ def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
     """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
-    row.sample(PolicyTurn(sampled("finished"), ended=True))
+    row.add_turn(PolicyTurn(sampled("finished"), ended=True))
     result = {"role": "tool", "name": "look", "content": "A file."}
     row.observe(chat.after_reply([result], POLICY.eos_token_id))
-    row.sample(PolicyTurn(sampled(reply), REPLIES[reply][2]))
+    row.add_turn(PolicyTurn(sampled(reply), REPLIES[reply][2]))
     row.messages = [assistant(REPLIES["finished"][0]), result, assistant(REPLIES[reply][0])]
     return samples.conversation_of([(prompt, row)])[0]
 
@@ -668,5 +668,5 @@ def test_the_columns_of_a_row_for_the_template_reach_both_models(tmp_path: Path)
     assert prompt.text == theirs.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **options)
     whole = theirs.apply_chat_template([QUESTION, assistant(" A day.")], tokenize=False, **options)
     assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole)
-    with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which has the tools of"):
+    with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which defines the tools"):
         PromptReader(theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))

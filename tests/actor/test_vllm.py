@@ -13,7 +13,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.sample import Conversation
-from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed
@@ -99,7 +99,7 @@ async def test_ranks_load_each_version_once(setup: Setup, lora_rank: int):
 async def test_a_turn_is_asked_for_no_more_tokens_than_it_may_have(setup: Setup):
     """vLLM refuses min_tokens above max_tokens, which is what is left of a conversation."""
     generation = setup(FakeVllm(), generation={"min_new_tokens": 4}).generation
-    sent = [generation._sampling([0], most, greedy=False) for most in (9, 3)]
+    sent = [generation._sampling_parameters([0], most, greedy=False) for most in (9, 3)]
     assert [(each["min_tokens"], each["max_tokens"]) for each in sent] == [(4, 9), (3, 3)]
 
 
@@ -223,13 +223,13 @@ async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
         settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
-        here.generation.agent = Agent(settings, here.policy.tokenizer, max_prompt_tokens=40)
+        here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
         prompts = [Prompt(str(i), "", np.array([5 + i % 8, 5 + i // 8]), {"turns": 2}) for i in range(24)]
         found: dict[int, Conversation] = {}
         try:
             await asyncio.to_thread(here.generation.run, prompts, lambda i, talk: found.update({i: talk}), seed=1)
         finally:
-            here.generation.agent.close()
+            here.generation.runner.close()
         assert all(server.requests for server in (one, two)), "conversations are balanced"
         assert len(one.requests) + len(two.requests) == 2 * len(prompts)
         for (talk,) in found.values():
@@ -290,7 +290,7 @@ async def test_a_server_that_stays_away_is_an_error(setup: Setup):
         ({"release": "0.9.2"}, "is vLLM 0.9.2; 0.32 or newer is needed"),
         ({"missing": {"/weight_info"}}, "has no /weight_info: start it with VLLM_SERVER_DEV_MODE=1"),
         ({"missing": {"/pause"}}, "has no /pause: start it with VLLM_SERVER_DEV_MODE=1"),
-        ({"missing": {"/inference/v1/generate"}}, "does not take token ids: start it with --enable-scale-out"),
+        ({"missing": {"/inference/v1/generate"}}, "does not accept token ids: start it with --enable-scale-out"),
         ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs, .*: start it with --logprobs-mode processed_logp"),
         ({"answer": lambda request: {"token_ids": [5, 0, 1]}}, "generated the tokens \\[0\\]"),
     ],

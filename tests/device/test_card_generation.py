@@ -16,12 +16,12 @@ from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 
-from rlhf_triton.actor.data.compute import in_a_thread_of
+from rlhf_triton.actor.data.compute import make_compute_thread
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import SampledRow, padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.policies import _sample
+from rlhf_triton.actor.run.policies import _follow_sampling
 from rlhf_triton.learning.ranks import RankLost
 from rlhf_triton.python_backend.models.card import OutOfMemory
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
@@ -150,7 +150,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
             self.found.append(torch.cuda.current_device())
             raise RankLost
 
-    thread = threading.Thread(target=_sample, args=(Sampling(), 1))
+    thread = threading.Thread(target=_follow_sampling, args=(Sampling(), 1))
     thread.start()
     thread.join()
     assert Sampling.found == [2]
@@ -158,7 +158,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
 
 def test_threads_of_the_actor_use_the_card_of_the_policy(checkpoint: Path):
     policy = make_policy(checkpoint)
-    in_thread = in_a_thread_of(1, policy.sampler.device)
+    in_thread = make_compute_thread(1, policy.sampler.device)
 
     async def run() -> int:
         await in_thread(policy.generate, PROMPTS, seed=1)

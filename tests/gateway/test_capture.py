@@ -552,7 +552,7 @@ async def test_replies_with_mismatched_columns_are_rejected(columns: Json):
     async with FakeVllm() as server:
         sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
         server.answer = lambda request: columns
-        with pytest.raises(HttpError, match="columns of different lengths"):
+        with pytest.raises(HttpError, match="lists of different lengths"):
             await sampler.sample("a", [9], Sampling(9))
         await sampler.close()
 

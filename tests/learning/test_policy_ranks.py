@@ -70,7 +70,7 @@ def make(section: Any, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
     """The policy and its update; adapters that are not zero at the start."""
     torch.manual_seed(0)
     policy = Policy(section, ranks)
-    return policy, PolicyUpdate(section, policy, Method.of(section.algorithm, section.kl))
+    return policy, PolicyUpdate(section, policy, Method.from_settings(section.algorithm, section.kl))
 
 
 def batch_of(seed: int) -> PPOBatch:
@@ -130,7 +130,7 @@ def session(ranks: AnyRanks, folder: Path, case: str, **others: Any) -> dict[str
         adapters.write_tensors = None  # type: ignore[assignment]  # only rank 0 writes a file
         follow_rank_0(config, ranks)
         return None
-    policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
+    policy, update = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     root, ended, found = folder / f"written by {policy.ranks.size}, {case}", [], {}
     for step in (1, 2):
         policy.renew_sampler()
@@ -184,7 +184,7 @@ def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> lis
     if isinstance(ranks, Ranks) and ranks.rank:
         follow_rank_0(config, ranks)
         return None
-    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
+    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     said = {"messages": [{"role": "user", "content": "Play."}]}
     prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
     try:
@@ -294,7 +294,7 @@ def after_an_abandoned_rollout(ranks: AnyRanks, folder: Path) -> list[list[int]]
     if isinstance(ranks, Ranks) and ranks.rank:
         follow_rank_0(config, ranks)
         return None
-    policy, _ = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
+    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     policy.renew_sampler()
 
     def cancelled(*_: Any) -> None:

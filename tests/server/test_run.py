@@ -359,7 +359,7 @@ def test_an_actor_with_other_settings_is_refused(
         "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
         f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
         f"policy.model={folders['roles']}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
-        f"policy.model={folders['weights']}": r"whose weights are not those of reference\.model \(",
+        f"policy.model={folders['weights']}": r"whose weights differ from reference\.model \(",
     }.items():
         with pytest.raises(RlhfError, match=message):
             compare(served.run, f"actor.{override}")

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.sample import Conversation, padded, rows_of
-from rlhf_triton.actor.generation.conversations import Agent
+from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
@@ -190,7 +190,7 @@ def test_conversations_are_sampled_turn_by_turn(
     with served(RunConfig.model_validate(data), monkeypatch) as config:
         policy = Policy(config.actor, longest_row=(120, ""))
         policy.generation = VllmGeneration(config, policy)
-        policy.generation.agent = Agent(environment, policy.tokenizer, max_prompt_tokens=60)
+        policy.generation.runner = ConversationRunner(environment, policy.tokenizer, max_prompt_tokens=60)
         try:
             policy.renew_sampler()
             prompts = [replace(PROMPTS[i % 4], metadata={"turns": 1 + i % 4}) for i in range(32)]

@@ -36,7 +36,7 @@ def trainable_policy(**settings: Any) -> TrainablePolicy:
 
 def update_of(policy: TrainablePolicy) -> PolicyUpdate:
     """Return the update of this policy, by the algorithm of its section."""
-    method = Method.of(policy.actor.algorithm, policy.actor.kl)
+    method = Method.from_settings(policy.actor.algorithm, policy.actor.kl)
     return PolicyUpdate(policy.actor, policy, method)
 
 

@@ -78,7 +78,7 @@ class RecordedRun:
             }
         )
         settings = self.config.actor
-        self._method = Method.of(settings.algorithm, settings.kl)
+        self._method = Method.from_settings(settings.algorithm, settings.kl)
         self._shaper = RewardShaper(settings.rewards, max_new_tokens=9)
         policy: Any = UntrainedPolicy(device)
         state = RunState(

@@ -70,7 +70,7 @@ def logprobs_of(policy: Policy, rows: Sequence[SampledRow], **more: bool) -> tor
 def method_of(*, whitens: bool = True, **settings: Any) -> Method:
     """The algorithm under these settings of the actor; `whitens`: leave that to the algorithm."""
     actor = actor_section(**settings)
-    method = Method.of(actor.algorithm, actor.kl)
+    method = Method.from_settings(actor.algorithm, actor.kl)
     return method if whitens else replace(method, whitens=False)
 
 

@@ -130,7 +130,7 @@ def test_a_template_without_a_generation_prompt_is_named(tmp_path: Path, config:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
     given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
     loaded = load_config(config, given)
-    reader = PromptReader.of(loaded, load_tokenizer(tmp_path / "policy"), None)
+    reader = PromptReader.from_config(loaded, load_tokenizer(tmp_path / "policy"), None)
     prompts = [reader.prompt(row) for row in read_rows(tmp_path / "prompts.jsonl")]
     told = [each for each in prompt_warnings(loaded, prompts) if "add_generation_prompt" in each]
     assert len(told) == is_told
@@ -275,7 +275,7 @@ def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[
     path = config.parent / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     loaded = load_config(config, [f"actor.prompts.path={path}", *overrides])
-    reader = PromptReader.of(loaded, load_tokenizer(loaded.actor.policy.model.absolute()), None)
+    reader = PromptReader.from_config(loaded, load_tokenizer(loaded.actor.policy.model.absolute()), None)
     return prompt_warnings(loaded, [reader.prompt(row) for row in read_rows(path)])
 
 

@@ -67,7 +67,7 @@ def test_the_cache_is_the_slot_decoders_with_every_turn_of_a_conversation(tmp_pa
     def real(span: int) -> int:
         model = save_tiny(tmp_path / "again", "qwen2", "language").to(getattr(torch, precision))
         cache = SlotCache(ROWS, span + span // 2, cache_layers(model))
-        cache.look_at(0, 1, 0, 0)
+        cache.set_window(0, 1, 0, 0)
         ids = torch.zeros(1, PROMPT, dtype=torch.int64)
         model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
         return sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())

@@ -463,7 +463,7 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
         (
             '{"text": "a"}\n{"text": "' + "a " * 2000 + '"}\n',
             "{}:2: 2001 tokens, but a prompt must have 1 to 512 (actor.prompts.max_tokens); "
-            "actor.prompts.too_long: skip leaves longer ones out",
+            "set actor.prompts.too_long: skip to leave out longer prompts",
         ),
     ],
 )
