@@ -52,14 +52,9 @@ class AsyncClient(AbstractAsyncContextManager[Any]):
             self._is_closed = True
             await self._client.__aexit__()
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether it was not made before a fork, in the parent."""
-        return self._pid == os.getpid()
-
     def check_usable(self) -> None:
         """Raise RlhfError if the client is closed, or was made in another process."""
-        if not self.is_of_this_process:
+        if self._pid != os.getpid():
             raise RlhfError("the client was made in another process; make one after the fork")
         if self._is_closed:
             raise RlhfError("the client is closed; make another one")
@@ -101,13 +96,9 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
             with self._closing:
                 self._close()
 
-    def _prepare(self) -> None:
-        """Make the client usable in this process, if that can be done."""
-
     def _submit(
         self, call: Callable[Concatenate[C, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        self._prepare()
         self._client.check_usable()  # first: in a forked process, another thread may hold the lock forever
         with self._closing:
             self._client.check_usable()

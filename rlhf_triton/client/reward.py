@@ -134,7 +134,7 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
     """Blocking version of `AsyncRewardClient`, which documents the calls. A context manager.
 
     Any thread may call it, several at the same time; `score_future` returns at once, with a
-    `concurrent.futures.Future` of the scores. It can be pickled, and used in a forked process, where it connects anew.
+    `concurrent.futures.Future` of the scores. It can be pickled; make one in each process, after the fork.
     """
 
     def __init__(self, url: str | Sequence[str], *, settings: ClientSection | None = None) -> None:
@@ -144,10 +144,6 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), *self._make.args, **self._make.keywords), ()
-
-    def _prepare(self) -> None:
-        if not self._client.is_of_this_process:
-            BlockingClient.__init__(self, self._make())
 
     score = blocking(AsyncRewardClient.score)
     score_future = future(AsyncRewardClient.score)
