@@ -90,6 +90,11 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
 
 
+def pytest_sessionfinish() -> None:
+    """After all tests: Python would warn of the ports that the last one has claimed."""
+    release_ports()
+
+
 @pytest.fixture(autouse=True)
 def connections_end_before_their_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test that leaves one open; when it is collected, Python warns of it in whatever test then runs."""
