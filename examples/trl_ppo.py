@@ -2,10 +2,10 @@
 
 rlhf-triton serve --config critic.yaml                # run: {dir: runs/mine}, critic: {model: path/to/policy}
 python -m rlhf_triton.trainer --config critic.yaml    # in another terminal
-python examples/trl_ppo.py --policy path/to/policy --url 127.0.0.1:8000 --run_id mine --learning_rate 1e-5
+python examples/trl_ppo.py path/to/policy 127.0.0.1:8000 mine --output_dir out --learning_rate 1e-5
 """
 
-from dataclasses import dataclass
+import sys
 
 import numpy as np
 import torch
@@ -15,13 +15,6 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 import rlhf_triton as rt
-
-
-@dataclass
-class Arguments:  # beside TRL's own
-    policy: str
-    url: str
-    run_id: str
 
 
 def share_of_e(completions, **_):  # or, of a served model, rt.RewardClient(url).as_trl()
@@ -59,9 +52,10 @@ class PPOTrainer(GRPOTrainer):  # in one process
 
 
 if __name__ == "__main__":
-    arguments, config = HfArgumentParser((Arguments, GRPOConfig)).parse_args_into_dataclasses()
+    policy, url, run_id, *options = sys.argv[1:]
+    (config,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(options)
     prompts = ("The weather", "Open the file", "My best friend", "Once upon a time") * 100
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    with rt.CriticClient(arguments.url, run_id=arguments.run_id) as critic:
+    with rt.CriticClient(url, run_id=run_id) as critic:
         critic.rewind(0)
-        PPOTrainer(arguments.policy, share_of_e, args=config, train_dataset=data).train()
+        PPOTrainer(policy, share_of_e, args=config, train_dataset=data).train()

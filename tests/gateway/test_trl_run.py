@@ -78,13 +78,12 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
 def test_ppo_in_trl_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, checkpoints: Checkpoints):
     """The example, as it is."""
     system = start_system(make_run(tmp_path / "run", checkpoints))
-    ours = {"policy": checkpoints.policy, "url": system.run.url, "run_id": "test"}
     size = {"per_device_train_batch_size": 64, "num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
     steps = {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "max_steps": 60, "logging_steps": 2}
     plain = {"bf16": "false", "use_cpu": "true", "report_to": "none", "output_dir": tmp_path / "out"}
-    options = [f"--{name}={value}" for name, value in {**ours, **size, **steps, **plain}.items()]
+    options = [f"--{name}={value}" for name, value in {**size, **steps, **plain}.items()]
     try:
-        with theirs("../../examples/trl_ppo.py", *options) as trainer:
+        with theirs("../../examples/trl_ppo.py", checkpoints.policy, system.run.url, "test", *options) as trainer:
             assert trainer.wait() == 0
         assert system.run.journal.last_step() == 30
     finally:
