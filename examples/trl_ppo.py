@@ -22,8 +22,7 @@ def share_of_e(completions, **_):  # or, of a served model, rt.RewardClient(url)
 
 
 def gae(values, reward):  # of a response, with gamma 1 and lambda 0.95; its last token has the reward
-    gains = np.append(values[1:], 0) - values
-    gains[-1] += reward
+    gains = np.append(values[1:], reward) - values
     for t in reversed(range(len(gains) - 1)):
         gains[t] += 0.95 * gains[t + 1]
     return gains
