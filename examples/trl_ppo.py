@@ -39,14 +39,14 @@ class PPOTrainer(GRPOTrainer):  # in one process
         rows = [row[mask.bool()].cpu().numpy() for row, mask in zip(ids, kept, strict=True)]
         before = (batch["prompt_mask"].sum(1) - 1).tolist()  # position t of a row is the choice of token t+1
         values = [row[first:-1] for row, first in zip(critic.values(rows).values, before, strict=True)]
-        gains = [gae(*pair) for pair in zip(values, self.rewards.nansum(1).tolist(), strict=True)]
-        targets = (map(np.add, gains, values), values, map(np.ones_like, values))  # returns, old values, mask
+        gains = [gae(*pair) for pair in zip(values, self.rewards[:, 0].tolist(), strict=True)]  # NaN without a reward
+        targets = (map(np.nan_to_num, map(np.add, gains, values)), values, map(np.isfinite, gains))  # returns, …, mask
         whole = ([np.pad(part, (first, 0)) for part, first in zip(parts, before, strict=True)] for parts in targets)
         self.step = getattr(self, "step", 0) + 1
         update = critic.train(self.step, rows, *whole)  # returns once the new weights are served
         self._metrics["train"]["critic/loss"].append(update.loss_mean)
-        mean, std = np.concatenate(gains).mean(), np.concatenate(gains).std() + 1e-8
-        advantages = pad_sequence([torch.as_tensor((gain - mean) / std) for gain in gains], batch_first=True)
+        mean, std = np.nanmean(np.concatenate(gains)), np.nanstd(np.concatenate(gains)) + 1e-8
+        advantages = pad_sequence([torch.as_tensor(np.nan_to_num(gain - mean) / std) for gain in gains], True)
         return {**batch, "advantages": advantages.to(ids.device)}
 
 
