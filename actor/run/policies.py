@@ -39,7 +39,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
             hidden_variables=config.hidden_variables(config.environment.options),
             stop_strings=actor.generation.stop_strings,
         )
-        policy.generation.agent = ranks.together(make_agent)
+        policy.generation.agent = ranks.run_on_all_ranks(make_agent)
     return policy, PolicyUpdate(actor, policy, method)
 
 

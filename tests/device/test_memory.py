@@ -150,7 +150,14 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
     progress = SidecarProgress(run.config, journal, epoch=1, stop=threading.Event())
     sizes = {"card_bytes": 1, "card_peak_bytes": 40, "card_reserved_bytes": 41, "card_size_bytes": 80}
     memory = {name: size * GIB for name, size in sizes.items()}
-    progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory=memory), None)
+    progress.log_update(
+        1,
+        1,
+        UpdateReport(
+            loss_mean=0.5, grad_norm=1.0, lr=1e-5, optimizer_steps=1, skipped_steps=0, seconds=2.0, memory=memory
+        ),
+        None,
+    )
     critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a card's memory
     failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=Halving("x", remedy="y")), critic=critic)
     failed.trained.memory.count = 3
@@ -159,7 +166,7 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
     exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}
     assert exported["rlhf_trainer_card_peak_bytes"] == 40 * GIB
     assert exported["rlhf_trainer_out_of_memory"] == 3
-    journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
+    journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
     (actor,) = [line for line in status.status(run.config) if line.startswith("actor")]
     assert actor.endswith("; 0.0 GiB on its GPU of 80.0 GiB, at most 0.0")
     assert "; 1.0 GiB on its GPU of 80.0 GiB, at most 40.0;" in status._sidecar(run.config)

@@ -321,7 +321,7 @@ def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_pa
         assert sidecar(journal.changed_at) not in (None, before)
         done(journal, entry)
         assert server(lambda: journal.result(entry)) == Result(entry.name, 1, digest=journal.load(entry)[1])
-        journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
+        journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
         store.announce(3)
         assert (server(journal.heartbeat), server(store.announced)) == (Heartbeat(1, 1, 0, "idle", 0.0), 3)
         journal.set_aside_after(journal.accept_rewind(run_id=None, target=0))

@@ -83,7 +83,7 @@ class Watched(Pulse):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__("model")
-        self.now = self._woke = self._looked = 1000.0
+        self.now = self._woke_at = self._checked_at = 1000.0
         self.wakes = self._wakes = 7
         self.stops = 0
         self._sleeper = 1

@@ -60,7 +60,7 @@ class Rig(ServerPool[Scripted]):
 
     async def take(self, model: str = "m", *, writes: bool = False) -> str:
         """Send a request that is answered at once; return the URL of its server."""
-        async with self.one(model, writes=writes, patient=True) as server:
+        async with self.select(model, writes=writes, patient=True) as server:
             self.answered(server, model)
             return server.url
 

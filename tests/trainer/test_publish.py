@@ -215,7 +215,7 @@ def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     settings = trainer_section(**CASES[case])
     update = load_update(root / "0", settings, seed=0, dtype="bfloat16", ranks=ranks)
     store = WeightsStore(root)
-    ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
+    ranks.run_on_all_ranks(lambda: (root / "1").mkdir(exist_ok=True))
     files = update.critic.write(root / "1")
     if ranks.rank == 0:
         assert files == {path.name: digest_of(path) for path in weights_module.weights_files(root / "1")}

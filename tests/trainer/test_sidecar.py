@@ -142,7 +142,7 @@ def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], m
     def load(self: Publisher) -> Reload:
         loading.set()
         may_end.wait()
-        return Reload(1, "triton")
+        return Reload(version=1, reload="triton")
 
     monkeypatch.setattr(Publisher, "triton_reload", load)
     rig = make()
@@ -206,7 +206,7 @@ def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, m
     """A large critic takes longer to load than HEARTBEAT_TIMEOUT_S."""
     rig.train(1)
     (record,) = rig.store.serving()
-    monkeypatch.setattr(rlhf_triton.trainer.publish, "HEAL_AFTER_S", 0.0)
+    monkeypatch.setattr(rlhf_triton.trainer.publish, "RELOAD_AFTER_S", 0.0)
     monkeypatch.setattr(Publisher, "_load", lambda self: [])
     with monkeypatch.context() as patch:
         seen = watch(rig, patch, Publisher, "_outcomes")
