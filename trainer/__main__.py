@@ -60,8 +60,8 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
         import torch
 
         from rlhf_triton.learning.ranks import ALONE, Ranks
-        from rlhf_triton.python_backend.models.card import on_rank
         from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.python_backend.models.out_of_memory import on_rank
         from rlhf_triton.python_backend.models.placement import own_device
         from rlhf_triton.trainer.critic_update import follow_rank_0
         from rlhf_triton.trainer.publish import initialise_stores

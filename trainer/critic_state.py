@@ -15,7 +15,7 @@ from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import is_tracing, span
 from rlhf_triton.python_backend.models.canary import canary_outputs
-from rlhf_triton.python_backend.models.card import OutOfMemory
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.journal_entry import DamagedEntry, Entry, Result
 from rlhf_triton.store.weights import WeightsStore

@@ -23,9 +23,10 @@ from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.sharding import all_finite
 from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.card import OutOfMemory, card_bytes, use_card
+from rlhf_triton.python_backend.models.card import use_card
 from rlhf_triton.python_backend.models.collation import collate
 from rlhf_triton.python_backend.models.modeling import CriticModel
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory, card_bytes
 from rlhf_triton.python_backend.models.precision import computing
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
@@ -137,7 +138,7 @@ class CriticUpdate:
             optimizer_steps=len(norms),
             skipped_steps=skipped,
             seconds=time.monotonic() - start,
-            out_of_memory=self.trained.memory.new(),
+            out_of_memory=self.trained.memory.new_halvings(),
             memory=card_bytes(self.critic.model.device),
             skipped_batches=skipped_batches,
             is_finite=is_finite,

@@ -9,7 +9,7 @@ from rlhf_triton.actor.capture.sessions import Sampling
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.vllm.connection import VllmClient, token_rules
 from rlhf_triton.client.errors import Kind, Trouble
-from rlhf_triton.client.pool import ServerNames
+from rlhf_triton.client.servers import ServerNames
 
 
 class VllmSampler:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import reason_of
-from rlhf_triton.python_backend.models.card import skip_inspections
 from rlhf_triton.python_backend.models.collation import depends_on_padding, one_by_one
 from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, last_match
+from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.readout import pool_last
 
 PROBE_TOKENS = 4

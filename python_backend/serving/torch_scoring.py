@@ -18,8 +18,9 @@ import torch
 
 from rlhf_triton.monitoring.metrics import CARD
 from rlhf_triton.process import keep_freed_memory
-from rlhf_triton.python_backend.models.card import Halving, card_bytes, is_device_error, staging, use_own_stream
+from rlhf_triton.python_backend.models.card import is_device_error, staging, use_own_stream
 from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, card_bytes
 from rlhf_triton.python_backend.models.placement import device_of
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.scoring import Forward, Wait
@@ -51,7 +52,7 @@ class TorchProcess:
         self.device = torch.device(device_of(device, 0))
         self._threads = threads_of(self.parameters.text("threads"))
         self.prepare_thread()
-        self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
+        self._memory = MemoryBudget(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
         self._gauges: dict[str, Gauge] = {}
         self.passes_in_flight = 2 if self.device.type == "cuda" and size == 1 else 1
@@ -90,8 +91,8 @@ class TorchProcess:
             with self.on_all_ranks(version.model, rows, width):
                 found = forward(version.model, rows, width)()
             return lambda: found
-        parts = self._memory.in_parts(lambda part: forward(version.model, part, width), rows)
-        if halved := self._memory.new():
+        parts = self._memory.run_in_parts(lambda part: forward(version.model, part, width), rows)
+        if halved := self._memory.new_halvings():
             self._troubles.add((0, halved))
             self._troubles.publish()
         return lambda: [output for part in parts for output in part()]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf_triton.errors import REPORTED, RankFailed, RlhfError
 from rlhf_triton.learning.launch import end_job
-from rlhf_triton.python_backend.models.card import RankOutOfMemory
+from rlhf_triton.python_backend.models.out_of_memory import RankOutOfMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
 from rlhf_triton.learning.sharding import sync_gradients
 from rlhf_triton.learning.slices import read_tensors, stored_shapes, write_slices
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.card import Halving
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 
@@ -67,7 +67,7 @@ class Trained:
         owner = section.partition(".")[0]
         self.settings = decisive_settings(section, settings) | decisive_settings(f"{owner}.optimizer", optimizer)
         """Settings that affect training, by full key; checkpoints store them."""
-        self.memory = Halving(
+        self.memory = MemoryBudget(
             f"{section}.token_budget",
             settings.token_budget,
             remedy="lower actor.generation.max_new_tokens"
@@ -106,7 +106,7 @@ class Trained:
             progress: called after each micro-batch.
         """
         longest = int(lengths.max())
-        return self.memory.repeat(
+        return self.memory.run(
             lambda _: self._accumulate(lengths, loss, progress), least=longest, most=longest * len(lengths)
         )
 

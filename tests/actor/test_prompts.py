@@ -85,7 +85,7 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
 USER, REPLY = user("x"), assistant("y")
-LEFT_OUT = "the policy's chat template leaves out the role 'tool'; give the message another role, or use a template"
+LEFT_OUT = "the policy's chat template omits messages of the role 'tool'; give the message another role, or use a template"
 IMAGE = {"type": "image", "image": "x.png"}
 
 
@@ -121,7 +121,7 @@ IMAGE = {"type": "image", "image": "x.png"}
         ),
         ([{"messages": [USER, {"role": "gpt", "content": "Hi"}]}], "prompts.jsonl:1: messages ends with the assistant"),
         ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
-        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the to"),
+        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template omits the to"),
         ([{"prompt": [USER], "chat_template_kwargs": 3}], "prompts.jsonl:1: chat_template_kwargs: must be an object"),
         (
             [{"prompt": [USER], "chat_template_kwargs": {"tokenize": True}}],

@@ -21,7 +21,7 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, card_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
@@ -72,7 +72,7 @@ def test_out_of_memory_does_not_change_a_policy_update(
         update(policy, 0)  # creates the optimizer's state
     expected, most = needed(lambda: update(large, 1))
     stats = with_room_for(share * most, lambda: update(small, 1))
-    assert small.trained.memory.count >= 1
+    assert small.trained.memory.num_halvings >= 1
     assert small.trained.memory in small.halvings
     assert "(actor.policy.token_budget)" in caplog.text
     assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -94,7 +94,7 @@ def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, refe
     policy.logprobs(rollout, reference=reference)
     expected, most = needed(lambda: policy.logprobs(rollout, reference=reference))
     halves = with_room_for(0.6 * most, lambda: policy.logprobs(rollout, reference=reference))
-    assert policy.trained.memory.count >= 1
+    assert policy.trained.memory.num_halvings >= 1
     torch.testing.assert_close(halves, expected, rtol=0, atol=1e-5)
 
 
@@ -159,8 +159,8 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
         None,
     )
     critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a card's memory
-    failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=Halving("x", remedy="y")), critic=critic)
-    failed.trained.memory.count = 3
+    failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=MemoryBudget("x", remedy="y")), critic=critic)
+    failed.trained.memory.num_halvings = 3
     publisher: Any = SimpleNamespace(rejected=0)
     progress.log_failure(2, 1, "no memory", publisher, failed)
     exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}

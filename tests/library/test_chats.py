@@ -69,16 +69,16 @@ ALTERNATING = (
             [{**USER, "role": "human"}, REPLY],
             "[0]: the role 'human' is none of system, user, assistant, tool, nor",
         ),
-        (FEW, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'; give the message"),
-        (FEW, [USER, TOOL, REPLY], "[1]: the policy's chat template leaves out the role 'tool'"),
-        (FIRST_SYSTEM, [USER, SYSTEM, USER], "[1]: the policy's chat template leaves out the role 'system'"),
+        (FEW, [SYSTEM, USER, REPLY], "[0]: the policy's chat template omits messages of the role 'system'; give the message"),
+        (FEW, [USER, TOOL, REPLY], "[1]: the policy's chat template omits messages of the role 'tool'"),
+        (FIRST_SYSTEM, [USER, SYSTEM, USER], "[1]: the policy's chat template omits messages of the role 'system'"),
         (FIRST_SYSTEM, [SYSTEM, USER, {**SYSTEM, "content": " "}], None),  # which says nothing
-        (LAST_SYSTEM, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'"),
+        (LAST_SYSTEM, [SYSTEM, USER, REPLY], "[0]: the policy's chat template omits messages of the role 'system'"),
         (JSON_TOOLS, [USER, {**TOOL, "role": "ipython"}], None),
         (CHANGED, [{**USER, "content": "a long question </think>" * 9}, REPLY], None),
         (R1, [USER, {**REPLY, "content": "<think>Hm.</think>"}, USER], None),
         ("{{ messages[-1].content }}", [SYSTEM, USER, REPLY], None),  # it chooses by position
-        ("{{ messages[0].content }}", [USER, REPLY], "[1]: the policy's chat template leaves out the role 'assistant'"),
+        ("{{ messages[0].content }}", [USER, REPLY], "[1]: the policy's chat template omits messages of the role 'assistant'"),
         (CALLS, [USER, CALL, TOOL], None),
         (CALLS, [USER, SPOKEN_CALL, TOOL], f"[1].content: {LOST}; write it in a message of its own"),
         (CHATML, [USER, CALL, TOOL], f"[1].tool_calls[0].function.name: {LOST}; write it in the content"),
@@ -123,7 +123,7 @@ def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
     for messages in ([USER, reply, USER], [USER, reply, USER, REPLY, USER]):
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert render_chat(tokenizer, messages, {}, owner="policy", generation_prompt=True) == whole
-    assert caplog.messages == ([f"the policy's chat template leaves out {said}"] if said else [])
+    assert caplog.messages == ([f"the policy's chat template omits {said}"] if said else [])
 
 
 def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch):

@@ -110,7 +110,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         (
             "environment: {class: a.py:B, max_tokens: 512}",
-            "environment.max_tokens (512), which a whole trajectory may have, must be above actor.prompts.max_tokens",
+            "environment.max_tokens (512), the limit of a whole trajectory, must be above actor.prompts.max_tokens",
         ),
         (
             "{environment: {class: a.py:B, truncated: bootstrap}, actor: {algorithm: {name: reinforce++}}}",
@@ -170,8 +170,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {checkpoint: a}", "unknown key reward.checkpoint; did you mean reward.model?"),
         ("reward: {model_name_or_path: a}", "unknown key reward.model_name_or_path; did you mean reward.model?"),
         ("model: a", "did you mean reward.model (to serve it) or actor.policy.model (to train it)?"),
-        ("reward: {value_head_prefix: a}", "there is no such setting here: the head is found by config.json and"),
-        ("actor: {policy: {load_in_8bit: true}}", "there is no such setting here: weights are float32 or bfloat16"),
+        ("reward: {value_head_prefix: a}", "there is no such setting: the head is found by config.json and"),
+        ("actor: {policy: {load_in_8bit: true}}", "there is no such setting: weights are float32 or bfloat16"),
         ("critic: {weight_decay: 1}", "unknown key critic.weight_decay; did you mean trainer.optimizer.weight_decay?"),
         ("run: {name: a}", "unknown key run.name; known: run.dir, run.run_id, "),
         ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
@@ -581,7 +581,7 @@ def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
             load(tmp_path, level % name.replace(".", ": {") + "}" * name.count("."))
         except ConfigError as error:
             hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {
-                "no such setting here"
+                "no such setting"
             }
             if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
                 wrong[name] = str(error)

@@ -317,7 +317,7 @@ def test_a_spec_that_names_no_function_is_refused(spec: str):
         (f"{TRL_FILE}:contains", {"limit": 1}, "unexpected keyword argument 'limit'"),
         (SPEC, {"modle": "m"}, "options.modle: 'm': Extra inputs are not permitted"),
         *((SPEC, {"base_url": url}, "options.base_url: must be http://host/v1 or https://") for url in WRONG_URLS),
-        (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be the lowest and the highest score"),
+        (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be the lowest score, then the highest"),
         (SPEC, {"pattern": "("}, "options.pattern: '(': missing )"),
         (SPEC, {"pattern": "a"}, "options.pattern: 'a', must have one group"),
         (SPEC, {"rubric": "a\n{% if %}"}, "options.rubric: line 2: "),

@@ -629,7 +629,7 @@ def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, fi
     tensors = {"normalizer.scale": torch.ones(1)}
     store(tmp_path, tensors, file) if is_read else torch.save(tensors, tmp_path / file)
     for load in (load_reward, load_critic):
-        with refused(match=r"normalizer\.scale" if is_read else f"{file} beside the weights"):
+        with refused(match=r"normalizer\.scale" if is_read else f"{file} is not read"):
             load(tmp_path)
 
 

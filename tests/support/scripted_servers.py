@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_triton.client.errors import Kind, Trouble
-from rlhf_triton.client.pool import Server, ServerPool
+from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.client.servers import Server
 from rlhf_triton.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")

@@ -117,7 +117,7 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
     reward = RewardSection.model_validate(sections["reward"])
-    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), and nothing says which of"):
+    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), but no setting says which is"):
         attribute_weights(reward)  # nothing is chosen for the user
     chosen = text.replace(
         "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"

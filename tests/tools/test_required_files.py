@@ -530,7 +530,7 @@ def test_conversations_need_chat_templates(tmp_path: Path):
     with pytest.raises(ConfigError, match=refused):
         check("other", conversation)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    left_out = r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template leaves out the role 'assi"
+    left_out = r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template omits messages of the role 'assi"
     with pytest.raises(ConfigError, match=left_out):
         check("other", conversation)
     check("other", conversation, process={"separator": ".", "mark": "!"})  # which reads the reply without the template
@@ -545,7 +545,7 @@ def test_conversations_need_chat_templates(tmp_path: Path):
         config = RunConfig.model_validate(sections)
         found = [*preflight._environment(config, check_prompts(config))]
         assert all(
-            "reward.model: messages: the reward model's chat template leaves out the tools" in one for one in found
+            "reward.model: messages: the reward model's chat template omits the tools" in one for one in found
         )
         assert len(found) == problems
     undefined = r"jsonl:1: reward\.model: reward\.template cannot be rendered: .* has no attribute 'hint'"
@@ -570,7 +570,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
     "steps of three": (
         ["a", "b", "c"],
         ["reward.process={{separator: .}}"],
-        ["3 labels (a, b, c), and nothing says", "(a number for each)$"],
+        ["3 labels (a, b, c), but no setting says", "(a number for each)$"],
     ),
 }
 
@@ -625,7 +625,7 @@ def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, 
     check_files(run.config, server=True)  # version 0
     check_files(load_config(run.path, [f"reward.model={checkpoints.other_reward}"]), server=True)  # version 1
     config = load_config(run.path, [f"reward.model={checkpoints.critic}"])
-    with pytest.raises(ConfigError, match=r"critic has other weights than versions 0 and 1 in .*so it would not be se"):
+    with pytest.raises(ConfigError, match=r"critic would not be served: .* whose versions 0 and 1 have other weights"):
         check_files(config, server=True)
 
 

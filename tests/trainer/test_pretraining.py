@@ -320,7 +320,7 @@ def without_tokenizer(folder: Path) -> None:
 SPOILED: dict[Callable[[Path], None], str] = {
     no_run: r"is not the folder of a run with a critic: version 0 is not in the weights store; remove it",
     flipped: r"00000003\.train is damaged: its content has digest .*; restore the file, or remove .* from the list",
-    empty: r"has no rows to train on; a run keeps only its last steps",
+    empty: r"has no rows to train on \(a run keeps only its last steps\)",
     without_tokenizer: r"the tokenizer of .*spoiled is not that of .*critic, or is not known",
 }
 
@@ -441,7 +441,7 @@ def test_an_unusable_pretraining_file_is_named(root: Path, tmp_path: Path):
     for name, lines, message in (
         ("missing", None, r"missing cannot be read: .* No such file"),
         ("empty", [], "empty has no rows to train on"),
-        ("same", [LINE, {**LINE, "response": [8]}], "all rows have the same prompt, and one prompt must be held out"),
+        ("same", [LINE, {**LINE, "response": [8]}], "all rows have the same prompt, but one prompt must be held out"),
     ):
         file = tmp_path / name if lines is None else write(tmp_path / name, *lines)
         assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)

@@ -151,11 +151,11 @@ def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: O
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
     assert run.tool("publish", str(other)) == 2
-    assert "has another tokenizer than reward.model" in capsys.readouterr().err
+    assert "has another tokenizer or chat template than reward.model" in capsys.readouterr().err
     theirs = make_tokenizer()
     theirs.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     assert run.tool("publish", str(make_checkpoint(tmp_path / "template", "reward", theirs, seed=4))) == 2
-    assert "or another chat template: requests are rendered with those of reward.model" in capsys.readouterr().err
+    assert "has another tokenizer or chat template than reward.model" in capsys.readouterr().err
     assert run.store.versions() == [0]
     for action, *arguments in (["publish", "somewhere"], ["list"]):  # not live
         assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 2

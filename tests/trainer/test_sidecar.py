@@ -16,8 +16,8 @@ import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
 from rlhf_triton.config.sections import MonitoringSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import load_critic
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
@@ -392,6 +392,6 @@ def test_an_acknowledged_step_that_no_longer_fits_ends_the_sidecar(rig: Rig, car
     card["lacks"] = of_step(2, sequences=sequences)
     error = rig.start().ended()
     assert isinstance(error, OutOfMemory)
-    assert "not even one row alone fits" in str(error)
+    assert "not even a single row fits" in str(error)
     card["lacks"] = lambda rows: False
     assert rig.start().train(3)[0].weights_version == 3

@@ -25,7 +25,7 @@ import numpy as np
 
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.process import how_ended
-from rlhf_triton.python_backend.models.card import on_rank
+from rlhf_triton.python_backend.models.out_of_memory import on_rank
 from rlhf_triton.python_backend.models.placement import device_of
 from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, check_device, release
 from rlhf_triton.python_backend.serving.ranks.loaders import Model

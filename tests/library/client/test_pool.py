@@ -14,8 +14,8 @@ from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted,
 from rlhf_triton.backoff import LONGEST_PAUSE_S
 from rlhf_triton.client import retry
 from rlhf_triton.client.errors import Kind, RequestFailed, Trouble
-from rlhf_triton.client.pool import Turns
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
+from rlhf_triton.client.turns import Turns
 from rlhf_triton.config import ClientSection
 
 WRONG = Trouble(Kind.WRONG, "refused", "step: 9")
@@ -46,7 +46,7 @@ def test_retries_are_a_fraction_of_the_requests_and_the_budget_is_bounded():
     [
         ([BUSY] * 2, 2, 2, None),
         ([BUSY] * 3, 2, 2, r"^critic at here:1 refused after 3 attempts: no room$"),
-        ([BUSY] * 2, 5, 1, r"refused after 2 attempts: no room; not retried: .*the budget of retries is exhausted"),
+        ([BUSY] * 2, 5, 1, r"refused after 2 attempts: no room; not retried: .*the retry budget is exhausted"),
         ([RESET], 1, 0, None),
         ([RESET] * 2, 1, 0, r"^critic at here:1 cannot be reached after 2 attempts: Connection reset by peer; is it"),
         ([REFUSED] * 100, 0, 0, None),
@@ -256,7 +256,7 @@ async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models
 
 
 async def test_an_outage_is_logged_counted_and_ended(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_triton.client.pool.REMIND_EVERY_S", 0.001)
+    monkeypatch.setattr("rlhf_triton.client.outage.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
         assert servers.counters.outages == 0, "no request has had to wait"
