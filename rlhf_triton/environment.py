@@ -10,9 +10,7 @@ class Environment(Protocol):
     """
 
     def reset(self, row: dict[str, Any]) -> str | None:
-        """Start a conversation for a row of the prompt file, with an added `seed`; return a text to append to the
-        prompt.
-        """
+        """Start a conversation for a row of the prompt file, plus a `seed`; return a text to append to the prompt."""
 
     def step(self, action: str) -> tuple[str, float | None, bool]:
         """Process a turn of the policy; return the observation, the reward, and whether the conversation is over."""

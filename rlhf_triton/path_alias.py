@@ -13,9 +13,7 @@ _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 
 def special_prefix(path: Path) -> Path | None:
-    """Return `path` up to its last name with characters other than ASCII letters, digits and `_.-`; None if there is
-    none.
-    """
+    """Return `path` up to its last name with characters other than ASCII letters, digits and `_.-`; None if plain."""
     return next((part for part in (path, *path.parents) if not _PLAIN.fullmatch(part.name)), None)
 
 

@@ -194,9 +194,7 @@ class CriticState:
     def _train_payload(
         self, payload: TrainPayload, state: str, known: Result | None
     ) -> tuple[UpdateReport | None, str | None]:
-        """Train on the payload; return the report, or None and the reason why the weights are unchanged. Raises as
-        `train`.
-        """
+        """Train on the payload; return the report, or None and why the weights are unchanged. Raises as `train`."""
         try:
             report = self.update.train(
                 payload, lambda n: self._progress.renew_heartbeat(state, n), known.skipped_batches if known else None
@@ -215,9 +213,7 @@ class CriticState:
         return None, f"{cause}; the critic of step {before} was restored; lower trainer.optimizer.lr"
 
     def _replay(self, *, end: int) -> None:
-        """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry that changed the weights is
-        damaged.
-        """
+        """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry to replay is damaged."""
         for entry in self._journal.entries():
             if entry.kind == "train" and entry.step == self.step + 1 <= end:
                 with self._progress.working(f"reading step {entry.step}"):

@@ -40,8 +40,7 @@ def until_done(
     stop: threading.Event,
     show: Callable[[str, str | None], None] = lambda *_: None,
 ) -> T:
-    """Call `action` until it succeeds, with growing pauses while it fails with an error in `CURABLE`; return its
-    result.
+    """Call `action`, with growing pauses while it fails with an error in `CURABLE`; return its result.
 
     Args:
         what: the operation, for messages: "publishing step 3".

@@ -93,9 +93,7 @@ class Sidecar:
         self.checkpoints.write_periodically()
 
     def save(self, entry: Entry) -> Result:
-        """Write a checkpoint of the entry's step, remove checkpoints that the caller no longer needs; return the
-        result.
-        """
+        """Write a checkpoint of the entry's step; remove those that the caller no longer needs; return the result."""
         try:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error

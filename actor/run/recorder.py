@@ -204,7 +204,11 @@ class Recorder:
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
             **card_bytes(self._state.policy.sampler.device),
-            **{f"out_of_memory/{each.setting}": each.num_halvings for each in self._state.policy.halvings if each.num_halvings},
+            **{
+                f"out_of_memory/{each.setting}": each.num_halvings
+                for each in self._state.policy.halvings
+                if each.num_halvings
+            },
         }
         if (rewards := self._settings.rewards).overlong_tokens:
             sampled = [sum(int(row.sampled.sum()) for row in conversation) for conversation in conversations]

@@ -168,8 +168,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
 @contextlib.contextmanager
 def with_merged_layers(model: Any) -> Iterator[None]:
-    """Merge the adapters into their layers' weights within the block: a forward pass then runs two kernels per layer,
-    not six.
+    """Merge the adapters into their layers' weights within the block: two kernels per layer instead of six.
 
     Merged weights keep the dtype of the layer. In bfloat16, rounding them loses less than rounding the products of
     unmerged adapters does. The original tensors are put back at the end. Adapters on the experts of a mixture are not

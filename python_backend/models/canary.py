@@ -26,15 +26,12 @@ def canary_outputs(model: CriticModel | RewardModel) -> np.ndarray:
 
 
 def canary_difference(values: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference between two models' canary outputs, relative to the largest output (at
-    least 1).
-    """
+    """Return the largest difference between two models' canary outputs, relative to the largest output (at least 1)."""
     return float(np.abs(values - expected).max()) / max(1.0, float(np.abs(expected).max()))
 
 
 def check_canary(model: CriticModel | RewardModel, values: np.ndarray, expected: Sequence[float]) -> None:
-    """Raise CheckpointError if `values`, the served model's outputs for the canary row, differ from the published
-    model's.
+    """Raise CheckpointError if `values`, the served model's canary outputs, differ from the published model's.
 
     `expected`: the published model's outputs.
     """

@@ -33,8 +33,7 @@ ANOTHER_SHAPE = {
 def collate(
     rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None, *others: Array
 ) -> tuple[Tensor, ...]:
-    """Copy rows to the device; return token ids `[n, S]` padded on the right with 0, attention mask `[n, S]`, lengths
-    `[n]`.
+    """Copy rows to the device; return token ids `[n, S]`, right-padded with 0, attention mask `[n, S]`, lengths `[n]`.
 
     Args:
         rows: n rows of token ids, each int64 `[length_i]`.

@@ -76,8 +76,7 @@ class LanguageModel:
     def _target_logprobs(
         self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor
     ) -> Tensor:
-        """Return log-probs `[N]` of `targets` `[N]`, the tokens after the positions (`rows`, `columns`) of `ids` `[n,
-        S]`.
+        """Return log-probs `[N]` of `targets` `[N]`, the tokens after positions (`rows`, `columns`) of `ids` `[n, S]`.
 
         `inside`: bool `[n, S]`, False at padding. On a GPU no mask is passed: it would disable the fast attention
         kernels, and the hidden states of a causal model do not depend on right padding.

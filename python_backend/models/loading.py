@@ -547,9 +547,7 @@ def _load(
 
 
 def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors without duplicates of the body or head, and, unless `with_head`, without the
-    head.
-    """
+    """Return the checkpoint's tensors without duplicates of body or head, and without the head unless `with_head`."""
     tensors = stored_tensors(info)
     again = copies(info.head, tensors)
     if all(torch.equal(tensors[name], tensors[own]) for name, own in again.items()):
@@ -576,8 +574,7 @@ def _from_pretrained(
 
 
 def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the tensors with the body's names as in class `kind`: some checkpoints' classes name their body
-    differently.
+    """Return the tensors with the body's names as in class `kind`, because some checkpoints name it differently.
 
     Bodies without a prefix are left to transformers. Raises CheckpointError if two tensors get the same name.
     """

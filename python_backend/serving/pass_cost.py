@@ -15,8 +15,7 @@ GROWTH = 4  # ratio of successive sizes; also predicts the time of the next size
 def fit_pass_cost(
     run: Callable[[int, int], object], *, token_budget: int, longest: int | None, clock: Callable[[], float]
 ) -> tuple[float, float] | None:
-    """Return (a, b) of the fit in seconds, the fixed cost and the cost per token; None if passes are too slow to
-    measure.
+    """Return (a, b) in seconds, the fixed cost and the cost per token; None if passes are too slow to measure.
 
     Args:
         run: runs a forward pass, given the number of rows and the tokens per row.

@@ -61,8 +61,7 @@ class RowReader:
     _: KW_ONLY
     add_special_tokens: bool
     """Tokenise sentences with special tokens, as `tokenizer(text)` does. A chat gets its template's special tokens
-    only, unless the model is an encoder; see `is_encoder`.
-    """
+    only, unless the model is an encoder; see `is_encoder`."""
     skipped_pad_id: int | None = None
     """Padding id that transformers skips when it looks for a row's last token: sentences lose their trailing tokens
     with this id; None: nothing is removed."""
@@ -70,8 +69,7 @@ class RowReader:
     append_eos: bool = False  # append the tokenizer's end-of-sequence token to sentences, not to chats
     template: RowTemplate | None = None
     """Renders the text to score; the model then reads only sentences. None: score the sentence itself, or a chat
-    rendered with the checkpoint's chat template.
-    """
+    rendered with the checkpoint's chat template."""
     generation_prompt: bool = False  # end a chat with the prompt for the next reply
     checks_size: bool = False  # limit tokenised sentences like `tokens`, because the reply has a number per token
     owner: str = "reward model"  # role of the model, for error messages
@@ -104,9 +102,7 @@ class RowReader:
             check_size(SENTENCES, len(texts), width, self.limits)
 
     def pairs(self, call: Call) -> np.ndarray | None:
-        """Return the second texts of the request's rows, or None. Raises ContractError if the model or request forbids
-        them.
-        """
+        """Return the second texts of the request's rows, or None. Raises ContractError if they are not allowed."""
         pairs = call.array(TEXT_PAIRS)
         if pairs is not None and not self.takes_pairs:
             raise ContractError(f"{TEXT_PAIRS}: this model scores one text per row, unless reward.text is pair")

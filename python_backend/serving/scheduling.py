@@ -19,8 +19,9 @@ SLICE_S = 0.005
 
 
 class RoundRobin:
-    """A thread that runs generators round-robin, each for `SLICE_S` or one step, whichever is longer: short jobs do not
-    wait for long ones.
+    """A thread that runs generators round-robin, each for `SLICE_S` or one step, whichever is longer.
+
+    Short jobs thus do not wait for long ones.
 
     Jobs must not raise: an exception would end the thread.
     """

@@ -62,8 +62,7 @@ class TorchProcess:
         self._loading: dict[str, Any] = {"device": device, "dtype": self.parameters.text("dtype")}
         self.stop_loading: Callable[[bool], None] = lambda waits: None
         """Stops the thread that calls `load`; with True, waits until it has ended, which it may never do once a rank is
-        lost.
-        """
+        lost."""
         self.refuse_all: Callable[[Exception], None] | None = None
         self._is_lost = False
         self._ranks: ServingRanks | None = None
@@ -139,9 +138,7 @@ class TorchProcess:
             self._ranks.close()
 
     def prepare_thread(self) -> None:
-        """Set torch's number of threads, device and stream for the calling thread; needed in every thread that
-        computes.
-        """
+        """Set torch's number of threads, device and stream; needed in every thread that computes."""
         torch.set_num_threads(self._threads)
         use_own_stream(self.device)
 

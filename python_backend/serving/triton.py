@@ -120,8 +120,7 @@ class Call:
         return next((value for key, value in sent.items() if key.lower() == name and isinstance(value, str)), None)
 
     def versions(self) -> VersionRange | None:
-        """Return the weights versions that the request demands, None if it accepts any. Raises ContractError if
-        invalid.
+        """Return the weights versions that the request demands; None: any. Raises ContractError if invalid.
 
         In the ensemble `critic_infer`, reward and critic both receive the request's parameters; the demand applies to
         the critic only.
@@ -280,8 +279,7 @@ class NamedCounters:
         self._lock = threading.Lock()
 
     def add(self, amounts: Mapping[str, float]) -> None:
-        """Add an amount to each named counter, with one round trip to the server per counter. Thread-safe; never
-        raises.
+        """Add an amount to each named counter: one round trip to the server per counter. Thread-safe; never raises.
 
         Names beyond the first `MAX_NAMES` are ignored, because the server never forgets a metric.
         """

@@ -190,8 +190,7 @@ class CheckpointInfo:
 
     @property
     def good_label(self) -> int | None:
-        """Index of the label that means a good row or step, if there are two labels and their names tell; otherwise
-        None.
+        """Index of the label for a good row or step, if there are two labels and their names tell; otherwise None.
 
         It is 1 for unnamed labels: TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as correct, without names.
         """
@@ -415,9 +414,7 @@ def reward_head(info: CheckpointInfo) -> Head:
 
 
 def check_pickles(folder: Path) -> None:
-    """Raise CheckpointError if a pickled file in addition to the weights may contain part of the model, such as the
-    head.
-    """
+    """Raise CheckpointError if an additional pickled file may contain a part of the model, such as the head."""
     if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
             f"{folder}: {', '.join(unread)} is not read, but may contain a part of the model, such as its head; if "

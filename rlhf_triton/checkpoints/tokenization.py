@@ -214,8 +214,7 @@ class SpecialTokens:
     pad_id: int
     banned_ids: list[int]
     """Ascending ids that are never sampled: ids without a tokenizer entry, and padding and BOS, unless they end
-    responses or occur in ordinary text.
-    """
+    responses or occur in ordinary text."""
     template_end: int | None = None  # the one of `eos_ids` that only the chat template defines
 
 

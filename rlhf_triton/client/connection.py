@@ -114,9 +114,7 @@ class HTTPConnection:
         return {name: answer.as_numpy(name) for name in message.outputs}
 
     async def describe(self, model: str) -> ServedModel:
-        """Return what a model declares. Raises Trouble if its parameters differ from the expected ones; see also
-        `infer`.
-        """
+        """Return what a model declares. Raises Trouble if its parameters are unexpected; see also `infer`."""
         served = served_model(await self.http.get_model_config(model))
         theirs, ours = served.parameters, dict(self._expected.get(model, {}))
         if model in self._declared:

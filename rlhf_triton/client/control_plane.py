@@ -236,8 +236,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         )
 
     def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> dict[str, np.ndarray]:
-        """Send the model a request without side effects; return the `outputs` of its answer, {} for models without
-        outputs.
+        """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
 
         A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
         reward functions are not run. A reward model that needs more than tokens rejects the row, which also proves that

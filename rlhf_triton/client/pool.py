@@ -110,8 +110,7 @@ class ServerPool(Generic[C]):
             self._wake_waiters()
 
     async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
-        """Take the server out of service if it is lost, or only the model if its process died; return whether one
-        happened.
+        """Take the server out of service if it is lost, or only the model if its process died; return whether it did.
 
         A server that may only be overloaded is probed first.
         """
@@ -243,8 +242,7 @@ class ServerPool(Generic[C]):
         return server
 
     def _least_busy(self, model: str, *, avoid: Collection[str], session: int | None) -> Server[C] | None:
-        """Return the available server with the fewest requests in flight, or the session's server; None if there is
-        none.
+        """Return the available server with the fewest requests in flight, or the session's server; None without one.
 
         Servers in `avoid` are selected only if there are no others. Ties go to the server that was selected for this
         model the longest ago. The order is kept per model, because rows go to reward and critic alternately: with a

@@ -105,9 +105,7 @@ class Attempts:
         self._unreached_since: float | None = None
 
     def record_failover(self, trouble: Trouble, url: str) -> None:
-        """Record a retry without a pause, after the server was taken out of service. Raises RequestFailed if none is
-        left.
-        """
+        """Record a retry without a pause, after a server was lost. Raises RequestFailed if no retry is left."""
         if not trouble.kind.is_refusal:
             self._count_attempt(trouble, url)
             self._unreached_since = None

@@ -14,8 +14,7 @@ class Turn:
     """Server to which the first attempt is in flight; None: not sent yet, or delayed."""
     is_delayed: bool = False
     """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
-    response, because otherwise they might arrive first.
-    """
+    response, because otherwise they might arrive first."""
 
 
 class Turns:

@@ -59,16 +59,14 @@ class PromptsSection(Section):
 
     path: Path = Path("data/prompts.jsonl")
     """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`; each row has `text`, chat `messages`,
-    or `prompt`. See docs/prompts.md.
-    """
+    or `prompt`. See docs/prompts.md."""
     files: tuple[PromptFileSection, ...] = ()
     """Several files instead of `path`, with weights: a list of {path, weight}."""
     max_tokens: Count = 512
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
     """What to do with a longer prompt: `error` ends the run, `skip` takes the next prompt, `truncate` keeps BOS and the
-    last tokens.
-    """
+    last tokens."""
     add_special_tokens: bool = True
     """Start a plain-text prompt with the tokens that the tokenizer puts before a text, such as BOS."""
 
@@ -151,8 +149,7 @@ class AlgorithmSection(Section):
 
     name: AlgorithmName = "ppo"
     """Sets advantage function, loss and published defaults of other keys; see docs/algorithms.md. Only `ppo`, `vapo`
-    and `sao` use the critic.
-    """
+    and `sao` use the critic."""
     advantage: AdvantageName = "auto"
     """Advantage function: `auto`, the algorithm's, or your own, `path/to/file.py:name`."""
     loss: LossName = "auto"
@@ -161,19 +158,17 @@ class AlgorithmSection(Section):
     """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++`."""
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Lower clip range of the probability ratio (for `dppo`, of the difference of probabilities), and the upper one
-    unless `clip_ratio_high` is set. Default: as published for the loss.
-    """
+    unless `clip_ratio_high` is set. Default: as published for the loss."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
     """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """How the loss is averaged: `token`, over a minibatch's tokens; `sequence`, over its sequences' means; `constant`,
-    sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does.
-    """
+    sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus in the loss."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
-    """Log-probs in the denominator of the probability ratio: recomputed by the policy, or from the engine that sampled.
-    """
+    """Log-probs in the denominator of the probability ratio: recomputed by the policy, or from the engine that
+    sampled."""
     correction: CorrectionSection | None = None
     """Importance correction for responses that vLLM or an older policy sampled; default: none."""
     max_resampled: CountOrZero = 0
@@ -247,8 +242,7 @@ class RewardsSection(Section):
 
     normalization: Literal["none", "running", "batch"] = "none"
     """Normalisation of scores: `running`, by the statistics of all scores so far; `batch`, of the rollout. For a fixed
-    mean and standard deviation, use `reward.standardization`.
-    """
+    mean and standard deviation, use `reward.standardization`."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Maximum absolute value of a normalised score."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
@@ -293,8 +287,7 @@ class ClientSection(Section):
 
     servers: tuple[Address, ...] = ()
     """HTTP addresses of all servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default: the
-    address of `server`.
-    """
+    address of `server`."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
     """How long to wait for a healthy server, and to retry training requests while there is no sidecar."""
     deadline_s: Seconds = 60.0

@@ -18,12 +18,10 @@ class EnvironmentSection(Section):
 
     class_: FunctionSpec | None = Field(default=None, alias="class")
     """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or one for TRL's
-    `environment_factory`; one instance per trajectory. For an OpenEnv server, see docs/environments.md.
-    """
+    `environment_factory`; one instance per trajectory. For an OpenEnv server, see docs/environments.md."""
     agent: FunctionSpec | None = None
     """An agent instead of `class`: a function `run(base_url, task)` that calls the policy at `base_url` through
-    OpenAI's or Anthropic's API. See docs/environments.md.
-    """
+    OpenAI's or Anthropic's API. See docs/environments.md."""
     options: Options = Field(default={})
     """Keyword arguments of the class or agent."""
     reward: FunctionSpec | None = None
@@ -34,12 +32,10 @@ class EnvironmentSection(Section):
     """Maximum tokens of a trajectory: prompt, turns and observations."""
     timeout_s: Seconds = 600.0
     """Timeout of a trajectory, which is then truncated. If a single call takes longer, the trajectory fails and its
-    worker is killed.
-    """
+    worker is killed."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
     """What to do with trajectories that reach a limit: `mask` excludes them, `bootstrap` adds the critic's value of the
-    end, `score` uses the rewards so far.
-    """
+    end, `score` uses the rewards so far."""
     workers: Count = 1
     """Worker processes per rank; each holds many instances."""
 

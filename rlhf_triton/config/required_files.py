@@ -52,9 +52,7 @@ def check_devices(config: RunConfig, *roles: str) -> None:
 
 
 def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
-    """Return a message for each of these roles (default: all) whose GPUs torch cannot use. Imports torch only if
-    needed.
-    """
+    """Return a message for each of these roles (default: all) whose GPUs torch cannot use. Imports torch if needed."""
     places = [
         place for place in config.places if place.cards and (not roles or place.key.removesuffix(".device") in roles)
     ]

@@ -51,7 +51,7 @@ class RewardTerm(Section):
     groupwise: bool = False
     """True: the function receives all responses to a prompt and returns one number per response."""
     options: Options = Field(default={})
-    """Keyword arguments of the function, or of the class's constructor; must be valid JSON."""
+    """Keyword arguments of the function, or of the class's constructor; must be expressible in JSON."""
     timeout_s: Seconds = 2.0
     """Timeout for one sample or group; on expiry, the worker is killed, and the sample or group gets no reward."""
     workers: Count = 2
@@ -105,12 +105,10 @@ class LogitSection(Section):
 
     tokens: Annotated[TokenNames, Field(min_length=1)]
     """Tokens that count for the response, each as a text that is one token, such as "yes", a vocabulary entry, or an
-    id.
-    """
+    id."""
     against: TokenNames = Field(default=[])
     """Tokens that count against the response: the score is log p(tokens) - log p(against). Default: none; the score is
-    the logit of `tokens`.
-    """
+    the logit of `tokens`."""
 
     @field_validator("tokens", "against", mode="before")
     @classmethod
@@ -132,8 +130,7 @@ class ProcessSection(Section):
     """Text that ends a step; default: each row's `step_ends`."""
     mark: str | None = Field(default=None, min_length=1)
     """Text that the model expects after each step, instead of `separator`; requests must then send texts. Default:
-    `separator`.
-    """
+    `separator`."""
 
 
 class TokenRewardSettings(Section):

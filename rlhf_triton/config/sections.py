@@ -54,9 +54,7 @@ class ServedPolicySection(Section):
 
 
 class GatewaySection(Section):
-    """The HTTP gateway for other trainers (`rlhf-triton gateway`). It sends requests with the settings of
-    `actor.client`.
-    """
+    """The HTTP gateway for other trainers (`rlhf-triton gateway`). Its requests use the settings of `actor.client`."""
 
     host: Host = "127.0.0.1"
     """Address to bind. Beyond loopback, set `key_env` and use a TLS proxy."""
@@ -137,8 +135,8 @@ class ServerSection(Section):
     """The tritonserver process. A port of 0 selects a free one (`rlhf-triton run`, `rlhf-triton serve`)."""
 
     host: Host = "127.0.0.1"
-    """Address to bind: IPv4, or a name that resolves to it. Beyond loopback, use a proxy with TLS and authentication.
-    """
+    """Address to bind: IPv4, or a name that resolves to it. Beyond loopback, use a proxy with TLS and
+    authentication."""
     http_port: Port = 8000
     """HTTP port, for inference."""
     grpc_port: Port = 8001
@@ -147,8 +145,7 @@ class ServerSection(Section):
     """Port for Prometheus metrics."""
     dir: Path | None = None
     """Folder of the rendered model repository and the log; default: `run.dir`. Servers that share a `run.dir` need a
-    separate folder each.
-    """
+    separate folder each."""
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
@@ -158,8 +155,7 @@ class ServerSection(Section):
     0: no limit."""
     max_request_tokens: Count = 4_000_000
     """Maximum tokens of one request, including padding, and of a critic's response; also the maximum UTF-8 bytes of a
-    request's sentences and metadata.
-    """
+    request's sentences and metadata."""
     training_key_env: str | None = None
     """Environment variable with the key that critic_train and critic_save require; default: no key."""
 
@@ -188,12 +184,10 @@ class ModelSection(Section):
     """`cpu`, `cuda:N`, or `cuda`: a copy of the model on every visible GPU, with one shared queue."""
     instances: Count = 1
     """Processes that serve the model, per GPU, each with its own row queue and one forward pass at a time. On a CPU,
-    they share the weights' memory.
-    """
+    they share the weights' memory."""
     tensor_parallel: Count = 1
     """Number of devices over which one instance is split, starting with `device`; on a CPU, number of processes. Needs
-    `instances: 1`.
-    """
+    `instances: 1`."""
     threads: Count | None = None
     """Torch threads per instance; default: an equal share of the cores, and 1 on a GPU."""
     token_budget: TokenBudget = BUDGET_OF_DEVICE
@@ -237,20 +231,16 @@ class RewardSection(ModelSection, TokenRewardSettings):
     """Constants of `(score - mean) / std`: `model` (from the model's config.json, if any), `off`, or {mean, std}."""
     pooling: Pooling = "auto"
     """Pooling of a linear head: `last`, `mean`, or `auto` (`last`, ignoring padding in `sentences`). Encoders with a
-    pooled head accept only `auto`; other heads on encoders need `last` or `mean`.
-    """
+    pooled head accept only `auto`; other heads on encoders need `last` or `mean`."""
     attribute_weights: Literal["separate"] | list[float] | dict[str, float] | None = None
     """Weights of a model's A labels in the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE: 1}; or
-    `separate`: one reward per label, [B, A]. Required if there are several labels.
-    """
+    `separate`: one reward per label, [B, A]. Required if there are several labels."""
     text: Literal["joined", "pair"] = "joined"
     """Input format that the model was trained on: `joined`, prompt and response as one text or chat; `pair`,
-    `tokenizer(prompt, response)`.
-    """
+    `tokenizer(prompt, response)`."""
     add_special_tokens: bool = True
     """Add the tokenizer's special tokens to `sentences` that lack them; a chat gets only its template's. `false`: add
-    none, as NeMo-Aligner's server.
-    """
+    none, as NeMo-Aligner's server."""
     append_eos: bool = False
     """Append the end-of-sequence token to `sentences` other than chats, as TRL's RewardTrainer does."""
     store: bool = False
@@ -258,8 +248,7 @@ class RewardSection(ModelSection, TokenRewardSettings):
     gate: Path | None = None
     """With `store`: JSONL file of preference pairs with `chosen`, `rejected` and optionally `prompt`, each a text or a
     list of chat messages. A new version's accuracy on these pairs must be at least the served version's minus 0.01;
-    default: no test.
-    """
+    default: no test."""
 
     @model_validator(mode="after")
     def _weighted(self) -> RewardSection:
@@ -309,8 +298,7 @@ class PublishSection(Section):
     """Number of newest versions to keep, in addition to version 0 and the served ones."""
     format: Literal["merged", "adapter"] = "merged"
     """Content of a version trained with LoRA: `merged`, all weights; `adapter`, only adapters and value head, which
-    each instance merges into version 0.
-    """
+    each instance merges into version 0."""
 
 
 class TrainerSection(TrainedSection):
@@ -332,8 +320,7 @@ class TrainerSection(TrainedSection):
     """Steps between checkpoints, in addition to those that critic_save requests."""
     servers: Annotated[list[Address], Resume.FREE] = Field(default=[])
     """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default:
-    the address of `server`.
-    """
+    the address of `server`."""
     publish: Annotated[PublishSection, Resume.FREE] = PublishSection()
     """Publishing of weights versions."""
 

@@ -45,12 +45,10 @@ class TrainedSection(Section):
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: Annotated[LoraTargets, Resume.FIXED] = "all-linear"
     """Linear layers with adapters: all except the output layer, or a list of the last parts of their names, such as
-    [q_proj, v_proj].
-    """
+    [q_proj, v_proj]."""
     freeze: Annotated[Patterns, Resume.FIXED] = ()
     """Regular expressions; parameters in whose name one is found are not trained (for a critic, names as in
-    `weights/critic/0`): [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers.
-    """
+    `weights/critic/0`): [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
 
 
 def decisive_settings(key: str, section: Section) -> dict[str, Any]:

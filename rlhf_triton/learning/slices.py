@@ -137,8 +137,7 @@ def _sync_and_hash(path: Path) -> str:
 
 
 def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return which rank's file stores each tensor: largest tensors first, each to the rank with the fewest bytes so
-    far.
+    """Assign each tensor to a rank's file: largest tensors first, each to the rank with the fewest bytes so far.
 
     Args:
         sizes: size of each tensor in bytes, by name.

@@ -84,9 +84,7 @@ class Trained:
         return plan_micro_batches(lengths, token_budget=self.memory.size, max_rows=MAX_ROWS)
 
     def micro_batches(self, lengths: Tensor) -> list[list[int]]:
-        """Return this rank's micro-batches of row indices, padded with empty ones so that all ranks have the same
-        number.
-        """
+        """Return this rank's micro-batches of row indices, padded with empty ones to the same number on all ranks."""
         plans = [
             [rows[chunk].tolist() for chunk in self.plan(lengths[rows].tolist())]
             for rows in dealt(lengths, self.ranks.size)
@@ -169,8 +167,7 @@ class Trained:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def save(self, folder: Path | str) -> dict[str, str]:
-        """Write trained weights and optimizer state; each rank writes its slices. Returns each file's digest by
-        relative path.
+        """Write trained weights and optimizer state, each rank its slices; return each file's digest by relative path.
 
         Any number of ranks can load them, bit-identically. Raises OSError on all ranks if one cannot write.
         """

@@ -97,9 +97,7 @@ class Judge(pydantic.BaseModel):
         self._hide = (lambda text: text.replace(key, "***")) if key else str
 
     def _check(self) -> None:
-        """Check options beyond their types, and compile the rubric. Raises FunctionError without the URL and its
-        password.
-        """
+        """Check options beyond their types; compile the rubric. Raises FunctionError without the URL's password."""
         if not re.fullmatch(r"https?://[^\s@?#]+", self.base_url):
             raise FunctionError(
                 "options.base_url: must be http://host/v1 or https://host/v1; pass a key through api_key_env"
@@ -160,9 +158,7 @@ class Judge(pydantic.BaseModel):
         return self.read(text)
 
     def read(self, answer: str) -> float:
-        """Return the score in an answer. Raises BadScore with an excerpt if there is no score, or it is outside the
-        scale.
-        """
+        """Return the score in an answer. Raises BadScore with an excerpt if it is missing or outside the scale."""
         low, high = self.scale
         if self.pattern is None:
             last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-LONGEST_LINE:]

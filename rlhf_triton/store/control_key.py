@@ -22,8 +22,7 @@ SHORTEST_KEY = 16  # characters
 
 
 def control_key(weights_dir: Path) -> str:
-    """Return the key from the environment variable, or from the file next to `weights_dir`, which is created if
-    missing.
+    """Return the key from the environment, or from the file next to `weights_dir`, which is created if missing.
 
     Only the file's owner can read it.
 

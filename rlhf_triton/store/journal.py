@@ -114,9 +114,7 @@ class JournalState:
         return read_training_file(self._entries / entry.name)
 
     def training_files(self) -> list[Path]:
-        """Return the files of the steps on disk, for `read_training_file`: archived steps first; failed steps are
-        omitted.
-        """
+        """Return the files of all steps that have not failed, for `read_training_file`; archived steps first."""
         archived = [self._archive / entry.name for entry in sorted(entries_in(self._archive))]
         entries = ((entry, self.result(entry)) for entry in self.entries() if entry.kind == "train")
         return archived + [

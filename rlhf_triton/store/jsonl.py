@@ -87,9 +87,7 @@ def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def drop_steps_from(first_step: int, path: Path) -> None:
-    """Remove the lines with `step` >= `first_step`, which a resumed run writes again. Creates the file if it is
-    missing.
-    """
+    """Remove the lines with `step` >= `first_step`, which a resumed run writes again. Creates a missing file."""
     replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
 
 

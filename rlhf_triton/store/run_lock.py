@@ -19,16 +19,12 @@ PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
 
 def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the actor's exclusive lock on `run_dir`, on all hosts that share file locks. Raises RlhfError if it is
-    taken.
-    """
+    """Hold the actor's exclusive lock on `run_dir`, on all hosts that share file locks. Raises RlhfError if taken."""
     return _hold_lock("actor", run_dir, LOCK_FILE)
 
 
 def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the exclusive lock of `rlhf-triton run` on `run_dir`, from preparation to report. Raises RlhfError if it is
-    taken.
-    """
+    """Hold the exclusive lock of `rlhf-triton run` on `run_dir`. Raises RlhfError if it is taken."""
     return _hold_lock("`rlhf-triton run`", run_dir, RUN_LOCK_FILE)
 
 

@@ -109,8 +109,7 @@ class ServingRecords:
         return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
 
     def last_sign(self, record: ServingRecord) -> float | None:
-        """Return when a silent instance on another host last updated its record, in unix seconds of the file server's
-        clock.
+        """Return when a silent instance on another host last updated its record, in the file server's unix seconds.
 
         For readers that read the records only once, for which `alive` cannot detect silence. Returns None if the
         instance was active within `REMOTE_SILENCE_S`, its process is visible here, or its record has been removed.
@@ -260,9 +259,7 @@ class WeightsStore:
         durable.replace_file(self._current, f"{version}\n".encode())
 
     def announce(self, version: int) -> None:
-        """Set NEXT to `version`: instances preload it during verification, so that they can swap as soon as CURRENT
-        names it.
-        """
+        """Set NEXT to `version`: instances preload it during verification, to swap as soon as CURRENT names it."""
         durable.replace_file(self._next, f"{version}\n".encode(), durable=False)
 
     def announced(self) -> int | None:

@@ -85,7 +85,9 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which has no encoding; mend or remove the row"
 USER, REPLY = user("x"), assistant("y")
-LEFT_OUT = "the policy's chat template omits messages of the role 'tool'; give the message another role, or use a template"
+LEFT_OUT = (
+    "the policy's chat template omits messages of the role 'tool'; give the message another role, or use a template"
+)
 IMAGE = {"type": "image", "image": "x.png"}
 
 

@@ -580,9 +580,7 @@ def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
         try:
             load(tmp_path, level % name.replace(".", ": {") + "}" * name.count("."))
         except ConfigError as error:
-            hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {
-                "no such setting"
-            }
+            hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {"no such setting"}
             if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
                 wrong[name] = str(error)
     assert wrong == {}

@@ -530,7 +530,9 @@ def test_conversations_need_chat_templates(tmp_path: Path):
     with pytest.raises(ConfigError, match=refused):
         check("other", conversation)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    left_out = r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template omits messages of the role 'assi"
+    left_out = (
+        r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template omits messages of the role 'assi"
+    )
     with pytest.raises(ConfigError, match=left_out):
         check("other", conversation)
     check("other", conversation, process={"separator": ".", "mark": "!"})  # which reads the reply without the template
@@ -544,9 +546,7 @@ def test_conversations_need_chat_templates(tmp_path: Path):
         sections = {"actor": actor, "reward": reward, "rewards": {"model": {}}, "environment": environment}
         config = RunConfig.model_validate(sections)
         found = [*preflight._environment(config, check_prompts(config))]
-        assert all(
-            "reward.model: messages: the reward model's chat template omits the tools" in one for one in found
-        )
+        assert all("reward.model: messages: the reward model's chat template omits the tools" in one for one in found)
         assert len(found) == problems
     undefined = r"jsonl:1: reward\.model: reward\.template cannot be rendered: .* has no attribute 'hint'"
     with pytest.raises(ConfigError, match=undefined):

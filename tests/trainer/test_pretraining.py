@@ -321,7 +321,7 @@ SPOILED: dict[Callable[[Path], None], str] = {
     no_run: r"is not the folder of a run with a critic: version 0 is not in the weights store; remove it",
     flipped: r"00000003\.train is damaged: its content has digest .*; restore the file, or remove .* from the list",
     empty: r"has no rows to train on \(a run keeps only its last steps\)",
-    without_tokenizer: r"the tokenizer of .*spoiled is not that of .*critic, or is not known",
+    without_tokenizer: r"the tokenizer of .*spoiled differs from .*critic's or is unknown",
 }
 
 
@@ -340,8 +340,8 @@ def test_a_critic_that_the_rows_do_not_fit_is_refused(root: Path, tmp_path: Path
     save_tiny(tmp_path / "few positions", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=9)
     make_text_tokenizer("llama").save_pretrained(tmp_path / "few positions")
     messages = {
-        "other tokenizer": "the tokenizer of .*a is not that of .*other tokenizer, or is not known",
-        "no tokenizer": "the tokenizer of .*a is not that of .*no tokenizer, or is not known",
+        "other tokenizer": "the tokenizer of .*a differs from .*other tokenizer's or is unknown",
+        "no tokenizer": "the tokenizer of .*a differs from .*no tokenizer's or is unknown",
         "few positions": r"00000001\.train does not fit .*few positions: tokens\[\d+\]: \d+ tokens, .* 9 positions",
     }
     for name, message in messages.items():
