@@ -58,9 +58,8 @@ class UpdateReport:
     seconds: float
     out_of_memory: int = 0  # how often micro-batches were halved because the GPU ran out of memory
     memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
-    skipped_batches: list[int] = field(
-        default_factory=list
-    )  # numbers, over all passes, of global batches that did not fit
+    # Numbers, over all passes, of global batches that did not fit.
+    skipped_batches: list[int] = field(default_factory=list)
     is_finite: bool = True  # whether the weights are finite; if not, the caller must restore the previous state
 
 
@@ -193,9 +192,8 @@ def load_update(
 def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks, dtype: str = "float32") -> None:
     """Execute the operations that rank 0 announces until it ends the job. Raises RankLost if rank 0 dies."""
     update: CriticUpdate
-    store = functools.cache(
-        lambda root: WeightsStore(Path(root))
-    )  # cached, because a store remembers the base version that it has verified
+    # Cached, because a store remembers the base version that it has verified.
+    store = functools.cache(lambda root: WeightsStore(Path(root)))
 
     def load(folder: str, pretraining: bool) -> None:
         nonlocal update

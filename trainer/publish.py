@@ -215,7 +215,7 @@ class Publisher:
                 logger.error("CURRENT named version %d, which %s refused: %s", current, record.name, record.error)
                 self._store.set_current(record.version, back=True)
                 break  # CURRENT has changed; check the other records again next time
-                self.reload_dead_instances(working)
+        self.reload_dead_instances(working)
 
     def reload_dead_instances(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
         """Reload the model if an instance died more than RELOAD_AFTER_S ago; return the outcomes, [] without a reload.

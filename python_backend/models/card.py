@@ -14,12 +14,13 @@ from torch import Tensor
 
 from rlhf_triton.python_backend.models.out_of_memory import is_out_of_memory
 
+# In the messages of errors without their own class.
 BROKEN = (
     "CUDA error",
     "NCCL error",
     "CUDNN_STATUS",
     "CUBLAS_STATUS",
-)  # in the messages of errors without their own class
+)
 Array: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its size
 HIGH, LOW = -1, 0  # priorities of streams: kernels of high priority start first

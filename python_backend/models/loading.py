@@ -524,10 +524,8 @@ def _load(
     missing = sorted(report["missing_keys"] - heads - computed)
     if with_head:
         check_tensors(info.folder, missing, report["unexpected_keys"])
-        if missing:
-            raise CheckpointError(
-                f"{info.folder}: the weights have no {', '.join(missing[:4])}; copy the checkpoint again"
-            )
+    if missing:
+        raise CheckpointError(f"{info.folder}: the weights have no {', '.join(missing[:4])}; copy the checkpoint again")
     # The caller sets the head, so a tensor for the class's own head would be lost.
     taken = heads - report["missing_keys"]
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]

@@ -12,11 +12,12 @@ import torch
 
 from rlhf_triton.errors import RlhfError
 
+# From the driver, cuBLAS and NCCL.
 FULL = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "'out of memory'",
-)  # from the driver, cuBLAS and NCCL
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -58,9 +58,8 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
         raise ValueError(
             f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the trained one"
         )
-    unread = [
-        name for name in tensors if any(other.owns(name) for other in others)
-    ]  # ignored because of value_head_prefix
+    # Ignored because of value_head_prefix.
+    unread = [name for name in tensors if any(other.owns(name) for other in others)]
     head = replace(head, others=(*head.others, *sorted(unread)))
     return replace(head, kind="token") if is_token and head.kind == "sequence" else head
 

@@ -298,12 +298,13 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
+# Keys of config.json with objects, in addition to those that end in _config.
 OBJECTS = (
     "rope_scaling",
     "rope_parameters",
     "id2label",
     "label2id",
-)  # keys of config.json with objects, in addition to those that end in _config
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

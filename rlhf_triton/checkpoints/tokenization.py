@@ -53,10 +53,11 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     added again. The ids then equal those of `apply_chat_template(tokenize=True)`.
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
+    # The mask is 0 for tokens of the text, special ones included.
     ids, added = (
         encoded["input_ids"],
         encoded["special_tokens_mask"],
-    )  # the mask is 0 for tokens of the text, special ones included
+    )
     # No token comes from the text, or the mask has another length (T5's tokenizer does not add a second </s>).
     if 0 not in added or len(added) != len(ids):
         return list(ids)

@@ -25,9 +25,8 @@ def main(argv: Sequence[str]) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: folder.stop())
         os.environ[FOLDER], os.environ[AGENT] = root, str(os.getpid())
-        os.environ.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # otherwise ranks print a C++ stack trace when another one dies
+        # Otherwise ranks print a C++ stack trace when another one dies.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns otherwise; the ranks set their own number
         # By default the ranks share the store of torchrun's agent. Restarts then often fail, because a new rank
         # connects to the port of the dead one.

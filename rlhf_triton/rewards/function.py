@@ -349,9 +349,8 @@ def _import_file(path: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or found is None or found.loader is None:
         raise FileNotFoundError(f"{path} does not exist")
-    sys.path.insert(
-        0, str(path.parent.absolute())
-    )  # as `python file.py` does, so that the file can import its neighbours
+    # As `python file.py` does, so that the file can import its neighbours.
+    sys.path.insert(0, str(path.parent.absolute()))
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -166,9 +166,8 @@ class JournalState:
 
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
-        known = (
-            self._known_entries()
-        )  # includes rewinds, because results of the steps before them may have been removed
+        # Includes rewinds, because results of the steps before them may have been removed.
+        known = self._known_entries()
         return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
     def traceparent(self, entry: Entry) -> str | None:
