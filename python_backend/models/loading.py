@@ -641,13 +641,13 @@ def check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> No
     folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
-            f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}; give both the "
-            "same architecture"
+            f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}; another "
+            "architecture needs a reload through Triton"
         )
     for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
         # Compare every key: with equal shapes, the number of heads, the rotary base or the norms may still differ.
         if mine.get(key) != theirs.get(key):
             raise CheckpointError(
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
-                "a different architecture needs a reload through Triton"
+                "another architecture needs a reload through Triton"
             )

@@ -37,9 +37,8 @@ class DamagedEntry(RlhfError):
 class Entry:
     """One accepted request. Entries are processed in ascending order of their fields."""
 
-    step: (
-        int  # train: the step to train; save: the step to checkpoint; rewind: the last step accepted before the rewind
-    )
+    # Train: the step to train; save: the step to checkpoint; rewind: the last step accepted before the rewind.
+    step: int
     rank: int  # train: 0; others: 1, 2, … in order of acceptance
     kind: Kind
     target: int = -1  # rewind only: the step to go back to

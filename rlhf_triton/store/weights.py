@@ -30,9 +30,8 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import make_folder, read_json, write_json
 
-REMOTE_SILENCE_S = (
-    15.0  # after this silence, a suspended instance, or one whose process is not visible here, counts as dead
-)
+# After this silence, a suspended instance, or one whose process is not visible here, counts as dead.
+REMOTE_SILENCE_S = 15.0
 STOPPED = ("T", "t")  # process states: suspended by a signal or by a debugger
 
 

@@ -96,9 +96,8 @@ def render_chat(
     def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
         try:
             return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
-        except (
-            Exception
-        ):  # DeepSeek's templates accept tool calls only with a content, and arguments only as JSON texts
+        # DeepSeek's templates accept tool calls only with a content, and arguments only as JSON texts.
+        except Exception:
             written = [*map(_with_texts, shown)]
             if written == [*shown]:
                 raise
@@ -189,9 +188,8 @@ def _check_texts(
     said = dict(texts_in(messages))
     marks = {place: f"{MARK}{n}q" for n, place in enumerate(said)}
     marked = {place: _with_mark(said[place], mark) for place, mark in marks.items()}
-    found = (
-        _result(rendered, _changed(messages, marked), options) or ""
-    ).casefold()  # for most chats, this one rendering is enough
+    # For most chats, this one rendering is enough.
+    found = (_result(rendered, _changed(messages, marked), options) or "").casefold()
     for place, mark in marks.items():
         other = mark if isinstance(said[place], str) else {mark: mark}
         if mark in found or not is_lost(place, other):

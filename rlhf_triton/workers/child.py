@@ -61,9 +61,8 @@ def _watch(channel: socket.socket, worker: int) -> int:
     threading.Thread(target=_kill_without_parent, args=(channel, worker), daemon=True).start()
     while (ended := os.wait())[0] != worker:
         pass
-    with contextlib.suppress(
-        OSError
-    ):  # no child is left, or the kernel does not list children: then the parent kills the group
+    # No child is left, or the kernel does not list children: then the parent kills the group.
+    with contextlib.suppress(OSError):
         while True:
             for children in Path("/proc/self/task").glob("*/children"):
                 for child in children.read_text().split():
