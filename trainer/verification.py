@@ -43,8 +43,8 @@ def verify_version(
             raise WeightsError(f"version {version}: {error}") from error
     try:
         # Hashing releases the GIL, so it runs in parallel with the other checks.
-        with ThreadPoolExecutor(1, "hash") as beside:
-            whole = beside.submit(store.verify_files, version, digest_of_mapped)
+        with ThreadPoolExecutor(1, "hash") as executor:
+            whole = executor.submit(store.verify_files, version, digest_of_mapped)
             try:
                 staged = model.with_weights(store.folder(version))
                 staged.check_finite()

@@ -45,11 +45,11 @@ def write_tensors(
     header, starts = layout(shapes)
     hasher = Hasher(header)
     file.unlink(missing_ok=True)
-    with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as beside:
+    with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as executor:
         stream.write(header)
         for name in starts:
             block = raw_bytes(tensor_of(name))
-            hashed = beside.submit(hasher.update, block)
+            hashed = executor.submit(hasher.update, block)
             stream.write(block)
             hashed.result()
     return hasher.digest()

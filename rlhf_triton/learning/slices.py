@@ -129,8 +129,8 @@ def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
 
 
 def _sync_and_hash(path: Path) -> str:
-    with ThreadPoolExecutor(1, "sync") as beside:  # the disk writes while the processor hashes
-        synced = beside.submit(sync_file, path)
+    with ThreadPoolExecutor(1, "sync") as executor:  # the disk writes while the processor hashes
+        synced = executor.submit(sync_file, path)
         digest = digest_of(path)
         synced.result()
     return digest

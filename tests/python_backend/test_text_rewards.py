@@ -639,7 +639,7 @@ def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask],
 
 
 BAD_ENDS: list[tuple[Any, str]] = [
-    ([4, 2], "step_ends: 2, must be between 1 and 12, and above the step's before"),
+    ([4, 2], "step_ends: 2, must be between 1 and 12, and above the previous one"),
     ([-1], "step_ends: -1, must be between"),
     ([], "step_ends: [], must be a list of integers"),
     ([True], "must be a list of integers"),
@@ -661,7 +661,7 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path):
     assert_refused(ask, cases)
     good = ask(sentences=["Open a file."], metadata=[{"step_ends": [4, 12]}])
     assert np.isfinite(good.outputs["step_rewards"]).all()
-    mark = "takes the place of the separator in texts, needs more than a row of tokens; send sentences"
+    mark = "replaces the separator in texts, needs more than a row of tokens; send sentences"
     each = {"sentences": ["Open a file."] * 63 + ["Open it. " * 4]}
     for process, settings, inputs, message in (
         ({"separator": "."}, {}, full, "65 tokens, the model has 64 positions"),

@@ -69,7 +69,9 @@ class Rank:
             threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
         else:
             rows = np.split(np.frombuffer(payload(), np.int64), np.cumsum(message["lengths"])[:-1])
-            self._model(message["key"]).launch(rows, message["width"])()  # rank 0 has the outputs, too
+            self._model(message["key"]).launch(
+                rows, message["width"]
+            )()  # outputs are discarded: rank 0 has them as well
 
     def _load(self, message: dict[str, Any]) -> None:
         served = None if message["served"] is None else self._model(message["served"])
