@@ -153,7 +153,7 @@ class StepReader(RowReader):
         written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
-                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, but {len(tags)} times as a separate token; "
+                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, {len(tags)} times as a separate token; "
                 "set reward.process.mark to a token that does not merge with other text"
             )
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]
