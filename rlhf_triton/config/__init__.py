@@ -171,8 +171,8 @@ class RunConfig(Section):
             check_environment(self.environment, self.actor)
             if self.run.deterministic and self.actor.generation.engine == "vllm":
                 raise ValueError(
-                    "run.deterministic: vLLM's batches, and thus its responses, differ from run to run with an "
-                    "environment; set actor.generation.engine: slots, or remove run.deterministic"
+                    "run.deterministic: with an environment, vLLM's turns differ from run to run; set "
+                    "actor.generation.engine: slots, or remove run.deterministic"
                 )
         actor, trainer = self.actor, self.trainer
         steps = actor.optimizer_steps
