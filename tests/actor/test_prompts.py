@@ -122,12 +122,12 @@ IMAGE = {"type": "image", "image": "x.png"}
             )
         ),
         ([{"messages": [USER, {"role": "gpt", "content": "Hi"}]}], "prompts.jsonl:1: messages ends with the assistant"),
-        ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
+        ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas for the"),
         ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template omits the to"),
         ([{"prompt": [USER], "chat_template_kwargs": 3}], "prompts.jsonl:1: chat_template_kwargs: must be an object"),
         (
             [{"prompt": [USER], "chat_template_kwargs": {"tokenize": True}}],
-            "prompts.jsonl:1: chat_template_kwargs: 'tokenize' is no variable of a chat template; remove it",
+            "prompts.jsonl:1: chat_template_kwargs: 'tokenize' is reserved; remove it",
         ),
         (['{"text": "raise"}'], "prompts.jsonl:1: cannot be tokenised: TextEncodeInput must be Union"),
         (['{"text": "panic"}'], "prompts.jsonl:1: cannot be tokenised: no entry found for key"),

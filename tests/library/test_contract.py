@@ -152,7 +152,7 @@ PADDED = [
     ({"mask": at(padded()["mask"], (0, 2), -1)}, "mask[0, 2]: -1, must not be negative"),
     (
         {"mask": at(padded()["mask"], (1, 1), 1)},
-        "mask[1, 1]: 1, must be 0: a sequence of 2 tokens has one entry fewer",
+        "mask[1, 1]: 1, must be 0, because a sequence of 2 tokens has one entry fewer",
     ),
     ({"sequence_lengths": at(LENGTHS, (0, 0), 5)}, "sequence_lengths[0]: 5, must be between 1 and 4, the"),
 ]
@@ -275,12 +275,12 @@ def test_limits_are_inclusive():
         (
             text_bytes,
             (texts(b"abc", b""), texts(b"{}", b"{   }"), SMALL),
-            "sentences: 10 bytes with the metadata, more than 8 (max_request_tokens)",
+            "sentences: 10 bytes including the metadata exceed 8 (max_request_tokens)",
         ),
         (
             functools.partial(scoring_rows, limits=SMALL),
             (np.zeros((3, 3), np.int64), None),
-            "tokens: 3 rows of 3 tokens, padding included, exceed 8 (max_request_tokens)",
+            "tokens: 3 rows of 3 tokens, including padding, exceed 8 tokens (max_request_tokens)",
         ),
     ],
 )

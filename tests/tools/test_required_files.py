@@ -192,17 +192,17 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"config.json": {"model_type": "mine"}}, "transformers has no mine models; the checkpoint's own code would"),
+        ({"config.json": {"model_type": "mine"}}, "transformers has no mine models, and the checkpoint's own code is"),
         (
             {"config.json": {"hidden_size": "x"}},
-            "its tokenizer cannot be loaded: config.json: hidden_size is 'x', which transformers refuses (TypeErr",
+            "its tokenizer cannot be loaded: config.json: hidden_size is 'x', which transformers rejects (TypeErr",
         ),
         ({"config.json": {"text_config": "a"}}, "config.json: text_config is 'a', must be an object; "),
         ({"tokenizer.json": None}, "its tokenizer cannot be loaded: Expecting value"),
         ("https://huggingface.co/org/name/tree/main", "`hf download org/name --local-dir models/name`, then give that"),
         ("$HOME/name", "without variables, which only a shell expands"),
         ("~/no-such-model", f"{Path.home()}/no-such-model does not exist"),
-        ({}, "reward.max_length: 100000 is more than the "),
+        ({}, "reward.max_length: 100000 exceeds the "),
     ],
 )
 def test_a_folder_that_cannot_be_served_is_one_sentence(
@@ -242,7 +242,7 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
     check_files(RunConfig.model_validate(sections), server=True)
     critic = shutil.copytree(checkpoints.policy, tmp_path / "critic")
     (critic / "value_head.bin").touch()
-    with pytest.raises(ConfigError, match=r"critic\.model: \S+: value_head\.bin beside the weights may have a part"):
+    with pytest.raises(ConfigError, match=r"critic\.model: \S+: value_head\.bin is not read, but may contain a part"):
         check_files(RunConfig.model_validate({**sections, "critic": {"model": critic}}), server=True)
 
 
@@ -400,7 +400,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         (["rewards.mine.function={file}:trl"], ""),
         (
             ["rewards.mine.function={file}:needs"],
-            "{file}:needs: answer: no column of the prompts, which have none; rena",
+            "{file}:needs: answer is not a column of the prompts (columns: none); rena",
         ),
         (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
         (

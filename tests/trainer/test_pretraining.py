@@ -426,8 +426,8 @@ BAD_LINES: dict[str, Any] = {
     "line 2 must have .*a return": {**LINE, "return": 10**400},
     r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
     "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
-    "line 2: prompt holds messages written as a text; store": {**LINE, "prompt": str([{"role": "user"}])},
-    r"line 2: prompt\[0\]: the role 'human' is none of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
+    "line 2: prompt is a text that contains messages; store": {**LINE, "prompt": str([{"role": "user"}])},
+    r"line 2: prompt\[0\]: the role 'human' is neither one of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
 }
 
 

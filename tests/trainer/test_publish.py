@@ -104,7 +104,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(
             folder, lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].half()})
         ),
-        r"version 1: classifier\.bias is F16, the published model's is F32",
+        r"version 1: classifier\.bias has dtype F16, but the published model's has F32",
     ),
     "config.json edited": (
         lambda folder: edit_json(folder / CONFIG_FILE, reward_standardization={"mean": 0.0, "std": 9.0}),

@@ -173,7 +173,7 @@ BAD_PAIRS = {
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "must both be texts or both",
     '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": []}': "the chat template rejects the messages",
     '{"chosen": "", "rejected": "b"}': "line 1: chosen: '' has no tokens",
-    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: messages written as a text;",
+    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: is a text that contains messages;",
     '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
 }
 
