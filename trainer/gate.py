@@ -96,7 +96,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
         return plain_messages(value or None)
     except BadMessages as error:
         raise ConfigError(
-            f"{where}{error}; both it and `prompt`, if given, must be texts, or both lists of messages"
+            f"{where}{error}; it and `prompt`, if given, must both be texts or both lists of messages"
         ) from error
 
 

@@ -44,7 +44,7 @@ def check_language_model(folder: Path) -> None:
         shapes = [tensor.shape for name, tensor in info.tensors.items() if not IN_LAYER.search(name)]
         by_token = [shape for shape in shapes if len(shape) == 2 and shape[0] >= info.vocab_size]
         lacks_output = len(by_token) < 2  # embeddings and output layer have a row for each token
-    check_tensors(folder, ["an output layer such as lm_head.weight"] if lacks_output else [], unused)
+    check_tensors(folder, ["output layer such as lm_head.weight"] if lacks_output else [], unused)
 
 
 def check_family(info: CheckpointInfo) -> None:

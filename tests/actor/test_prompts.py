@@ -134,7 +134,10 @@ IMAGE = {"type": "image", "image": "x.png"}
         (['{"text": "abcdef"}'], f"prompts.jsonl:1: 6 {TOKENS}"),
         ([{"messages": [{"from": "human", "value": "x"}]}], 'prompts.jsonl:1: messages[0]: must be {"role": …, '),
         ([{"messages": [USER, {"role": "user"}]}], "prompts.jsonl:1: messages[1].content: missing or null, must be a"),
-        ([{"prompt": [{**USER, "content": [IMAGE]}]}], "prompts.jsonl:1: prompt[0].content: a part of type 'image'"),
+        (
+            [{"prompt": [{**USER, "content": [IMAGE]}]}],
+            "prompts.jsonl:1: prompt[0].content: has a part of type 'image'",
+        ),
         ([{"messages": 3}], 'prompts.jsonl:1: messages: must be a list of {"role": …, "content": …}, got 3'),
         (["", " "], "prompts.jsonl has no prompts"),
     ],

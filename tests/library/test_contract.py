@@ -157,7 +157,7 @@ PADDED = [
     ({"sequence_lengths": at(LENGTHS, (0, 0), 5)}, "sequence_lengths[0]: 5, must be between 1 and 4, the"),
 ]
 PACKED = [
-    ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: sum 6, but tokens has 9 tokens"),
+    ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: sum 6, must be 9"),
     ({"sequence_lengths": np.array([4, 0, 5])}, "sequence_lengths[1]: 0"),
     ({"sequence_lengths": np.array([HUGE, HUGE, 11])}, f"sequence_lengths[0]: {HUGE}"),  # sums to 9 in 64 bits
     ({"mask": np.ones((1, 8), np.float32)}, "mask: shape [1, 8], must be [1, 6]"),
@@ -270,7 +270,7 @@ def test_limits_are_inclusive():
         (
             text_bytes,
             (texts(b"abcde", "é".encode()), texts(b"{}", b""), SMALL),
-            "sentences: 9 bytes including the metadata exceed 8 (max_request_tokens); send fewer rows",
+            "sentences: 9 bytes including the metadata exceed 8 (max_request_tokens); send fewer or shorter rows",
         ),
         (
             text_bytes,

@@ -432,7 +432,7 @@ def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: 
 def test_an_unreadable_manifest_is_found(store: WeightsStore, text: str):
     add(store, 0)
     (store.folder(0) / "manifest.json").write_text(text, errors="surrogateescape")
-    with pytest.raises(WeightsError, match="version 0: unreadable manifest"):
+    with pytest.raises(WeightsError, match="version 0: cannot read manifest"):
         store.verify_files(0)
 
 
@@ -596,7 +596,7 @@ def test_a_run_is_in_progress_while_it_or_its_only_actor_holds_a_lock(tmp_path: 
     with only_run(tmp_path), only_actor(tmp_path):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(RlhfError, match=r"run.dir: .*/file/run cannot be used: Not a directory; name another"):
+    with pytest.raises(RlhfError, match=r"run.dir: .*/file/run cannot be used: Not a directory; choose another"):
         only_run(tmp_path / "file" / "run").__enter__()
 
 

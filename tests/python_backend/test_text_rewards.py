@@ -664,7 +664,7 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path):
     mark = "replaces the separator in texts, needs more than a row of tokens; send sentences"
     each = {"sentences": ["Open a file."] * 63 + ["Open it. " * 4]}
     for process, settings, inputs, message in (
-        ({"separator": "."}, {}, full, "65 tokens, the model has 64 positions"),
+        ({"separator": "."}, {}, full, "65 tokens, but the model has 64 positions"),
         ({"separator": ".", "mark": tokenizer.eos_token}, {}, full, mark),
         ({"granularity": "token"}, {"server": {"max_request_tokens": 64}}, each, "(max_request_tokens)"),
     ):
@@ -676,7 +676,7 @@ def test_checkpoints_that_score_no_tokens(tmp_path: Path):
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")
     save_model(tmp_path / "three", "critic", num_labels=3)
-    with pytest.raises(CheckpointError, match=r"which of its 3 labels .* Give reward\.attribute_weights"):
+    with pytest.raises(CheckpointError, match=r"which of its 3 labels .* set reward\.attribute_weights"):
         load_process_reward(tmp_path / "three")
     weighted = load_process_reward(tmp_path / "three", attribute_weights=[-1, 0, 1])
     own = logits(AutoModelForTokenClassification, tmp_path / "three", [5, 6, 7]).numpy()

@@ -163,7 +163,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").touch()
     trackers = {"trackers": ["comet_ml", "mlflow"]}
     told = missing({"actor": {"model": str(tmp_path), "validation_prompts": "held-out.jsonl", **trackers}}, actor=True)
-    assert "actor.trackers: comet_ml and mlflow is not installed; pip install comet_ml mlflow 'numpy<2' " in told
+    assert "actor.trackers: comet_ml and mlflow are not installed; pip install comet_ml mlflow 'numpy<2' " in told
     assert f"actor.policy.model: {tmp_path} has no model.safetensors: it contains only pickled weights" in told
     assert "actor.validation.prompts: held-out.jsonl does not exist; give a file of prompts" in told
     assert "reference.model: none" in missing(
@@ -236,7 +236,7 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
     lines = str(caught.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["reward.model", "reference.model", "actor.policy.model"]
     assert all(
-        "lack an output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
+        "have no output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
     )
     sections |= {"actor": {}, "reward": {"model": checkpoints.reward}}
     check_files(RunConfig.model_validate(sections), server=True)
@@ -608,7 +608,9 @@ def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path,
     run = make_run(tmp_path / "run", checkpoints)
     config = load_config(run.path, [f"reward.model={tmp_path / 'two'}", "reward.attribute_weights=separate"])
     check_files(config, server=True)
-    with pytest.raises(ConfigError, match=r"two would give 2 rewards per row, but the run needs one; set reward.attr"):
+    with pytest.raises(
+        ConfigError, match=r"two would return 2 rewards per row, but the run needs one; set reward.attr"
+    ):
         check_files(config, server=True, actor=True)
 
 

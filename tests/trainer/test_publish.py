@@ -84,10 +84,10 @@ def unreadable(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit flipped": (
         lambda folder: flip(folder / WEIGHTS_FILE),
-        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
+        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, but its manifest says",
     ),
     "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: cannot read config\.json: "),
-    "unreadable folder": (unreadable, "version 1: unreadable manifest: .*Not a directory"),
+    "unreadable folder": (unreadable, "version 1: cannot read manifest\.json: .*Not a directory"),
     "not a number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.weight"].fill_(float("nan"))),
         r"version 1: classifier\.weight has values that are not finite",
@@ -108,7 +108,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config.json edited": (
         lambda folder: edit_json(folder / CONFIG_FILE, reward_standardization={"mean": 0.0, "std": 9.0}),
-        r"version 1: config\.json has digest xxh3:[0-9a-f]{12}…, its manifest says",
+        r"version 1: config\.json has digest xxh3:[0-9a-f]{12}…, but its manifest says",
     ),
     "another family": (
         lambda folder: (edit_json(folder / CONFIG_FILE, model_type="llama"), reseal(folder)),

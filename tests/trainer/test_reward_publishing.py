@@ -126,8 +126,11 @@ def permuted(tensors: dict[str, torch.Tensor]) -> None:
 
 POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "not finite": (nan, r"up_proj\.weight has values that are not finite"),
-    "a permuted head": (permuted, "not published: its accuracy 0."),
-    "a head of zeros": (lambda tensors: tensors["score.weight"].zero_(), "not published: its accuracy 0.0000 is below"),
+    "a permuted head": (permuted, "not published: its accuracy on reward.gate, 0."),
+    "a head of zeros": (
+        lambda tensors: tensors["score.weight"].zero_(),
+        "not published: its accuracy on reward.gate, 0.0000, is more than",
+    ),
 }
 
 
@@ -173,7 +176,7 @@ BAD_PAIRS = {
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "must both be texts or both",
     '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": []}': "the chat template rejects the messages",
     '{"chosen": "", "rejected": "b"}': "line 1: chosen: '' has no tokens",
-    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: is a text that contains messages;",
+    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: is a text that contains",
     '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
 }
 

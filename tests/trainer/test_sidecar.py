@@ -256,7 +256,7 @@ def test_an_update_that_breaks_the_critic_is_one_failed_step(make: Callable[...,
     start(lr)
     results = rig.train(3, 4)
     for result in results:
-        assert "not finite; the critic of step" in str(result.error)
+        assert "non-finite; the critic of step" in str(result.error)
     saved = rig.answer(rig.journal.accept_save(run_id="run", step=4, keep_steps=[4]))
     assert (saved.error, rig.checkpoints.steps(), rig.store.current()) == (None, [4], 2)
     rig.stop()

@@ -488,7 +488,7 @@ def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repai
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
     assert f"2/{SHARD} is damaged" in str(error)
-    assert "from step 0, because the journal no longer has step 1: restore the file" in str(error)
+    assert "from step 0, because the journal no longer has step 1; restore the file" in str(error)
     flip(folder / SHARD)
     assert rig.start().train(3)[0].weights_version == 3
 
