@@ -87,7 +87,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, but its manifest says",
     ),
     "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: cannot read config\.json: "),
-    "unreadable folder": (unreadable, "version 1: cannot read manifest\.json: .*Not a directory"),
+    "unreadable folder": (unreadable, r"version 1: cannot read manifest\.json: .*Not a directory"),
     "not a number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.weight"].fill_(float("nan"))),
         r"version 1: classifier\.weight has values that are not finite",
