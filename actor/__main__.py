@@ -64,8 +64,8 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
 
         from rlhf_triton.actor.run.policies import follow_rank_0
         from rlhf_triton.learning.ranks import ALONE, Ranks
-        from rlhf_triton.python_backend.models.card import on_rank
         from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.python_backend.models.out_of_memory import on_rank
         from rlhf_triton.python_backend.models.placement import own_device
 
     torch.set_num_threads(config.actor.threads)

@@ -10,8 +10,8 @@
     critic.rewind(0)
     critic.values(rows)
 
-What is listed here is public, and documented in docs/python.md; everything else may change. Each name is imported when
-it is first used, the clients without torch and transformers.
+The names in `__all__` are public and documented in docs/python.md; everything else may change. Each name is imported on
+first use; the clients import neither torch nor transformers.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Exponential back-off, for every retry loop. Needs the standard library alone."""
+"""Exponential back-off for all retry loops. Imports only the standard library."""
 
 import random
 
@@ -6,5 +6,5 @@ LONGEST_PAUSE_S = 8.0
 
 
 def backoff_s(first_s: float, doublings: int) -> float:
-    """Return `first_s` after so many doublings, at most `LONGEST_PAUSE_S`, with jitter against bursts."""
+    """Return `first_s` doubled `doublings` times, at most `LONGEST_PAUSE_S`, times a random jitter of 0.5 to 1."""
     return min(LONGEST_PAUSE_S, first_s * 2.0 ** min(doublings, 16)) * random.uniform(0.5, 1.0)

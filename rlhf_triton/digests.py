@@ -1,6 +1,6 @@
-"""Digests of files and arrays, by which damage is detected: `xxh3:`, then hex.
+"""Digests of files and arrays to detect damage: `xxh3:` followed by hexadecimal digits.
 
-xxh3-128 hashes about as fast as memory is read, ten times as fast as SHA-256. It detects damage, not forgery.
+xxh3-128 hashes about as fast as memory can be read, ten times as fast as SHA-256. It detects damage, not forgery.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 
 import xxhash
 
-HASHED_AT_ONCE = 1 << 24  # bytes; large blocks, because the hashing thread takes the GIL between two of them
+HASHED_AT_ONCE = 1 << 24  # bytes; large, because the hashing thread takes the GIL between blocks
 MAPPED_AT_ONCE = 1 << 26  # bytes; mapped pages count as memory of the process
 
 
 class Hasher:
-    """The state of a digest. `update` releases the GIL while it hashes a large buffer."""
+    """An incremental digest. `update` releases the GIL while it hashes a large buffer."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._state = xxhash.xxh3_128(data)
@@ -29,7 +29,7 @@ class Hasher:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a JSON object, whatever the order of its keys."""
+    """Return the digest of a JSON object; the order of its keys does not matter."""
     return Hasher(json.dumps(content, sort_keys=True).encode()).digest()
 
 
@@ -44,10 +44,10 @@ def digest_of(path: Path) -> str:
 
 
 def digest_of_mapped(path: Path) -> str:
-    """Return the digest of a file as `digest_of` does, but from the pages of the file, without a copy.
+    """Like `digest_of`, but hash the memory-mapped file, without copying it.
 
-    It takes half the time and no turns with the GIL. A disk error kills the process, as it does while a model
-    computes with mapped weights: only for files that the process maps anyway.
+    Takes half the time and does not contend for the GIL. A disk error kills the process, as it does when a model
+    computes with mapped weights, so use it only for files that the process maps anyway.
     """
     hasher = Hasher()
     with path.open("rb") as file:
@@ -60,5 +60,5 @@ def digest_of_mapped(path: Path) -> str:
 
 
 def brief(digest: str) -> str:
-    """Return a digest's name and first twelve digits, for messages."""
+    """Return a digest's prefix and first twelve digits, for messages."""
     return f"{digest[: digest.rfind(':') + 13]}…"

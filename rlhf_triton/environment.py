@@ -1,17 +1,17 @@
-"""What a user's environment has: `environment.class` in the YAML."""
+"""The interface of a user's environment (`environment.class` in the YAML)."""
 
 from typing import Any, Protocol
 
 
 class Environment(Protocol):
-    """A conversation's partner: one instance for each, made with `environment.options`; docs/environments.md has more.
+    """The partner of one conversation, constructed with `environment.options`; see docs/environments.md.
 
-    Any class with these methods is one, whether it derives from this or not; they may be coroutines.
+    Any class with these methods is an environment; it need not derive from this one. The methods may be coroutines.
     """
 
     def reset(self, row: dict[str, Any]) -> str | None:
-        """Begin a conversation on a line of the prompt file, which has a `seed`; what it returns follows the prompt."""
+        """Start a conversation for a row of the prompt file, plus a `seed`; return a text to append to the prompt."""
 
     def step(self, action: str) -> tuple[str, float | None, bool]:
-        """Return observation, reward, and whether the conversation is over, for a turn of the policy."""
+        """Process a turn of the policy; return the observation, the reward, and whether the conversation is over."""
         ...

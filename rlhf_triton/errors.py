@@ -1,4 +1,4 @@
-"""Errors: one base class, so that an entry point can catch one type; and the tree of all of them.
+"""The base class of all errors for users, so that an entry point can catch one type, and the tree of all errors.
 
 RlhfError                    the user can fix it; the message names what is wrong and what to do
   ConfigError                the YAML or an override
@@ -6,29 +6,29 @@ RlhfError                    the user can fix it; the message names what is wron
   CheckpointError            a model's folder
     DamagedCheckpoint        a checkpoint that does not match its checksums
   ContractError              a request's field and value
-  BadMessages                a conversation that is none
+  BadMessages                messages that are not a conversation
   FunctionError              a user's function, class, loss or advantage, or an option of one
   BadScore                   what a reward function or an environment returned
   EnvironmentFailed          a call of an environment
-  TemplateError              a chat template that cannot be used for conversations
-    HistoryChanged           ... as it changes earlier messages
+  TemplateError              a chat template that is unusable for conversations
+    HistoryChanged           ... because it changes earlier messages
   Unavailable                a request that cannot be served now (503)
-  RequestFailed              a request that is not retried any more
+  RequestFailed              a request that is no longer retried
     RequestRefused           the server would reject any repetition
-    ServerFailed             it was executed, and failed
-    ServersDiffer            no server has what this process expects
+    ServerFailed             the server executed it, and it failed
+      ServersDiffer            no server has the expected configuration
   HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane
   WeightsError               a version in the store
-    VersionRejected          ... that failed verification, or that an instance rejected; the one before it serves
+    VersionRejected          ... that failed verification or that an instance rejected; the previous one serves
   DamagedEntry               an entry of the journal
   NotFinite                  NaN or infinity
   OutOfMemory                a GPU too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
-  RankFailed                 what another rank met
-Stopped, StopRequested, RankLost    ends that are no errors
-Trouble                      one attempt, before the next
+  RankFailed                 an error of another rank
+Stopped, StopRequested, RankLost    ends that are not errors Trouble                      a failed attempt, before the
+next
 """
 
 
@@ -40,7 +40,7 @@ MAX_REASON = 400
 
 
 class FunctionError(RlhfError, ValueError):
-    """A user's function or class cannot be imported, or refuses its options; the message names it and the cause."""
+    """A user's function or class cannot be imported or rejects its options; the message names it and the cause."""
 
 
 class NotFinite(RlhfError, FloatingPointError):
@@ -48,13 +48,13 @@ class NotFinite(RlhfError, FloatingPointError):
 
 
 class RankFailed(RlhfError):
-    """Another rank failed in an operation of all ranks, has ended, or hangs; the message repeats its error."""
+    """Another rank failed in an operation of all ranks, has ended, or hangs; the message contains its error."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return a library's exception as one line, with a remedy for errors of the operating system.
+    """Return a library's exception as one line for users, without class names and error numbers.
 
-    A library's class names, error numbers, blank lines and lists are of no use to a reader.
+    Permission errors get a remedy.
     """
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
@@ -70,4 +70,4 @@ def reason_of(error: BaseException) -> str:
 
 
 REPORTED = (RlhfError, OSError)
-"""Errors that an entry point reports in one sentence. Anything else is a bug and keeps its traceback."""
+"""Errors that an entry point reports in one sentence. Any other exception is a bug and keeps its traceback."""

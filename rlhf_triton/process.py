@@ -1,4 +1,4 @@
-"""Long-lived processes: signals, ending with the parent, garbage collection, and memory kept between forward passes."""
+"""For long-lived processes: signals, ending with the parent, garbage collection, and freed memory."""
 
 import atexit
 import contextlib
@@ -45,10 +45,10 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Counts SIGINT and SIGTERM; one that has arrived raises StopRequested, at the next `check` or inside `raising`.
+    """Counts SIGINT and SIGTERM; a received signal raises StopRequested at the next `check` or inside `raising`.
 
-    Elsewhere it raises nothing: between the start of a process and the assignment that makes someone responsible for
-    it, an exception would leave the process running.
+    Elsewhere it raises nothing: an exception between the start of a child process and the assignment of its object
+    would leave the child running.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class StopSignals:
             signal.signal(number, self._handle_signal)
 
     def check(self) -> None:
-        """Raise StopRequested if a signal has arrived that has not raised it yet."""
+        """Raise StopRequested if a signal has arrived since the last one was raised."""
         if self._is_pending:
             self._is_pending = self._is_raising = False
             raise StopRequested
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise StopRequested at any point of the block: for long calls that start nothing that outlives them."""
+        """Let signals raise StopRequested at any point of the block: for long calls that start no other process."""
         self._is_raising = True
         try:
             self.check()
@@ -81,9 +81,9 @@ class StopSignals:
 
 
 def die_with_parent(parent: int) -> bool:
-    """Let the kernel kill this process, whatever it is doing, when its parent ends.
+    """Make the kernel kill this process when its parent ends.
 
-    Returns whether the parent still is the process `parent`; if it is not, it has ended before this call.
+    Returns whether `parent` is still the parent; otherwise it ended before this call.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
@@ -94,20 +94,16 @@ def how_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-# Keeps Python's garbage collector away from the million objects that imports of torch and transformers create.
-#
-# They live until the process ends, so that examining them finds nothing: it costs half a second of such an import, one
-# second at the end of the process, which a reload or a stop waits for, and 0.2 s in each full collection in between.
-
-
-atexit.register(gc.freeze)  # the interpreter collects garbage when it ends, although the process is about to vanish
+# Imports of torch and transformers create a million objects that live until the process ends. Examining them for
+# garbage costs half a second of the import, one second at the end of the process, and 0.2 s per full collection.
+atexit.register(gc.freeze)  # otherwise the interpreter collects garbage when the process ends
 
 
 @contextlib.contextmanager
 def long_lived_imports() -> Iterator[None]:
-    """Collect no garbage inside the context, and never examine the objects that exist at its end.
+    """Collect no garbage inside the context, and permanently exclude the objects that exist at its end from collection.
 
-    For imports only: whatever else is created inside is never freed if it becomes part of a reference cycle.
+    For imports only: other objects created inside are never freed if they become part of a reference cycle.
     """
     gc.disable()
     try:
@@ -117,22 +113,20 @@ def long_lived_imports() -> Iterator[None]:
         gc.enable()
 
 
-# Makes glibc's allocator keep the memory of one forward pass for the next.
-#
-# By default glibc returns large freed blocks to the kernel, so every forward pass incurs the page faults again: 4 to 7
-# % of its CPU time. With these settings, resident memory stays at its peak. The process makes them itself, because
-# MALLOC_* environment variables would also change tritonserver's own threads and are left to the user who starts the
-# server.
+# Settings with which glibc's allocator keeps the memory of one forward pass for the next. By default it returns large
+# freed blocks to the kernel, so every forward pass incurs the page faults again: 4 to 7 % of its CPU time. With these
+# settings, resident memory stays at its peak. MALLOC_* environment variables would also affect tritonserver's own
+# threads and are left to the user.
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
-NEVER_TRIM = 2**31 - 1  # mallopt takes an int: the largest one
+NEVER_TRIM = 2**31 - 1  # the largest int, which is mallopt's argument type
 LARGEST_FROM_THE_HEAP = 1 << 30
-LARGEST_IN_OLD_GLIBC = 1 << 25  # before 2.35
+LARGEST_IN_OLD_GLIBC = 1 << 25  # limit before glibc 2.35
 
 
 def keep_freed_memory() -> None:
-    """Apply these settings to this process permanently; do nothing if the C library has no `mallopt`."""
+    """Make the allocator keep freed memory in this process; do nothing if the C library has no `mallopt`."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -140,4 +134,4 @@ def keep_freed_memory() -> None:
     if mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_THE_HEAP) != 1:
         mallopt(M_MMAP_THRESHOLD, LARGEST_IN_OLD_GLIBC)
     mallopt(M_TRIM_THRESHOLD, NEVER_TRIM)
-    mallopt(M_ARENA_MAX, 1)  # because per-thread arenas release large blocks regardless of the thresholds
+    mallopt(M_ARENA_MAX, 1)  # per-thread arenas release large blocks regardless of the thresholds

@@ -1,6 +1,7 @@
 """`python -m rlhf_triton.trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
 
-On SIGINT or SIGTERM it writes a checkpoint and exits with code 0. After an error it prints the error and exits with 2.
+On SIGINT or SIGTERM, it writes a checkpoint and exits with code 0. After an error, it prints the error and exits with
+code 2.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, follow the journal until a signal arrives, and return the exit code."""
     parser = run_parser("The critic sidecar.", prog="python -m rlhf_triton.trainer")
     parser.add_argument(
-        "--init-only", action="store_true", help="make version 0 of the weights of critic and reward model and exit"
+        "--init-only",
+        action="store_true",
+        help="make version 0 of the critic's and the reward model's weights, then exit",
     )
     args = parser.parse_intermixed_args(argv)
     try:
@@ -57,8 +60,8 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
         import torch
 
         from rlhf_triton.learning.ranks import ALONE, Ranks
-        from rlhf_triton.python_backend.models.card import on_rank
         from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.python_backend.models.out_of_memory import on_rank
         from rlhf_triton.python_backend.models.placement import own_device
         from rlhf_triton.trainer.critic_update import follow_rank_0
         from rlhf_triton.trainer.publish import initialise_stores
@@ -88,7 +91,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
 def _lower_priority(settings: TrainerSection) -> None:
     """Limit threads and priority, so that the server's forward passes take precedence on shared cores.
 
-    Must run before the numerical libraries are imported, as they read the environment variables set here.
+    Call this before numerical libraries are imported, because they read the environment variables that it sets.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(settings.threads)

@@ -1,11 +1,11 @@
-"""The sidecar's checkpoints, from which training resumes bit for bit. Written atomically; safetensors and JSON only.
+"""The sidecar's checkpoints: written atomically, in safetensors and JSON only; training resumes bit-identically.
 
-    <root>/<step>/{shard-...safetensors, state.json}    trained weights and optimizer, a file of each rank
+    <root>/<step>/{shard-...safetensors, state.json}    trained weights and optimizer, one file per rank
     <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
-state.json holds the position in the schedule (`optimizer_step`), the settings that decide the weights, and the digest
-of each file and of its own content.
+state.json contains the position in the schedule (`optimizer_step`), the settings that affect training, and the digests
+of all files and of its own content.
 """
 
 import json
@@ -18,7 +18,7 @@ from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, saved_steps, sealed
 from rlhf_triton.trainer.critic_update import CriticUpdate
 
-KEEP_SET_ASIDE = 3  # the newest damaged checkpoints, and the newest folders of entries that a rewind removed
+KEEP_SET_ASIDE = 3  # number of newest damaged checkpoints, and of newest folders of entries that a rewind removed
 KEEP_FILE = "keep_steps.json"
 DAMAGED_PREFIX = "damaged-"
 
@@ -31,15 +31,15 @@ class CheckpointState:
     step: int  # number of critic updates trained
     optimizer_step: int  # position in the learning-rate schedule
     version: int  # weights version served when the checkpoint was written
-    epoch: int  # of the sidecar process that wrote the checkpoint
+    epoch: int  # journal epoch of the sidecar process that wrote the checkpoint
     asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
-    settings: dict[str, Any]  # those that decide the weights, see `Trained.settings`
-    base_digest: str  # of version 0's weights, from which training started
+    settings: dict[str, Any]  # settings that affect training, see `Trained.settings`
+    base_digest: str  # digest of version 0's weights, from which training started
     results: list[dict[str, Any]]  # results of the last steps, with digests and losses
 
 
 class CheckpointFolder:
-    """The folder with all checkpoints of one critic."""
+    """The folder with all checkpoints of a critic."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,7 @@ class CheckpointFolder:
         return saved_steps(self.root)
 
     def asked_steps(self) -> list[int]:
-        """Return the steps whose checkpoint was requested by critic_save or a rewind, or is damaged."""
+        """Return the steps whose checkpoint critic_save or a rewind requested, or is damaged."""
         return [step for step in self.steps() if self._is_requested(step)]
 
     def latest(self, *, at_most: int | None = None) -> int | None:
@@ -59,13 +59,13 @@ class CheckpointFolder:
     def save(self, update: CriticUpdate, state: CheckpointState) -> Path:
         """Write a checkpoint and return its folder.
 
-        If the step has a checkpoint already, its weights are the same, and only state.json is replaced.
+        If the step already has a checkpoint, its weights are the same, so only state.json is replaced.
         """
         final = self.root / str(state.step)
         try:  # a folder cannot be replaced atomically: after a crash in between, the step would have no checkpoint
             durable.write_json(final / STATE_FILE, self._sealed(state, self._read_state(state.step)["files"]))
             return final
-        except DamagedCheckpoint:  # raised for a missing checkpoint, too
+        except DamagedCheckpoint:  # also raised for a missing checkpoint
             if final.exists():
                 self.set_aside(state.step)
 
@@ -82,11 +82,11 @@ class CheckpointFolder:
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", DIGEST)})
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
-        """Load weights and optimizer of `step` into `update`, and return the saved state.
+        """Load weights and optimizer of `step` into `update`; return the saved state.
 
         Raises:
             DamagedCheckpoint: a file is missing or does not match its digest; `update` is unchanged.
-            CheckpointError: it was saved with another value of a setting that is fixed; `update` is unchanged.
+            CheckpointError: it was saved with another value of a `Resume.FIXED` setting; `update` is unchanged.
         """
         state, folder = self.state(step), self.root / str(step)
         update.trained.changed(state.settings, folder)
@@ -95,14 +95,14 @@ class CheckpointFolder:
         return state
 
     def mark_asked(self, step: int) -> None:
-        """Mark a checkpoint that the sidecar wrote on its own as requested by the actor."""
+        """Mark an existing checkpoint, which the sidecar wrote on its own, as requested by the actor."""
         state = self.state(step)
         if not state.asked:
             files = self._read_state(step)["files"]
             durable.write_json(self.root / str(step) / STATE_FILE, self._sealed(replace(state, asked=True), files))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one of that name; return the new path."""
+        """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one; return the new path."""
         aside = self.root / f"{DAMAGED_PREFIX}{step}"
         if aside.exists():
             durable.remove_folder(aside)
@@ -111,30 +111,30 @@ class CheckpointFolder:
         return aside
 
     def drop_after(self, step: int) -> None:
-        """Delete the checkpoints after `step`, which a rewind has made invalid, also from keep_steps.json."""
-        told = self._requested_steps()
-        if told is not None:
-            durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
+        """Delete the checkpoints after `step`, which a rewind has invalidated, and their steps in keep_steps.json."""
+        keep_steps = self._requested_steps()
+        if keep_steps is not None:
+            durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in keep_steps if needed <= step]})
         for newer in self.steps():
             if newer > step:
                 durable.remove_folder(self.root / str(newer))
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
-        """Record durably that, of the checkpoints up to `step`, only those of `keep_steps` and `step` are needed."""
-        later = [told for told in self._requested_steps() or [] if told > step]
+        """Record durably that only `keep_steps` and `step` are needed of the checkpoints up to `step`."""
+        later = [needed for needed in self._requested_steps() or [] if needed > step]
         durable.make_folder(self.root)
         durable.write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
 
     def prune(self, *, keep: int, keep_damaged: int = 0) -> None:
         """Delete checkpoints that are no longer needed.
 
-        Keeps those in keep_steps.json, the newest `keep` of those requested for later steps, the newest of all, and the
-        newest `keep_damaged` of those set aside as damaged.
+        Keeps the steps in keep_steps.json, the newest `keep` requested checkpoints after those, the newest checkpoint
+        of all, and the newest `keep_damaged` damaged ones.
         """
         steps = self.steps()
-        told = self._requested_steps() or []
-        asked = [step for step in self.asked_steps() if step > max(told, default=-1)]
-        for step in set(steps[:-1]) - set(told) - set(asked[-keep:]):
+        needed = self._requested_steps() or []
+        asked = [step for step in self.asked_steps() if step > max(needed, default=-1)]
+        for step in set(steps[:-1]) - set(needed) - set(asked[-keep:]):
             durable.remove_folder(self.root / str(step))
         damaged = sorted(self.root.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_ctime_ns, reverse=True)
         for folder in damaged[keep_damaged:]:

@@ -101,7 +101,7 @@ class CriticCheckpoints:
         )
 
     def _write(self, *, asked: bool) -> None:
-        self._progress.beat("writing a checkpoint")
+        self._progress.renew_heartbeat("writing a checkpoint")
         critic, trained = self._critic, self._critic.update.trained
         results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
         state = CheckpointState(

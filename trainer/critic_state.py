@@ -1,4 +1,4 @@
-"""The critic in training: its weights, optimizer and step, restored from checkpoints and journal.
+"""The critic in training: weights, optimizer and step, restored from checkpoints and journal.
 
 If a damaged checkpoint can be recomputed from the journal, the damage is logged and training continues.
 """
@@ -15,7 +15,7 @@ from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import is_tracing, span
 from rlhf_triton.python_backend.models.canary import canary_outputs
-from rlhf_triton.python_backend.models.card import OutOfMemory
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.journal_entry import DamagedEntry, Entry, Result
 from rlhf_triton.store.weights import WeightsStore
@@ -49,16 +49,16 @@ class CriticState:
         """
         self._config, self._ranks = config, ranks
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
-        self.traceparent: str | None = None  # trace context of the request that was trained last
-        self.base_digest = store.manifest(0).digest  # of version 0's weights
+        self.traceparent: str | None = None  # trace context of the last trained request
+        self.base_digest = store.manifest(0).digest  # digest of version 0's weights
 
     def train(self, entry: Entry) -> tuple[UpdateReport | None, Result]:
-        """Train on the next step, unless it is known to have failed; return the report, if any, and the result.
+        """Train on the next step unless its journal result is a failure; return the report, if trained, and the result.
 
         Raises:
-            CheckpointError: the journal entry is damaged and its step has already been trained and acknowledged; or the
-                step broke the weights, and the state before it cannot be restored.
-            OutOfMemory, NotFinite: the step has already been trained and acknowledged, but fails now.
+            CheckpointError: the journal entry is damaged, but its step has already been trained and acknowledged; or
+                the step made the weights non-finite, and the previous state cannot be restored.
+            OutOfMemory, NotFinite: a replayed step, which was trained and acknowledged, now fails.
         """
         report, digest, error = None, None, None
         self._progress.step = entry.step
@@ -74,7 +74,7 @@ class CriticState:
         except DamagedEntry as damage:
             error = _skip_damaged_entry(self._journal, entry, damage, known)
             self._journal.forget_aside(keep=KEEP_SET_ASIDE)
-        self.step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
+        self.step = entry.step  # also after a failed step: its caller gets the error and continues with the next step
         return report, known or Result(
             entry.name,
             -1,
@@ -85,9 +85,9 @@ class CriticState:
         )
 
     def restore_at_start(self) -> None:
-        """Call `restore_newest`, log a warning about changed settings, and restore results that the journal lacks.
+        """Call `restore_newest`, log a warning about changed settings, and restore results missing from the journal.
 
-        Raises WeightsError if version 0, on which all training stands, is damaged; otherwise as `restore_newest`.
+        Raises WeightsError if version 0, from which all training starts, is damaged; otherwise as `restore_newest`.
         """
         with self._progress.working("verifying version 0"):
             self._store.verify_hashes(self._store.manifest(0))
@@ -95,7 +95,7 @@ class CriticState:
         if state is None:
             return
         trained, folder = self.update.trained, self._checkpoints.root / str(state.step)
-        if changed := trained.changed(state.settings, folder):  # changing them between runs is allowed
+        if changed := trained.changed(state.settings, folder):  # allowed, but logged
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step,
@@ -106,8 +106,8 @@ class CriticState:
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.
 
-        Returns the checkpoint's state, or None if there is none, in which case the critic starts from version 0. Raises
-        CheckpointError as `_load_newest` does.
+        Returns the checkpoint's state; None if there is no checkpoint: the critic then starts from version 0. Raises
+        CheckpointError as `_load_newest`.
         """
         with self._progress.working("loading a checkpoint"):
             config, folder = self._config, self._store.folder(0)
@@ -120,15 +120,15 @@ class CriticState:
         return state
 
     def restore(self, step: int) -> str | None:
-        """Load the newest checkpoint up to `step` and replay the steps after it; return None, or the error.
+        """Load the newest checkpoint up to `step` and replay the steps after it; return an error message or None.
 
-        Step 0 needs no checkpoint, but a run that has saved one is not begun anew: that would discard it. After an
-        error, call `restore_newest`.
+        Step 0 needs no checkpoint, but is refused if the run has requested checkpoints, which it would discard. After
+        an error, call `restore_newest`.
         """
         if step == 0 and (saved := [asked for asked in self._checkpoints.asked_steps() if asked > 0]):
             return (
                 f"0 would discard the saved checkpoints of steps {', '.join(map(str, saved))}; resume at one of them, "
-                "or begin anew with another run.dir"
+                "or start over with another run.dir"
             )
         try:
             self.restore_newest(at_most=step)
@@ -137,15 +137,15 @@ class CriticState:
             return f"{step} cannot be reached: {trouble}"
         if self.step != step:
             kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
-            return f"{step} cannot be reached: checkpoints are at steps {kept}"
+            return f"{step} cannot be reached: there are checkpoints of steps {kept}"
         return None
 
     def _load_newest(self, at_most: int | None) -> CheckpointState | None:
-        """Load the newest intact checkpoint and return its state; set newer, damaged ones aside.
+        """Load the newest intact checkpoint and return its state; set newer, damaged checkpoints aside.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another run; or a newer one is damaged and the journal lacks a
-                step that is needed to recompute it.
+            CheckpointError: the checkpoint belongs to another run; or a newer one is damaged, and a step that is needed
+                to recompute it is missing from the journal.
         """
         damaged: list[tuple[int, DamagedCheckpoint]] = []
         found = None
@@ -162,7 +162,7 @@ class CriticState:
             if missing is not None:
                 raise CheckpointError(
                     f"{damage}; it cannot be recomputed from step {start}, because the journal no longer has step "
-                    f"{missing}: restore the file, or start a new run"
+                    f"{missing}; restore the file, or start a new run"
                 ) from damage
         for step, damage in damaged:
             aside = self._checkpoints.set_aside(step)
@@ -175,38 +175,38 @@ class CriticState:
         if state.run_id != self._journal.run_id:
             raise CheckpointError(
                 f"run.run_id: {self._journal.run_id!r}, but the checkpoint of step {state.step} belongs to run "
-                f"{state.run_id!r}: restore the run_id, or give the run its own folder (run.dir)"
+                f"{state.run_id!r}; restore the run_id, or give the run its own folder (run.dir)"
             )
         if state.base_digest != self.base_digest:
             raise CheckpointError(
                 f"the checkpoint of step {state.step} was trained from another initial critic: version 0 had "
-                f"digest {brief(state.base_digest)}, that in the weights store has {brief(self.base_digest)}; restore "
-                "the original store, or start a new run (run.dir)"
+                f"digest {brief(state.base_digest)}, but in the weights store it has {brief(self.base_digest)}; "
+                "restore the original store, or start a new run (run.dir)"
             )
 
     def _train_payload(
         self, payload: TrainPayload, state: str, known: Result | None
     ) -> tuple[UpdateReport | None, str | None]:
-        """Train on the payload; return the report, or why the weights are unchanged. Raises as `train`."""
+        """Train on the payload; return the report, or None and why the weights are unchanged. Raises as `train`."""
         try:
             report = self.update.train(
-                payload, lambda n: self._progress.beat(state, n), known.skipped_batches if known else None
+                payload, lambda n: self._progress.renew_heartbeat(state, n), known.skipped_batches if known else None
             )
         except (NotFinite, OutOfMemory) as trouble:
             if known is not None:
-                raise  # only others that use the GPU have changed: without the step, the weights would be wrong
+                raise  # the step succeeded before, so the replayed weights would be wrong without it
             return None, str(trouble)
         if report.is_finite and (known is not None or np.isfinite(canary_outputs(self.update.critic)).all()):
             return report, None
-        cause = f"the update left {'values' if report.is_finite else 'weights'} of the critic that are not finite"
+        cause = f"the update made {'values' if report.is_finite else 'weights'} of the critic non-finite"
         before = self.step
         unreachable = self.restore(before)
         if unreachable is not None:
-            raise CheckpointError(f"{cause}, and the step before, {unreachable}")
-        return None, f"{cause}; the critic of step {before} was restored: lower trainer.optimizer.lr"
+            raise CheckpointError(f"{cause}, and the previous step, {unreachable}")
+        return None, f"{cause}; the critic of step {before} was restored; lower trainer.optimizer.lr"
 
     def _replay(self, *, end: int) -> None:
-        """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry that changed weights is damaged."""
+        """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry to replay is damaged."""
         for entry in self._journal.entries():
             if entry.kind == "train" and entry.step == self.step + 1 <= end:
                 with self._progress.working(f"reading step {entry.step}"):
@@ -217,7 +217,7 @@ class CriticState:
 
 
 def _has_failed(known: Result | None) -> bool:
-    """Return whether a step has failed. Its replay must not change the weights."""
+    """Return whether a result is a failed step's. A replay must then leave the weights unchanged."""
     return known is not None and known.loss_mean is None
 
 
@@ -229,15 +229,15 @@ def _skip_damaged_entry(journal: Journal, entry: Entry, damage: DamagedEntry, kn
     """
     if known is not None:
         raise CheckpointError(
-            f"{damage}; step {entry.step} has already been trained and acknowledged, and the weights cannot be "
-            "reproduced without it: restore the file, or start a new run"
+            f"{damage}; step {entry.step} has already been trained and acknowledged, so the weights cannot be "
+            "reproduced without it; restore the file, or start a new run"
         ) from damage
     journal.set_aside_damaged(entry)
     return f"step {entry.step} was not trained; training continues with the next step: {damage}"
 
 
 def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """Return the payload of an entry to replay, None if its step failed. Raises DamagedEntry."""
+    """Return the payload of an entry to replay; None if its step failed. Raises DamagedEntry."""
     return None if _has_failed(journal.result(entry)) else journal.load(entry)[0]
 
 

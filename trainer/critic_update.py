@@ -1,9 +1,8 @@
 """The critic update: clipped value loss over token-budget micro-batches, AdamW with warm-up and cosine schedule.
 
-On a CPU, the same initial weights, payloads and number of threads give bit-identical results.
-
-On several ranks, micro-batches are dealt to the ranks, and gradients are averaged over them. Rank 0 reads payloads and
-decides; the other ranks follow it.
+On a CPU, equal initial weights, payloads and numbers of threads give bit-identical results. With several ranks, each
+processes a part of the micro-batches, and gradients are averaged. Rank 0 reads payloads and decides; the other ranks
+follow it.
 """
 
 import functools
@@ -24,9 +23,10 @@ from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.sharding import all_finite
 from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.card import OutOfMemory, card_bytes, use_card
+from rlhf_triton.python_backend.models.card import use_card
 from rlhf_triton.python_backend.models.collation import collate
 from rlhf_triton.python_backend.models.modeling import CriticModel
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory, card_bytes
 from rlhf_triton.python_backend.models.precision import computing
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A sequence of a payload: tokens `[L]`; returns, prev_values, mask `[L-1]`."""
+    """A sequence of a payload: `tokens` `[L]`; `returns`, `prev_values` and `mask` `[L-1]`."""
 
     tokens: np.ndarray
     returns: np.ndarray
@@ -46,29 +46,30 @@ class TrainingRow:
     mask: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateReport:
     """Metrics of training on one payload."""
 
     loss_mean: float  # token-weighted
     grad_norm: float  # before clipping; mean over the optimizer steps
-    lr: float  # of the last optimizer step
+    lr: float  # at the last optimizer step
     optimizer_steps: int
     skipped_steps: int  # optimizer steps skipped because the gradient was not finite, or a sequence did not fit
     seconds: float
-    out_of_memory: int = 0  # how often micro-batches were halved because the GPU was out of memory
+    out_of_memory: int = 0  # how often micro-batches were halved because the GPU ran out of memory
     memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
-    skipped_batches: list[int] = field(default_factory=list)  # of all passes: global batches that did not fit
-    is_finite: bool = True  # whether the weights are; if not, the state before must be restored
+    # Numbers, over all passes, of global batches that did not fit.
+    skipped_batches: list[int] = field(default_factory=list)
+    is_finite: bool = True  # whether the weights are finite; if not, the caller must restore the previous state
 
 
 class CriticUpdate:
-    """Trains a critic on payloads."""
+    """Trains a critic on training payloads."""
 
     def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
         self.ranks: AnyRanks = critic.ranks if isinstance(critic, TrainedCritic) else ALONE
         critic.own_weights()
-        use_card(torch.device(critic.model.device))  # for kernels that are not torch's
+        use_card(torch.device(critic.model.device))  # for kernels outside torch
         self.critic, self.settings = critic, settings
         steps = settings.optimizer.max_steps
         self.trained = Trained(
@@ -80,17 +81,17 @@ class CriticUpdate:
     ) -> UpdateReport:
         """Train on one payload: `epochs` passes over its global batches, in the order received.
 
-        A global batch whose mask is all 0 is left out; without any other, nothing changes.
+        Skips global batches whose mask is all 0; if all are, the weights do not change.
 
         Args:
-            payload: a validated payload; other ranks than 0 pass None.
-            progress: called after each micro-batch with the number done so far.
-            skip: in a replay, the `skipped_batches` of the first time; no others may be skipped for lack of memory.
+            payload: a validated payload; ranks other than 0 pass None.
+            progress: called after each micro-batch with the number of micro-batches so far.
+            skip: in a replay, the `skipped_batches` of the original update; no other batch may be skipped.
 
         Raises:
             NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
-            OutOfMemory: no optimizer step was taken, because sequences do not fit into the GPU's memory one at a time;
-                or one of a replay does not fit.
+            OutOfMemory: no optimizer step was taken, because single sequences do not fit into the GPU's memory; or a
+                batch of a replay does not fit.
         """
         self.ranks.announce("train", skip=skip)
         payload = self.ranks.broadcast(payload)
@@ -100,7 +101,9 @@ class CriticUpdate:
         batches = [rows[i : i + size] for i in range(0, len(rows), size)] * self.settings.epochs
         loss_sum = token_sum = 0.0
         norms: list[float] = []
-        done, skipped, lacking = itertools.count(1), 0, list[int]()
+        done = itertools.count(1)
+        skipped = 0
+        skipped_batches: list[int] = []
         failure: NotFinite | OutOfMemory = NotFinite(
             "the critic's gradients are not finite: no optimizer step was taken and the weights are unchanged"
         )
@@ -118,7 +121,7 @@ class CriticUpdate:
                     raise
                 logger.warning("optimizer step %d is skipped: %s", self.trained.optimizer_step, error)
                 failure, norm = error, None
-                lacking.append(number)
+                skipped_batches.append(number)
             if norm is None:
                 skipped += 1
                 continue
@@ -128,20 +131,20 @@ class CriticUpdate:
             raise failure
         is_finite = not norms or all(self.ranks.gather(all_finite(self.trained.parameters.values())))
         return UpdateReport(
-            loss_sum / (token_sum or 1),
-            float(np.mean(norms or 0.0)),
-            self.trained.last_lr,
-            len(norms),
-            skipped,
-            time.monotonic() - start,
-            self.trained.memory.new(),
-            card_bytes(self.critic.model.device),
-            lacking,
-            is_finite,
+            loss_mean=loss_sum / (token_sum or 1),
+            grad_norm=float(np.mean(norms or 0.0)),
+            lr=self.trained.last_lr,
+            optimizer_steps=len(norms),
+            skipped_steps=skipped,
+            seconds=time.monotonic() - start,
+            out_of_memory=self.trained.memory.new_halvings(),
+            memory=card_bytes(self.critic.model.device),
+            skipped_batches=skipped_batches,
+            is_finite=is_finite,
         )
 
     def _gradients(self, batch: list[TrainingRow], num_tokens: float, progress: Callable[[], None]) -> float:
-        """Replace the gradients by those of a batch; return its loss."""
+        """Compute the gradients of a batch, replacing earlier ones; return its loss."""
         lengths = torch.tensor([row.tokens.size for row in batch])
 
         def loss(chunk: list[int], counts: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -176,8 +179,8 @@ def load_update(
     """Load the critic in `folder` and create its optimizer; collective.
 
     Args:
-        seed, dtype: as `build_critic` takes them.
-        pretraining: train without value clip, one pass over each payload, and write weights as version 0 has them.
+        seed, dtype: see `build_critic`.
+        pretraining: train without value clip, in one pass over each payload, and write merged weights in float32.
     """
     ranks.announce("load", folder=str(folder), pretraining=pretraining)
     if pretraining:
@@ -187,9 +190,10 @@ def load_update(
 
 
 def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks, dtype: str = "float32") -> None:
-    """Execute what rank 0 announces until it ends the job. Raises RankLost if it dies."""
+    """Execute the operations that rank 0 announces until it ends the job. Raises RankLost if rank 0 dies."""
     update: CriticUpdate
-    store = functools.cache(lambda root: WeightsStore(Path(root)))  # remembers the base that it has verified
+    # Cached, because a store remembers the base version that it has verified.
+    store = functools.cache(lambda root: WeightsStore(Path(root)))
 
     def load(folder: str, pretraining: bool) -> None:
         nonlocal update

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 REMIND_EVERY_S = 60.0
-# Errors that may go away with time or when an operator acts; others, such as a missing file, are raised at once.
+# Errors that time or an operator may fix; others, such as a missing file, are raised at once.
 CURABLE = frozenset(
     {
         errno.ENOSPC,
@@ -40,14 +40,13 @@ def until_done(
     stop: threading.Event,
     show: Callable[[str, str | None], None] = lambda *_: None,
 ) -> T:
-    """Call `action`, and again after growing pauses while it fails with an error in `CURABLE`; return its result.
+    """Call `action`, with growing pauses while it fails with an error in `CURABLE`; return its result.
 
     Args:
         what: the operation, for messages: "publishing step 3".
         action: must be safe to repeat after an OSError.
         stop: ends the retries when set.
-        show: called with the operation and its error, and with None as the error once a retry has succeeded; must not
-            raise.
+        show: called with the operation and its error, or None as the error once a retry succeeds; must not raise.
 
     Raises:
         RlhfError: a stop was requested during the retries; the message names the error.
@@ -55,17 +54,17 @@ def until_done(
     """
     pause_s = FIRST_PAUSE_S
     remind_at = 0.0
-    refused = False
+    has_failed = False
     while True:
         try:
             result = action()
         except OSError as error:
             if error.errno not in CURABLE:
                 raise
-            refused, trouble = True, reason_of(error)
+            has_failed, trouble = True, reason_of(error)
         else:
-            if refused:
-                logger.warning("%s: succeeded, the disk is writable again", what)
+            if has_failed:
+                logger.warning("%s: succeeded; the disk is writable again", what)
                 show(what, None)
             return result
         if time.monotonic() >= remind_at:
@@ -74,7 +73,7 @@ def until_done(
         show(what, trouble)
         if stop.wait(pause_s):
             raise RlhfError(
-                f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
-                "accepted request, and the next start continues from there"
+                f"stopped while {what}, after a disk error: {trouble}; nothing is lost, because the journal has every "
+                "accepted request: make the disk writable, and start again"
             )
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

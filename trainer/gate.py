@@ -1,4 +1,4 @@
-"""The gate of a live reward model: preferred texts that a new version must rank as well as the served one."""
+"""The gate of a live reward model: a new version must rank preference pairs about as well as the served version."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Pairs:
-    """The texts of the gate, tokenised as the served model does."""
+    """The gate's preference pairs, tokenised as for the served model."""
 
     chosen: list[TokenRow]
     rejected: list[TokenRow]
 
     def accuracy(self, model: RewardModel) -> float:
-        """Return the share of pairs whose chosen text has the higher reward; a tie counts as wrong, and so does NaN."""
+        """Return the fraction of pairs whose chosen text has the higher reward; ties and NaN count as wrong."""
         scores = _scores(model, [*self.chosen, *self.rejected])
         return float((scores[: len(self.chosen)] > scores[len(self.chosen) :]).mean())
 
 
 def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
-    """Read `reward.gate` for models with the limits of `model`.
+    """Read and tokenise `reward.gate` with the limits of `model`.
 
     Raises:
-        ConfigError: the file has no pair, a line is not one, or the model returns several rewards per row.
+        ConfigError: the file has no pairs, a line is not a pair, or the model returns several rewards per row.
     """
     assert section.gate is not None
     if model.num_outputs > 1:
@@ -61,12 +61,12 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         for side in SIDES:
             sides[side].append(encode(pair, side, f"{where}: {side}"))
     if not sides["chosen"]:
-        raise ConfigError(f"reward.gate: {section.gate} has no pair")
+        raise ConfigError(f"reward.gate: {section.gate} has no pairs; add some, or remove reward.gate")
     return Pairs(**sides)
 
 
 def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:
-    """Return text, metadata and second text of one side of a pair, as a client of the server sends them."""
+    """Return text, metadata and second text of one side of a pair, in the form in which clients send them."""
     prompt, reply = pair.get("prompt"), pair.get(side)
     own = (*SIDES, PROMPT_KEY, MESSAGES_KEY, RESPONSE_KEY, REPLY_KEY)
     columns = {name: value for name, value in pair.items() if name not in own}
@@ -74,18 +74,20 @@ def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple
         raise ConfigError(f"{where}: chosen and rejected must both be texts or both be messages")
     if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
         if is_text_of_messages(reply) or is_text_of_messages(prompt or ""):
-            raise ConfigError(f"{where}: messages written as a text; store the list itself, here and as `prompt`")
+            raise ConfigError(
+                f"{where}: is a text that contains messages; store the list of messages itself, also as `prompt`"
+            )
         known = {**columns, RESPONSE_KEY: reply}
         if prompt is None:
             return reply, known, ""
         known[PROMPT_KEY] = prompt
         return (prompt, known, reply) if is_pair else (prompt + reply, known, "")
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    before = [] if asked is None else _messages(asked, where)
-    said = _messages(reply, where)
-    if before and said[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
+    prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    before = [] if prompt_messages is None else _messages(prompt_messages, where)
+    messages = _messages(reply, where)
+    if before and messages[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
         before = []
-    text, metadata = with_reply([*before, *said], "", columns)
+    text, metadata = with_reply([*before, *messages], "", columns)
     return text, metadata, ""
 
 
@@ -94,7 +96,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
         return plain_messages(value or None)
     except BadMessages as error:
         raise ConfigError(
-            f"{where}{error}; it and `prompt`, if there is one, must both be texts, or both be messages"
+            f"{where}{error}; it and `prompt`, if given, must both be texts or both lists of messages"
         ) from error
 
 

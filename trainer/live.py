@@ -1,4 +1,4 @@
-"""A live reward model: publishes versions that fit the served one and pass the gate of preferred texts."""
+"""Publishes new versions of a live reward model if they fit the served one and pass the gate."""
 
 import functools
 from collections.abc import Callable
@@ -19,32 +19,32 @@ from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.gate import read_pairs
 from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
-TOLERANCE = 0.01  # of the gate: how far a new version's accuracy may be below the served version's
+TOLERANCE = 0.01  # how far a new version's accuracy on the gate may be below the served version's
 
 
 def check_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """Raise CheckpointError unless the checkpoint in `folder` renders texts as the served `checkpoint` does."""
+    """Raise CheckpointError unless the tokenizer in `folder` renders texts as the served `checkpoint`'s does."""
     theirs, ours = (rendering_fingerprint(load_tokenizer(path.absolute())) for path in (folder, checkpoint))
     if theirs != ours:
         raise CheckpointError(
-            f"{folder} has another tokenizer than reward.model ({checkpoint}), or another chat template: requests are "
-            "rendered with those of reward.model; to serve it, start a run with this checkpoint"
+            f"{folder} has another tokenizer or chat template than reward.model ({checkpoint}), with which requests "
+            "are rendered; to serve it, start a run with this checkpoint"
         )
 
 
 def publish_reward(
     config: RunConfig, checkpoint: Path, *, beat: Callable[[str], None], say: Callable[[str], None] = print
 ) -> Reload:
-    """Serve the weights in a checkpoint instead of those of the served version, if they pass every check.
+    """Serve the weights in a checkpoint as a new version, if they pass all checks.
 
     Args:
         beat: called repeatedly while waiting, with a description of the state.
-        say: receives the accuracies that the gate measured.
+        say: called with a text about the accuracies on the gate.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, not finite, or of another architecture, head or tokenizer.
-        RlhfError: it is less accurate than the served version, beyond `TOLERANCE`.
-        VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
+        CheckpointError: the checkpoint is damaged, not finite, or has another architecture, head or tokenizer.
+        RlhfError: its accuracy is more than `TOLERANCE` below the served version's.
+        VersionRejected: its copy failed verification, or an instance rejected it; the old version keeps serving.
     """
     section, model = config.reward, live_model(config, "reward")
     store = WeightsStore(model.store)
@@ -63,8 +63,8 @@ def publish_reward(
         say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
         if not after >= before - TOLERANCE:
             raise RlhfError(
-                f"not published: its accuracy {after:.4f} is below the served version's {before:.4f} minus "
-                f"{TOLERANCE:g}, on the pairs of reward.gate"
+                f"not published: its accuracy on reward.gate, {after:.4f}, is more than {TOLERANCE:g} below the served "
+                f"version's, {before:.4f}"
             )
     manifest = store.manifest(current)
     publisher = Publisher(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)

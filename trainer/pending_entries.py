@@ -1,4 +1,4 @@
-"""Selects the journal's next pending entry, and records the result of a processed one."""
+"""Selects the journal's next pending entry, and records the results of processed ones."""
 
 import time
 
@@ -6,13 +6,13 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.trainer.progress import SidecarProgress
 
-# An unchanged mtime of the journal proves that there is no new entry only if it has not changed for longer than the
-# resolution of the file system's timestamps.
+# An unchanged mtime of the journal proves that there is no new entry only if it is older than the resolution of the
+# file system's timestamps.
 SETTLED_S = 1.0
 
 
 class PendingEntries:
-    """The pending entries of one journal, in order."""
+    """The pending entries of a journal, in order."""
 
     def __init__(self, journal: Journal, progress: SidecarProgress) -> None:
         self._journal = journal
@@ -21,7 +21,7 @@ class PendingEntries:
         self._none_pending: tuple[int | None, float] = (None, 0.0)
 
     def next(self, *, trained: int) -> Entry | None:
-        """Return the next entry to process; None if there is none yet. All steps up to `trained` count as trained.
+        """Return the next entry to process, None if there is none yet. Steps up to `trained` count as trained.
 
         Raises CheckpointError if the journal's next step is not `trained + 1`.
         """
@@ -34,7 +34,7 @@ class PendingEntries:
         return entry
 
     def finish(self, entry: Entry, result: Result) -> None:
-        """Record the result, so that the server responds to the caller, and remove entries other than training steps.
+        """Record the result, so that the server responds to the caller; remove the entry if it is not a training step.
 
         Training steps stay in the journal for replay until a checkpoint covers them.
         """

@@ -1,6 +1,6 @@
-"""Trains the critic before version 0 is published: on steps of earlier runs, and on files of responses with returns.
+"""Trains the critic before version 0 is published, on steps of earlier runs and on files of responses with returns.
 
-The training set is held in memory, 20 bytes a token. On a CPU, the same files and settings give a bit-identical result.
+The training set is in memory, 20 bytes per token. On a CPU, equal files and settings give bit-identical results.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from rlhf_triton.errors import NotFinite
 from rlhf_triton.learning.ranks import AnyRanks
 from rlhf_triton.learning.trained import MAX_ROWS
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.durable import staged_folder
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.trainer.critic_update import TrainingRow, load_update
@@ -24,14 +24,14 @@ from rlhf_triton.trainer.training_set import KEY, packed, read_rows, split
 
 logger = logging.getLogger(__name__)
 EPOCHS = 3  # passes over the training set
-LOGGED = 10  # lines of the log for each pass over the training set
+LOGGED = 10  # log lines per pass over the training set
 
 
 def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Callable[[str], None]) -> CriticModel:
     """Return `critic` after training on `critic.pretrain`; log its explained variance on held-out prompts.
 
     Args:
-        ranks: the processes that train it, of which this is rank 0.
+        ranks: the processes that train the critic, of which this is rank 0.
         beat: called after each micro-batch, with a description of the state.
 
     Raises:
@@ -48,8 +48,8 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
         update = load_update(folder, settings, seed=config.run.seed, ranks=ranks, pretraining=True)
         before, loss = explained_variance(update.critic, held_out, settings.token_budget), 0.0
         logger.info("pretraining on %d rows; %d of other prompts are held out", len(training), len(held_out))
-        # From the last rows to the first: those of a run's first steps, whose policy is like that of the new run, must
-        # not be outweighed by a better policy's, under which the same prompts are worth more.
+        # From the last rows to the first: the policy of a run's first steps resembles the new run's, so these rows must
+        # not be outweighed by a later, better policy's, under which the same prompts have a higher value.
         for epoch, first in itertools.product(range(epochs), reversed(range(0, len(training), size))):
             part = training[first : first + size]
             rows = [part[i] for i in np.random.default_rng([config.run.seed, epoch, first]).permutation(len(part))]
@@ -58,7 +58,7 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
             except (NotFinite, OutOfMemory) as error:
                 raise ConfigError(f"{KEY}: {error}; lower trainer.optimizer.lr or trainer.token_budget") from error
             if not report.is_finite:
-                raise ConfigError(f"{KEY}: the weights of the critic are not finite; lower trainer.optimizer.lr")
+                raise ConfigError(f"{KEY}: the critic's weights became non-finite; lower trainer.optimizer.lr")
             loss = report.loss_mean
             done = epoch + 1 - first / len(training)
             logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, epochs, loss)
@@ -81,7 +81,7 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
 
 
 def explained_variance(critic: CriticModel, rows: Sequence[TrainingRow], token_budget: int) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) over the tokens of all responses; 0 if returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) over all response tokens; 0 if the returns do not vary."""
     errors, returns = [], []
     for batch in plan_micro_batches([row.tokens.size for row in rows], token_budget=token_budget, max_rows=MAX_ROWS):
         for row, values in zip(batch, critic.values([rows[i].tokens for i in batch]), strict=True):

@@ -1,6 +1,7 @@
-"""The sidecar's progress reports: its heartbeat, by which the server judges its health, a JSONL file and Prometheus.
+"""Reports the sidecar's progress: the heartbeat, from which the server judges its health, a JSONL file, and Prometheus.
 
-Long work renews the heartbeat: `working` for a `with` block, `persist` for a disk operation, `wait` for a server.
+Long work must renew the heartbeat: with `working` in a `with` block, `persist` for a disk operation, and `wait` while
+waiting for a server.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import TypeVar
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values
-from rlhf_triton.python_backend.models.card import card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import card_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.store.weights import WeightsStore
@@ -52,30 +53,30 @@ class SidecarProgress:
         self._give_up_at: float | None = None
         self.step = 0  # shown in the heartbeat
 
-    def beat(self, state: str, micro_batch: int = 0) -> None:
+    def renew_heartbeat(self, state: str, micro_batch: int = 0) -> None:
         """Renew the heartbeat, at most every BEAT_S."""
         self._state = state
         if time.monotonic() - self._last_beat >= BEAT_S:
             self._write_heartbeat(state, micro_batch, trouble=None)
 
     def show_trouble(self, state: str, trouble: str | None) -> None:
-        """Write the error that blocks the sidecar to the heartbeat at once; None clears it."""
+        """Write the error that blocks the sidecar to the heartbeat immediately; None clears it."""
         self._write_heartbeat(state, 0, trouble)
 
     @contextlib.contextmanager
     def working(self, state: str) -> Iterator[None]:
-        """Renew the heartbeat from a background thread during a block that cannot do so itself.
+        """Renew the heartbeat from a background thread while the block runs.
 
-        Use it only for work of bounded duration, such as file I/O: the heartbeat continues even if the block hangs.
+        Only for work of bounded duration, such as file I/O: the heartbeat continues even if the block hangs.
         """
         done = threading.Event()
-        self.beat(state)
+        self.renew_heartbeat(state)
 
-        def beat() -> None:
+        def renew() -> None:
             while not done.wait(BEAT_S):
-                self.beat(self._state)
+                self.renew_heartbeat(self._state)
 
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread = threading.Thread(target=renew, name="heartbeat", daemon=True)
         thread.start()
         try:
             yield
@@ -84,23 +85,22 @@ class SidecarProgress:
             thread.join()
 
     def persist(self, what: str, action: Callable[[], T]) -> T:
-        """Run a disk operation with a heartbeat and retries; return its result. Raises as `until_done`."""
-        # A heartbeat around each attempt.
+        """Run a disk operation with retries while renewing the heartbeat; return its result. Raises as `until_done`."""
         return until_done(what, self.working(what)(action), self._stop, self.show_trouble)
 
     def wait(self, state: str) -> None:
-        """Renew the heartbeat, which shows `state`; called again and again while a server is waited for.
+        """Renew the heartbeat with `state`; call this repeatedly while waiting for a server.
 
         Raises:
             RlhfError: a stop was requested more than STOP_PATIENCE_S ago.
         """
-        self.beat(state)
+        self.renew_heartbeat(state)
         if not self._stop.is_set():
             return
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + STOP_PATIENCE_S
         if time.monotonic() > self._give_up_at:
-            raise RlhfError(f"stopped while {state}: it is repeated at the next start")
+            raise RlhfError(f"stopped while {state}; the next start repeats it")
 
     def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
         """Write one line for a critic update; `version` is the one served now."""
@@ -142,7 +142,7 @@ class SidecarProgress:
 
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
         """Write one line for a critic update that failed, or whose version was rejected."""
-        halved, memory = update.trained.memory.new(), card_bytes(update.critic.model.device)
+        halved, memory = update.trained.memory.new_halvings(), card_bytes(update.critic.model.device)
         self._write(
             {
                 "step": step,
@@ -164,7 +164,7 @@ class SidecarProgress:
         shown = {"step": self.step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(trouble is not None)}
         self._exporter.show(shown)
         with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar
-            self._journal.beat(Heartbeat(self.epoch, self.step, micro_batch, state, time.time(), trouble))
+            self._journal.write_heartbeat(Heartbeat(self.epoch, self.step, micro_batch, state, time.time(), trouble))
 
     def _write(self, line: dict[str, object]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Publishes new weights: write a version, verify it, move CURRENT, wait until every instance serves it."""
+"""Publishes new weights: writes a version, verifies it, sets CURRENT, and waits until every instance serves it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from rlhf_triton.trainer.verification import verify_version
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]
-SERVE_TIMEOUT_S = 60.0  # for every instance to serve a version; afterwards Triton reloads the model
-RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
-HEAL_EVERY_S = 1.0
+SERVE_TIMEOUT_S = 60.0  # how long to wait until every instance serves a version, before reloading through Triton
+RECOVERY_PAUSE_S = 5.0  # between two reloads
+CHECK_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
 MODEL = "critic.model"
-# Long enough for a supervisor (of `rlhf-triton serve` or `run`) to act first, which restarts other models, too.
-HEAL_AFTER_S = 15.0
+# Long enough for a supervisor (of `rlhf-triton serve` or `run`), which also restarts other models, to act first.
+RELOAD_AFTER_S = 15.0
 
 
 class VersionRejected(WeightsError):
-    """A version failed verification, or an instance rejected it; the version before it serves."""
+    """A version failed verification, or an instance rejected it; the previous version serves."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reload:
     """How a version was put into service, with timings."""
 
@@ -57,7 +57,7 @@ class Reload:
 
 
 class Publisher:
-    """Publishes versions of one model, and rolls back a version that an instance rejects."""
+    """Publishes versions of a model, and rolls back versions that an instance rejects."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Publisher:
         """Create a publisher.
 
         Args:
-            model: whose versions are published; default: the critic.
+            model: the model whose versions to publish; default: the critic.
             show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
         """
         settings, model = config.trainer, model or live_model(config, "critic")
@@ -85,7 +85,7 @@ class Publisher:
         self._reload = model.reload
         self._keep = settings.publish.keep
         self._show_trouble = show_trouble
-        self._look_at = self._heal_at = 0.0
+        self._maintain_at = self._check_instances_at = 0.0
         self._died_at: float | None = None
         self.rejected = 0
         """Number of versions rejected so far, by verification or by an instance."""
@@ -106,11 +106,11 @@ class Publisher:
             model: holds the new weights.
             step: number of critic updates that produced them; 0 for a reward model.
             beat: called repeatedly while waiting, with a description of the state.
-            parent: the version that these weights are a copy of, after a rewind or rollback; they then always get a new
-                number. Without `parent`, the newest version is reused if it has the same content (a replay after a
+            parent: the version of which these weights are a copy, after a rewind or rollback; they then always get a
+                new number. Without `parent`, the newest version is reused if it has the same content (a replay after a
                 crash).
             write: writes the weights to a folder; default: `write` of a critic.
-            source: the folder that they are a copy of, for the manifest.
+            source: the folder from which the weights are copied, for the manifest.
 
         Raises:
             VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
@@ -134,7 +134,7 @@ class Publisher:
             source=source,
         )
         written = time.monotonic()
-        self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
+        self._store.announce(manifest.version)  # instances preload it during verification, so the swap is quick
         try:
             with span("verify", version=manifest.version):
                 verify_version(self._store, manifest.version, model, expected)
@@ -149,19 +149,19 @@ class Publisher:
         served = time.monotonic()
         self._store.prune(keep=self._keep)
         return Reload(
-            manifest.version,
-            self._reload,
-            (written - start) * 1e3,
-            (verified - written) * 1e3,
-            (served - verified) * 1e3,
-            served_by,
+            version=manifest.version,
+            reload=self._reload,
+            publish_ms=(written - start) * 1e3,
+            verify_ms=(verified - written) * 1e3,
+            reload_ms=(served - verified) * 1e3,
+            served_by=served_by,
         )
 
     def await_staging(self, manifest: Manifest, beat: Callable[[str], None]) -> None:
-        """Wait until every live instance that serves has staged the version and reproduced the canary row.
+        """Wait until every live, serving instance has staged the version and reproduced the canary row's values.
 
-        That checks the forward pass of a version written by several ranks, none of which holds the whole critic.
-        Instances that a reload through Triton replaces check the version when they start instead.
+        This checks the forward pass of a version that several ranks have written, none of which has the whole critic.
+        With `reload: triton`, new instances check the version when they start instead.
 
         Raises:
             WeightsError: an instance could not load the version, or its values differ.
@@ -176,57 +176,56 @@ class Publisher:
             if not waiting:
                 return
             beat(f"waiting until version {version} is staged")
-            self.heal()
+            self.reload_dead_instances()
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not staged yet: reloading %s through Triton", version, self._model)
                 self._reload_all()
                 recover_at = time.monotonic() + SERVE_TIMEOUT_S
             time.sleep(WAIT_POLL_S)
 
-    def look(self, working: Working = contextlib.nullcontext) -> None:
-        """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died.
+    def maintain(self, working: Working = contextlib.nullcontext) -> None:
+        """Idle maintenance: roll CURRENT back if an instance rejects it, and replace dead instances.
 
-        `working`: context manager for a reload, which may take as long as loading the model; its argument says what
-        is done.
+        `working`: context manager around a reload, which may take as long as loading the model; receives a description.
         """
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._maintain_at:
             return
-        self._look_at = time.monotonic() + HEAL_EVERY_S
+        self._maintain_at = time.monotonic() + CHECK_EVERY_S
         current = self._store.current()
         for record in self._store.serving():
             if current is not None and record.rejected == current and record.version is not None:
                 logger.error("CURRENT named version %d, which %s refused: %s", current, record.name, record.error)
                 self._store.set_current(record.version, back=True)
-                break  # CURRENT has changed; look at the other records again next time
-        self.heal(working)
+                break  # CURRENT has changed; check the other records again next time
+        self.reload_dead_instances(working)
 
-    def heal(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
-        """Reload the model if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
+    def reload_dead_instances(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
+        """Reload the model if an instance died more than RELOAD_AFTER_S ago; return the outcomes, [] without a reload.
 
-        Triton does not restart a model process that was killed. The supervisor in `rlhf-triton serve` and `run`
-        does so sooner than HEAL_AFTER_S; this is for servers without a supervisor.
+        Triton does not restart a killed model process. The supervisor in `rlhf-triton serve` and `run` does so sooner
+        than RELOAD_AFTER_S; this is for servers without a supervisor.
         """
         now = time.monotonic()
-        if now < self._heal_at:
+        if now < self._check_instances_at:
             return []
-        self._heal_at = now + HEAL_EVERY_S
+        self._check_instances_at = now + CHECK_EVERY_S
         died = self._store.records.died()
         self._died_at = None if not died else self._died_at or now
-        if self._died_at is None or now - self._died_at < HEAL_AFTER_S:
+        if self._died_at is None or now - self._died_at < RELOAD_AFTER_S:
             return []
         logger.warning("%s died: reloading %s through Triton", died[0].name, self._model)
-        self._heal_at += RECOVERY_PAUSE_S
+        self._check_instances_at += RECOVERY_PAUSE_S
         with working(f"reloading {self._model} through Triton"):
             return self._reload_all()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
         """Set CURRENT and wait until every live instance serves the version; return each instance's version.
 
-        Raises WeightsError, after setting CURRENT back, if an instance rejects the version.
+        If an instance rejects the version, sets CURRENT back and raises WeightsError.
         """
         version, before = manifest.version, self._store.current()
         self._store.set_current(version)
-        previous = manifest.parent if before == version else before  # equal if a step is replayed after a crash
+        previous = manifest.parent if before == version else before  # equal in a replay after a crash
         if self._reload == "triton":
             self._reject_if_refused(version, previous, self._reload_all())
         recover_at = time.monotonic() + SERVE_TIMEOUT_S
@@ -239,7 +238,8 @@ class Publisher:
             if records and all(record.version is not None and record.version >= version for record in records):
                 return {record.name: record.version for record in records if record.version is not None}
             beat(f"waiting until version {version} is served")
-            self._reject_if_refused(version, previous, self.heal())  # the new version may be what killed an instance
+            # The new version may be what killed an instance.
+            self._reject_if_refused(version, previous, self.reload_dead_instances())
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not served yet: reloading %s through Triton", version, self._model)
                 self._reject_if_refused(version, previous, self._reload_all())
@@ -265,7 +265,7 @@ class Publisher:
     def _reload_all(self) -> list[Loaded]:
         """Reload all servers; return the outcomes and log the errors.
 
-        An unreachable server is not an error: it loads the version that CURRENT names when it starts again.
+        An unreachable server is not an error: it loads the current version when it starts again.
         """
         try:
             outcomes = self._servers.load(self._store.current() or 0, timeout_s=SERVE_TIMEOUT_S)
@@ -288,10 +288,11 @@ def initialise_store(
     """Publish version 0 from the section's checkpoint, unless the store has one.
 
     Args:
-        pretrain: trains the critic on `critic.pretrain`; called if there is any.
+        pretrain: trains the critic on `critic.pretrain`; called only if that is set.
 
     Raises:
-        CheckpointError: the checkpoint is no critic; or version 0 was made from something else.
+        CheckpointError: the checkpoint cannot be a critic, or version 0 was made from another one or with other
+            settings.
     """
     given = section.model_dump(mode="json", include={"standardization", "pretrain"})
     weights = [fingerprint_weights(section.model), digest_of(section.model / CONFIG_FILE)]
@@ -311,9 +312,9 @@ def initialise_store(
             source=section.model,
         )
     known = store.manifest(0).made_from or made_from
-    differing = [key for key, value in made_from.items() if value != known.get(key)]
-    if differing:
-        key = differing[0]
+    changed = [key for key, value in made_from.items() if value != known.get(key)]
+    if changed:
+        key = changed[0]
         now, before = (section.model, "another model") if key == MODEL else (made_from[key], known.get(key))
         raise CheckpointError(
             f"{key} is {now}, but was {before} when version 0 in {store.root} was made; restore it, or start a run in "
@@ -324,7 +325,7 @@ def initialise_store(
 
 
 def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
-    """Return `load_reward` with the settings that the served model has."""
+    """Return `load_reward` with the settings of the served model."""
     return functools.partial(
         load_reward,
         pooling=section.pooling,
@@ -334,13 +335,13 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
 
 
 def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable[[str], None] = lambda _: None) -> None:
-    """Publish version 0 of each model that is served from versions, unless it has one.
+    """Publish version 0 of each model that is served from a weights store, unless it has one.
 
     Args:
-        ranks, beat: as `pretrained` takes them.
+        ranks, beat: see `pretrained`.
 
     Raises:
-        CheckpointError: as `initialise_store`, or of the reward model.
+        CheckpointError: see `initialise_store`; or the reward model cannot be loaded.
         RlhfError: the critic cannot be pretrained.
     """
     for model in live_models(config):
@@ -358,6 +359,6 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Copy weights and configuration of a checkpoint. The tokenizer of every version is that of `reward.model`."""
+    """Copy a checkpoint's weights and configuration, but no tokenizer: every version uses `reward.model`'s."""
     for path in (*weights_files(source), source / CONFIG_FILE):
         shutil.copyfile(path, folder / path.name)

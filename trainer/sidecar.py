@@ -23,7 +23,7 @@ IDLE_S = 0.005
 
 
 def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALONE) -> None:
-    """Restore the critic and follow the journal until `stop` is set. Raises RlhfError if another sidecar does.
+    """Restore the critic and follow the journal until `stop` is set. Raises RlhfError if another sidecar follows it.
 
     `ranks`: the processes that train the critic, of which this is rank 0.
     """
@@ -31,7 +31,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
     store = WeightsStore(config.run.weights_dir)
     folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
-        # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
+        # Do not report errors in the heartbeat yet: until this process has the lock, it may be another sidecar's.
         epoch = until_done("starting", lambda: held.enter_context(journal.lock()), stop)
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
@@ -61,8 +61,8 @@ class Sidecar:
         while not stop.is_set():
             entry = self.pending.next(trained=self.critic.step)
             if entry is None:
-                self.progress.beat("idle")
-                self.versions.publisher.look(self.progress.working)
+                self.progress.renew_heartbeat("idle")
+                self.versions.publisher.maintain(self.progress.working)
                 stop.wait(IDLE_S)
             elif entry.kind == "rewind":
                 self.pending.finish(entry, self.rewind(entry))
@@ -76,7 +76,7 @@ class Sidecar:
 
     def train(self, entry: Entry) -> None:
         """Train on the next step, publish the weights, and record the result."""
-        answered = self.journal.result(entry) is not None  # a replay after a crash: published before
+        answered = self.journal.result(entry) is not None  # a replay after a crash: already published
         report, result = self.critic.train(entry)
         if not answered:
             reload, error = self.versions.publish_step() if result.error is None else (None, result.error)
@@ -89,7 +89,7 @@ class Sidecar:
         self.checkpoints.write_periodically()
 
     def save(self, entry: Entry) -> Result:
-        """Write a checkpoint of the entry's step, remove those that the caller released; return the result."""
+        """Write a checkpoint of the entry's step; remove those that the caller no longer needs; return the result."""
         try:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
@@ -101,17 +101,17 @@ class Sidecar:
         return Result(entry.name, self.versions.current(), error=error)
 
     def rewind(self, entry: Entry) -> Result:
-        """Go back to step `entry.target`, set later entries aside, publish the weights again, and return the result."""
+        """Restore step `entry.target`, set later entries aside, publish the weights again; return the result."""
         owners = self.journal.owners(entry)
         if entry.target == entry.step == self.critic.step:  # a new or resumed run, already at the target
             self.checkpoints.write_asked()
             error = self.versions.ensure_served()  # the result promises that the weights of this step are served
         elif (unreachable := self.critic.restore(entry.target)) is not None:
-            error, owners = f"rewind_to: {unreachable}", owners[1:]  # the previous owner of the run stays the owner
+            error, owners = f"rewind_to: {unreachable}", owners[1:]  # the run's previous owner remains its owner
             self.critic.restore_newest()
         else:  # restored first, so that the journal is unchanged if that fails
             aside = self.checkpoints.set_aside_after(entry)
             error = self.versions.publish_again()
-            logger.warning("rewound from step %d to step %d; what followed is in %s", entry.step, entry.target, aside)
+            logger.warning("rewound from step %d to step %d; later entries are in %s", entry.step, entry.target, aside)
             self.checkpoints.write_asked()
         return Result(entry.name, self.versions.current(), error=error, owners=owners)

@@ -1,8 +1,8 @@
-"""The critic in training, as built by the settings of `trainer`; its optimizer is created afterwards.
+"""The critic in training, constructed from the `trainer` settings, without its optimizer.
 
-It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16. On several
-ranks, each holds a slice of every tensor. All ranks have the same objects and call the same methods in the same order:
-rank 0 announces each call, and the others execute it in `follow_rank_0`. Files are shared by all ranks.
+It may differ from the served critic: LoRA adapters instead of new weights, frozen matrices in bfloat16. With several
+ranks, each has a slice of every tensor. All ranks have the same objects and call the same methods in the same order:
+rank 0 announces each call, and the others execute it in `follow_rank_0`. All ranks share the same files.
 """
 
 import json
@@ -32,7 +32,7 @@ from rlhf_triton.learning import model as training
 from rlhf_triton.learning.merged_slices import MergedSlices
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.sharding import all_finite, gathered_as_stored, shard
-from rlhf_triton.learning.slices import differing, write_checkpoint
+from rlhf_triton.learning.slices import different_tensors, write_checkpoint
 from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.loading import empty_token_model
@@ -41,11 +41,11 @@ from rlhf_triton.python_backend.models.precision import in_float32, use_bfloat16
 from rlhf_triton.store.durable import disk_errors
 from rlhf_triton.store.weights import WeightsStore
 
-BASE_VERSION = 0  # which training starts from; never pruned
+BASE_VERSION = 0  # training starts from it; it is never pruned
 
 
 class TrainedCritic(CriticModel):
-    """A critic in training, whole or in slices."""
+    """A critic in training, complete or sharded over ranks."""
 
     def __init__(
         self,
@@ -57,14 +57,15 @@ class TrainedCritic(CriticModel):
         ranks: AnyRanks = ALONE,
         precision: str = "float32",
     ) -> None:
-        """Create the critic; on several ranks, shard the weights, which every rank has loaded.
+        """Create the critic; with several ranks, shard the weights, which every rank has loaded.
 
         Args:
             model: the model in training.
-            plain: the critic that training started from, as it is served: the template of its versions.
-            as_adapters: versions hold adapters only; otherwise all weights.
-            stored_as: dtype of the weights in versions, but not of the head; default: that of the model.
-            precision: of several ranks, which round frozen matrices layer by layer, so that none has a copy of all.
+            plain: the served critic from which training started: the template for loading versions.
+            as_adapters: versions contain only adapters; otherwise all weights.
+            stored_as: dtype of the weights in versions, except the head; default: the model's.
+            precision: with several ranks, `bfloat16` rounds frozen matrices layer by layer while sharding, so that no
+                rank has a copy of all of them.
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
         self._plain = plain
@@ -75,7 +76,7 @@ class TrainedCritic(CriticModel):
         self.adapters = describe_adapters(self.model, base=BASE_VERSION) if as_adapters else None
 
     def _shard(self, ranks: Ranks, precision: str) -> None:
-        if self._token_head.one_by_one:  # FSDP gathers weights in each, and ranks would not run equally many
+        if self._token_head.one_by_one:  # each pass gathers weights, but ranks would run different numbers of passes
             raise CheckpointError(
                 f"each row needs its own forward pass in {type(self.model).__name__}, which several ranks do not "
                 "support; set trainer.ranks: 1"
@@ -96,11 +97,11 @@ class TrainedCritic(CriticModel):
 
     @property
     def in_slices(self) -> bool:
-        """Whether no rank holds the whole critic."""
+        """Whether the critic is sharded: each rank has only a slice."""
         return isinstance(self.ranks, Ranks)
 
     def own_weights(self) -> None:
-        """Copy the weights to train out of the mapped file; slices are copies already."""
+        """Copy the trainable weights out of the mapped file; slices already are copies."""
         if not self.in_slices:
             super().own_weights()
 
@@ -108,7 +109,7 @@ class TrainedCritic(CriticModel):
         return self.model.token_outputs(ids, attention) if self.in_slices else super().outputs(ids, attention)
 
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Return values as `CriticModel.values` does, computed in float32; all ranks compute the same."""
+        """Like `CriticModel.values`, but computed in float32; all ranks compute the same rows."""
         self.ranks.announce("values", rows=[row.tolist() for row in rows], width=width)
         with gathered_as_stored(self.model), in_float32(self.model):
             return super().values(rows, width)
@@ -118,15 +119,15 @@ class TrainedCritic(CriticModel):
         return kind(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path) -> Mapping[str, str] | None:
-        """Write a version: a Hugging Face checkpoint, with one file per rank, or the adapters, which rank 0 writes.
+        """Write a version: a Hugging Face checkpoint with one file per rank, or only the adapters, which rank 0 writes.
 
-        Returns the digest of each weights file and of their index, if there are several; None for adapters.
+        Returns the digest of each weights file and of the index, if there is one; None for adapters.
         """
         self.ranks.announce("write_version", folder=str(folder))
         if self.adapters is not None:
             trained, adapters = trained_tensors(self.model), self.adapters
             is_writer = self.ranks.rank == 0
-            self.ranks.together(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
+            self.ranks.run_on_all_ranks(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
             return None
         if not isinstance(self.ranks, Ranks):
             return super().write(folder)
@@ -140,11 +141,10 @@ class TrainedCritic(CriticModel):
         return self._plain.with_weights(folder)
 
     def verify_slices(self, store: WeightsStore, version: int) -> None:
-        """Verify that a version holds the weights of this critic, bit for bit, and that they are finite.
+        """Verify that a version's weights are bit-identical to this critic's, and finite.
 
         Each rank compares its own slices. Together these are all bytes that `write` has hashed for the manifest, so
-        that hashing them once more would find nothing else. The base
-        of adapters is hashed once.
+        they need not be hashed again. The base version of adapters is hashed once.
 
         Raises:
             WeightsError, CheckpointError, RankFailed: a check failed on this or another rank.
@@ -156,39 +156,39 @@ class TrainedCritic(CriticModel):
             if self.adapters is not None:
                 store.verify_hashes(store.manifest(version), part=self.ranks.rank, parts=self.ranks.size)
             if not all_finite(self.model.parameters()):
-                raise CheckpointError("the weights are not finite")
-            if wrong := self._differing(weights, store.folder(version)):
+                raise CheckpointError("the critic's weights are not finite; lower trainer.optimizer.lr")
+            if wrong := self._differences(weights, store.folder(version)):
                 raise CheckpointError(f"{wrong[0]} of version {version} differs from the trained weights")
 
-        self.ranks.together(verify)
+        self.ranks.run_on_all_ranks(verify)
 
     def holds_slices(self, store: WeightsStore, version: int) -> bool:
-        """Return whether a version has the weights of this critic, bit for bit."""
+        """Return whether a version's weights are bit-identical to this critic's."""
         self.ranks.announce("holds", root=str(store.root), version=version)
         weights = self.weights()
         try:
-            same = self.ranks.together(lambda: not self._differing(weights, store.folder(version)))
+            same = self.ranks.run_on_all_ranks(lambda: not self._differences(weights, store.folder(version)))
             return all(self.ranks.gather(same))
         except (CheckpointError, RankFailed):  # a file is damaged
             return False
 
-    def _differing(self, weights: MergedWeights, folder: Path) -> list[str]:
-        """Return what differs between this critic and a version: names of tensors, or the adapters' description."""
+    def _differences(self, weights: MergedWeights, folder: Path) -> list[str]:
+        """Return the names of tensors that differ between this critic and a version, or ADAPTERS_KEY."""
         info = inspect_checkpoint(folder)
         if info.adapters is None:
-            return differing(weights, info)
+            return different_tensors(weights, info)
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        return [ADAPTERS_KEY] if info.adapters != self.adapters else differing(trained, info)
+        return [ADAPTERS_KEY] if info.adapters != self.adapters else different_tensors(trained, info)
 
 
 def build_critic(
     folder: Path, settings: TrainerSection, *, seed: int, dtype: str = "float32", ranks: AnyRanks = ALONE
 ) -> TrainedCritic:
-    """Load the critic to train from version 0 in `folder`, of which each rank keeps its slices; collective.
+    """Load the critic to train from version 0 in `folder`; with several ranks, shard it. Collective.
 
     Args:
         seed: seed of torch's random state, and thus of the adapters' initial weights.
-        dtype: that of the critic as it is served, which its versions have, too.
+        dtype: dtype of the served critic, and thus of its versions.
 
     Raises:
         CheckpointError: the model does not support one of the settings.
@@ -196,9 +196,9 @@ def build_critic(
     torch.manual_seed(seed)
     own = settings
     if isinstance(ranks, Ranks):
-        # The weights are mapped from the file and sharded layer by layer, so that no rank has a copy of all of them.
+        # Map the weights from the file and shard them layer by layer, so that no rank has a copy of all of them.
         own = settings.model_copy(update={"device": "cpu", "precision": "float32"})
-    model, plain = ranks.together(lambda: _load(folder, own))
+    model, plain = ranks.run_on_all_ranks(lambda: _load(folder, own))
     return TrainedCritic(
         model,
         plain,
@@ -210,7 +210,7 @@ def build_critic(
 
 
 def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
-    """Return the model to train and the served critic; both share the model unless training changes it."""
+    """Return the model to train and the served critic; they share the model unless the settings change it."""
     check_lora_targets(folder, settings)
     if not settings.changes_the_model:
         plain = load_critic(folder, device=settings.device)
@@ -220,20 +220,20 @@ def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
 
 
 def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
-    """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
+    """Raise CheckpointError if a name in `lora_targets` matches no layer. Reads only config.json."""
     training.check_lora_targets(
         settings, "trainer", lambda: empty_token_model(folder), lambda model: ModelHead(model).module
     )
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
-    """Return the critic's model as `settings` say. Raises CheckpointError."""
+    """Prepare the critic's model for training according to `settings`, in place. Raises CheckpointError."""
     training.prepare(model, settings, "trainer", ModelHead(model).module)
     return model
 
 
 def _write_adapters(critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path) -> None:
-    """Write a version that holds only the `trained` tensors of the critic. Raises OSError."""
+    """Write a version with only the critic's `trained` tensors. Raises OSError."""
     with disk_errors(folder / WEIGHTS_FILE):
         save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = json.loads(write_config(critic, folder).read_text())

@@ -1,4 +1,4 @@
-"""The training set of `critic.pretrain`: rows of tokens, with a return for each token of a response."""
+"""Reads the training set of `critic.pretrain`: token rows with a return for each response token."""
 
 import functools
 import json
@@ -24,11 +24,11 @@ from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 
 KEY = "critic.pretrain"
 FIELDS = ("prompt", "response", "return")
-HELD_OUT = 0.1  # share of the prompts on whose rows the critic is measured, not trained
+HELD_OUT = 0.1  # fraction of the prompts whose rows are held out for evaluation
 
 
 def tokenizer_of(folder: Path) -> str | None:
-    """Return the fingerprint of a model's tokenizer; None if it has none."""
+    """Return the fingerprint of a model's tokenizer; None if the model has no tokenizer."""
     return fingerprint(load_tokenizer(folder.absolute())) if has_tokenizer(folder) else None
 
 
@@ -36,10 +36,10 @@ def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:
     """Return the rows of all files and runs in `critic.pretrain`, in order.
 
     Args:
-        limits: of the critic.
+        limits: the critic's limits.
 
     Raises:
-        ConfigError: one of them is damaged, has no rows, or has rows that do not fit the critic.
+        ConfigError: a file or run is damaged, has no rows, or has rows that do not fit the critic.
     """
     rows: list[TrainingRow] = []
     for source in config.critic.pretrain:
@@ -54,16 +54,16 @@ def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:
             except ContractError as error:
                 raise ConfigError(f"{KEY}: {where} does not fit {model}: {error}; remove it") from error
         if len(rows) == before:
-            raise ConfigError(f"{KEY}: {source} has no rows to train on; a run keeps only its last steps")
+            raise ConfigError(f"{KEY}: {source} has no rows to train on (a run keeps only its last steps); remove it")
     return rows
 
 
 def steps_of_run(folder: Path, model: Path) -> Iterator[tuple[Path, TrainPayload]]:
-    """Yield file and content of each step on disk of an earlier run, whose tokenizer must be that of `model`.
+    """Yield file and payload of each step that an earlier run has on disk. Its tokenizer must be `model`'s.
 
     Raises:
-        ConfigError: it is not the folder of a run with a critic, or has another tokenizer; its sidecar is running; or
-            an entry is damaged.
+        ConfigError: the folder is not a run's with a critic, or has another tokenizer; its sidecar is running; or an
+            entry is damaged.
     """
     run = RunSection(dir=folder)
     try:
@@ -72,7 +72,7 @@ def steps_of_run(folder: Path, model: Path) -> Iterator[tuple[Path, TrainPayload
         raise ConfigError(f"{KEY}: {folder} is not the folder of a run with a critic: {error}; remove it") from error
     if (tokenizer := tokenizer_of(model)) is None or tokenizer != manifest.tokenizer:
         raise ConfigError(
-            f"{KEY}: the tokenizer of {folder} is not that of {model}, or is not known, so that its token ids may mean "
+            f"{KEY}: the tokenizer of {folder} differs from {model}'s or is unknown, so its token ids may stand for "
             "other texts; remove it"
         )
     journal = JournalState(run.journal_dir, manifest.run_id)
@@ -86,17 +86,17 @@ def steps_of_run(folder: Path, model: Path) -> Iterator[tuple[Path, TrainPayload
 
 
 def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[str, TrainPayload]]:
-    """Yield place and content of each line of a JSONL file, tokenised with the tokenizer of `model`.
+    """Yield place and payload of each line of a JSONL file, tokenised with the tokenizer of `model`.
 
-    A line has a `prompt` (text, messages or token ids), a `response` (text or token ids) and the `return` of each of
-    its tokens, a number. As the policy's, a text response ends with the end-of-sequence token; one to messages, with
-    the chat template's end of a reply.
+    A line has a `prompt` (text, messages or token ids), a `response` (text or token ids) and a `return`, one number for
+    all tokens of the response. A text response gets the end-of-sequence token at its end or, after messages, the chat
+    template's end of a reply, as the policy's responses do.
 
     Args:
-        special: begin text prompts with the tokenizer's BOS.
+        special: start text prompts with the tokenizer's BOS.
 
     Raises:
-        RlhfError: a line is not such an object, or the model has no tokenizer, which texts need.
+        RlhfError: a line is not such an object, or has texts although the model has no tokenizer.
     """
     tokenizer = functools.cache(lambda: load_tokenizer(model.absolute()))
     chat_end = functools.cache(lambda: reply_end(tokenizer()))
@@ -121,11 +121,13 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
 
 
 def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bool) -> list[int]:
-    """Return the ids of a text or of messages, tokenised as the actor's prompts are."""
+    """Return the token ids of a prompt, a text or messages, tokenised as in the actor."""
     prompt = line["prompt"]
     if isinstance(prompt, str):
         if is_text_of_messages(prompt):
-            raise ConfigError(f"{KEY}: {where}: prompt holds messages written as a text; store the list itself")
+            raise ConfigError(
+                f"{KEY}: {where}: prompt is a text that contains messages; store the list of messages itself"
+            )
         before, ids = encode_prompt(tokenizer, prompt)
         return [*before, *ids] if special else [*tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     try:
@@ -152,24 +154,24 @@ def _is_ids(value: Any) -> TypeGuard[list[int]]:
 
 
 def split(rows: Sequence[TrainingRow], seed: int) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Return the rows to train on and those held out, in order: all rows of a tenth of the prompts, at least of one.
+    """Return the training rows and the held-out rows, in order: the latter are all rows of a tenth of the prompts.
 
-    Raises ConfigError if all rows have the same prompt.
+    At least one prompt is held out. Raises ConfigError if all rows have the same prompt.
     """
-    begins = [row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes() for row in rows]
-    prompts = [*dict.fromkeys(begins)]
+    starts = [row.tokens[: int((row.mask > 0).argmax()) + 1].tobytes() for row in rows]
+    prompts = [*dict.fromkeys(starts)]
     if len(prompts) < 2:
-        raise ConfigError(f"{KEY}: all rows have the same prompt, and one prompt must be held out; add others")
+        raise ConfigError(f"{KEY}: all rows have the same prompt, but one prompt must be held out; add rows of others")
     num_held_out = max(1, round(HELD_OUT * len(prompts)))
     chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:num_held_out]}
     sides: tuple[list[TrainingRow], list[TrainingRow]] = ([], [])
-    for row, prompt in zip(rows, begins, strict=True):
+    for row, prompt in zip(rows, starts, strict=True):
         sides[prompt in chosen].append(row)
     return sides
 
 
 def packed(rows: Sequence[TrainingRow]) -> TrainPayload:
-    """Return the rows as a payload. Its old values, of another critic, are 0: nothing may be clipped around them."""
+    """Pack rows into a payload with `prev_values` 0: the value loss must not clip around another critic's values."""
     tokens, returns, mask = (
         np.concatenate([getattr(row, name) for row in rows]) for name in ("tokens", "returns", "mask")
     )

@@ -1,6 +1,6 @@
 """The critic's loss: squared error with PPO's value clip.
 
-Tensors are `[B, S-1]`. Each micro-batch's loss is its share of the whole batch's loss, so the split does not matter.
+Tensors are `[B, S-1]`. A micro-batch's loss is its share of the whole batch's loss, so the split does not matter.
 """
 
 import torch
@@ -21,8 +21,8 @@ def clipped_value_loss(
         V_clip = V_old + clamp(V - V_old, -clip_value, clip_value)
         loss = 0.5 * sum_t mask_t * max((V_clip_t - R_t)^2, (V_t - R_t)^2) / num_tokens
 
-    The losses of all micro-batches add up to the masked mean over the batch, however it is split. Masked positions
-    contribute 0, even if they contain NaN.
+    The losses of all micro-batches add up to the masked mean over the batch. Masked positions contribute 0, even if
+    they contain NaN.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without the last position.
@@ -31,7 +31,7 @@ def clipped_value_loss(
         mask: `[B, S-1]`, 1 where position t scores a response token.
         clip_value: clip range around V_old, in units of value; <= 0 means no clipping: 0.5 * (V - R)^2.
         num_tokens: number of ones in the mask of the whole batch, over all micro-batches and ranks. 0 is valid only
-            with an all-zero mask, and gives loss 0 with zero gradient.
+            with an all-zero mask and gives loss 0 and zero gradient.
 
     Returns:
         Scalar tensor.

@@ -1,4 +1,4 @@
-"""The checks that a version must pass before CURRENT may name it."""
+"""Verifies versions before CURRENT may name them."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,22 +16,22 @@ from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel,
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 
-CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
-CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other one on the CPU
+CANARY_TOLERANCE = 1e-5  # relative to the largest value; equal weights differ by rounding only
+CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other on the CPU
 
 
 def verify_version(
     store: WeightsStore, version: int, model: CriticModel | RewardModel, expected: np.ndarray | None = None
 ) -> None:
-    """Verify that `version` holds the weights of `model`.
+    """Verify that `version` has the weights of `model`.
 
-    Checks the hash, names, shapes and dtypes, that all weights are finite, and that a forward pass through the serving
-    code gives the model's values, or its rewards, for the canary row. A critic on several ranks compares its slices
-    instead; an instance that stages the version checks its forward pass.
+    Checks hashes, names, shapes and dtypes, that all weights are finite, and that a forward pass through the serving
+    code reproduces the model's values or rewards for the canary row. A sharded critic compares its slices instead;
+    instances that stage the version check its forward pass.
 
     Args:
         model: the model in memory.
-        expected: the model's outputs for the canary row, if known already.
+        expected: the model's outputs for the canary row, if already known.
 
     Raises:
         WeightsError: a check failed; the message names the version and the cause.
@@ -42,21 +42,21 @@ def verify_version(
         except (CheckpointError, RankFailed) as error:
             raise WeightsError(f"version {version}: {error}") from error
     try:
-        # Hashing releases the GIL: run it in parallel to the other checks.
-        with ThreadPoolExecutor(1, "hash") as beside:
-            whole = beside.submit(store.verify_files, version, digest_of_mapped)
+        # Hashing releases the GIL, so it runs in parallel with the other checks.
+        with ThreadPoolExecutor(1, "hash") as executor:
+            whole = executor.submit(store.verify_files, version, digest_of_mapped)
             try:
                 staged = model.with_weights(store.folder(version))
                 staged.check_finite()
                 served = canary_outputs(staged)
             finally:
-                manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
+                manifest = whole.result()  # the error about a damaged file replaces the errors that the file has caused
     except CheckpointError as error:
         raise WeightsError(f"version {version}: {error}") from error
     tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
     if isinstance(model, CriticModel) and model.stored_as is not None:
         tolerance = SERVED_TOLERANCE[model.stored_as]
-    if isinstance(model, TrainedCritic):  # others are copies of a checkpoint, in any dtype
+    if isinstance(model, TrainedCritic):  # other models are copies of a checkpoint, in any dtype
         _check_dtypes(manifest, model)
     difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
     if not difference <= tolerance:
@@ -68,10 +68,9 @@ def verify_version(
 def verify_alone(
     store: WeightsStore, version: int, load: Callable[[Path], CriticModel | RewardModel] = load_critic
 ) -> Manifest:
-    """Verify a version from its files only, without comparing it with the model in memory that produced it.
+    """Verify a version from its files only, without the model in memory that produced it; return the manifest.
 
-    Checks that the files are intact, and that the weights and the outputs for the canary row are finite; returns the
-    manifest.
+    Checks that the files are intact, and that the weights and the outputs for the canary row are finite.
 
     Args:
         load: loads the model from a version's folder.
@@ -91,7 +90,7 @@ def verify_alone(
 
 
 def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
-    """Return whether `version` has the critic's weights, bit for bit in the dtype that versions have."""
+    """Return whether `version`'s weights are bit-identical to the critic's, in the versions' dtype."""
     if isinstance(critic, TrainedCritic) and critic.in_slices:
         return critic.holds_slices(store, version)
     try:
@@ -102,11 +101,13 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
 
 
 def _check_dtypes(manifest: Manifest, critic: TrainedCritic) -> None:
-    """Raise WeightsError if a stored tensor has another dtype than the published one."""
+    """Raise WeightsError if a stored tensor's dtype differs from the published model's."""
     weights = critic.weights()
     for name in weights:
-        if manifest.base is not None and name not in manifest.tensors:  # an adapter, or a weight of the base
+        if manifest.base is not None and name not in manifest.tensors:  # stored as an adapter, or in the base version
             continue
         stored, trained = manifest.tensors[name][0], STORED_AS.get(weights.dtype(name))
         if stored != trained:
-            raise WeightsError(f"version {manifest.version}: {name} is {stored}, the published model's is {trained}")
+            raise WeightsError(
+                f"version {manifest.version}: {name} has dtype {stored}, but the published model's has {trained}"
+            )

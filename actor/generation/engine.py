@@ -28,7 +28,8 @@ from rlhf_triton.actor.generation.slots import (
 )
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.python_backend.models.adapters import with_merged_layers
-from rlhf_triton.python_backend.models.card import Halving, is_device_error, is_out_of_memory, to_device
+from rlhf_triton.python_backend.models.card import is_device_error, to_device
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, is_out_of_memory
 from rlhf_triton.python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Generation:
         # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
         # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
-        self.memory = Halving(
+        self.memory = MemoryBudget(
             "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
         )
         """How many responses fit into the GPU's memory at the same time."""
@@ -128,7 +129,7 @@ class Generation:
                     self._generate_with_transformers(row_source, draws, slots)
 
         if prompts:
-            self.memory.repeat(respond, least=1, most=len(prompts))
+            self.memory.run(respond, least=1, most=len(prompts))
 
     @contextlib.contextmanager
     def _open_row_source(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[RowSource]:

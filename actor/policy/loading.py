@@ -25,7 +25,7 @@ from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_t
 from rlhf_triton.config import PolicySection
 from rlhf_triton.learning import model as training
 from rlhf_triton.learning.ranks import AnyRanks, Ranks
-from rlhf_triton.learning.sharding import hollow, shard
+from rlhf_triton.learning.sharding import copy_with_empty_weights, shard
 from rlhf_triton.python_backend.models.precision import use_bfloat16
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 
@@ -97,10 +97,10 @@ class PolicyModels:
             self._use_precision(model)
             return model.to(self.device)
         # `_shard` fills the copy later, so that no rank holds a second whole policy in its host's memory.
-        model = hollow(self.model, "meta").requires_grad_(False)
+        model = copy_with_empty_weights(self.model, "meta").requires_grad_(False)
         self._to_float32(model)
         self._use_precision(model)
-        return hollow(model, self.device)
+        return copy_with_empty_weights(model, self.device)
 
     def _shard(self, ranks: Ranks) -> None:
         causal, precision = self.causal(self.model), self._settings.precision

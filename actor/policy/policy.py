@@ -38,7 +38,8 @@ from rlhf_triton.config import ActorSection
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.card import CardStream, skip_inspections, to_device
+from rlhf_triton.python_backend.models.card import CardStream, to_device
+from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.language_model import check_causal
 from rlhf_triton.python_backend.models.loading import map_tensors
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
@@ -197,7 +198,7 @@ class Policy:
                     results[i][1:] = row_logprobs[: len(results[i]) - 1]
 
             for chunk in self.trained.plan(lengths.tolist()):
-                self.trained.memory.in_parts(fill, chunk)
+                self.trained.memory.run_in_parts(fill, chunk)
         return results
 
     def sampled_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray]:

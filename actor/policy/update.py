@@ -122,7 +122,7 @@ class PolicyUpdate:
 
         longest = int(lengths.max())
         # Exactly one rank computes each row; the others add 0.
-        return self._ranks.summed(self._trained.memory.repeat(compute, least=longest, most=longest * len(lengths)))
+        return self._ranks.summed(self._trained.memory.run(compute, least=longest, most=longest * len(lengths)))
 
     def _gradients(
         self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, scale: float = 1.0

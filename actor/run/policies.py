@@ -39,7 +39,7 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
             hidden_variables=config.hidden_variables(config.environment.options),
             stop_strings=actor.generation.stop_strings,
         )
-        policy.generation.runner = ranks.together(make_runner)
+        policy.generation.runner = ranks.run_on_all_ranks(make_runner)
     return policy, PolicyUpdate(actor, policy, method)
 
 

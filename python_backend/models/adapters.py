@@ -32,13 +32,13 @@ class Lora:
 
 
 def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None = None) -> Any:
-    """Return peft's wrapper of the model with trainable adapters on `lora.targets`; all other weights are frozen.
+    """Wrap the model with peft: trainable adapters on `lora.targets`, all other weights frozen. Returns the wrapper.
 
-    The adapters are put into `model` itself, which the wrapper's `get_base_model` returns.
+    peft inserts the adapters into `model` itself, which the wrapper's `get_base_model` returns.
 
     Args:
         output: the output layer, which gets no adapter.
-        task: peft's task type; None for a model without methods for generation.
+        task: peft's task type; None for a model that cannot generate.
 
     Raises:
         CheckpointError: one of the targets matches no linear layer.
@@ -47,7 +47,7 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
 
     outputs = {*output.modules()}
     named = named_layers(model, lora, output)
-    # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
+    # Subclasses are excluded: some mixture-of-experts routers subclass Linear and return more than the product.
     others = [
         path
         for path, module in model.named_modules()
@@ -60,17 +60,17 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
         exclude_modules=others or None,
         task_type=task,
     )
-    with (
-        warnings.catch_warnings()
-    ):  # peft warns about settings that it corrects (GPT-2's layers) or ignores (ranks of experts)
+    # peft warns about settings that it corrects (GPT-2's layers) or ignores (ranks of experts).
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get_peft_model(model, config)
 
 
 def named_layers(model: Any, lora: Lora, output: nn.Module) -> list[str]:
-    """Return the paths of the linear layers that match named targets; peft silently ignores a name without a match.
+    """Return the paths of the linear layers that `lora.targets` names; [] for `all-linear`.
 
-    The weights may be on the meta device. `output`, and Raises: as `with_adapters`.
+    Raises CheckpointError if a target matches no layer, which peft would silently ignore. `output` is as in
+    `with_adapters`. The weights may be on the meta device.
     """
     if lora.targets == "all-linear":
         return []
@@ -95,13 +95,13 @@ def _plain(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in at least float32."""
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """The weights of a model by plain name, with its adapters merged in, on the CPU.
+    """A model's weights on the CPU with the adapters merged in, under the names they have without peft.
 
     Each tensor is computed when it is read, so that merging needs the memory of one tensor only. If the model is
     sharded, reading is collective.
@@ -110,12 +110,13 @@ class MergedWeights(Mapping[str, Tensor]):
     def __init__(self, model: Any, dtype: torch.dtype | None = None, head: nn.Module | None = None) -> None:
         """
         Args:
-            dtype: of all tensors of floating-point numbers but those of `head`; default: at least float32, as the head.
+            dtype: dtype of all floating-point tensors except the head's, which stay in at least float32; default: at
+                least float32 for all.
         """
         self._dtype, self._head = dtype, set() if head is None else {id(parameter) for parameter in head.parameters()}
         tensors = model.state_dict(keep_vars=True)
         self.plain = {_plain(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-        """The tensors without those of the adapters, which are not merged in."""
+        """The base model's tensors, before the adapters are merged in."""
         self.adapted = {  # peft adapts the experts of a mixture by parameter, other layers by module
             f"{_plain(path)}.{getattr(layer, 'parameter_name', 'weight')}": layer
             for path, layer in model.named_modules()
@@ -130,11 +131,11 @@ class MergedWeights(Mapping[str, Tensor]):
 
         tensor = self.plain[name].detach()
         if name in self.adapted:
-            tensor = wide(tensor) + self.adapted[name].get_delta_weight("default")
+            tensor = at_least_float32(tensor) + self.adapted[name].get_delta_weight("default")
         return whole(tensor.to(self.dtype(name))).cpu().contiguous()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.plain  # that of `Mapping` would compute the tensor
+        return name in self.plain  # `Mapping.__contains__` would compute the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain)
@@ -143,7 +144,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self.plain)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor, without computing it."""
+        """Return the dtype in which a tensor is read."""
         own = self.plain[name]
         if not own.is_floating_point():
             return own.dtype
@@ -152,7 +153,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return self._dtype
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Size]]:
-        """Return the dtype and the whole shape of each tensor, without computing it."""
+        """Return the dtype and the unsharded shape of each tensor, without computing the tensors."""
         return {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
 
     def write(self, file: Path) -> str:
@@ -160,18 +161,18 @@ class MergedWeights(Mapping[str, Tensor]):
         return write_tensors(file, self.shapes(), self.__getitem__)
 
     def gather(self) -> None:
-        """Take part in the `write` of another rank: read all tensors in its order, and write nothing; collective."""
+        """Join another rank's `write`: read all tensors in the same order without writing them. Collective."""
         for name in layout(self.shapes())[1]:
             self[name]
 
 
 @contextlib.contextmanager
 def with_merged_layers(model: Any) -> Iterator[None]:
-    """Run forward passes with the adapters merged into the weights of their layers: two kernels a layer instead of six.
+    """Merge the adapters into their layers' weights within the block: two kernels per layer instead of six.
 
-    The layers get other weights within the block, and back the very same ones after it. These have the dtype of the
-    old ones. In bfloat16, rounding them loses less than rounding the products of unmerged adapters does. Adapters of
-    the experts of a mixture stay as they are.
+    Merged weights keep the dtype of the layer. In bfloat16, rounding them loses less than rounding the products of
+    unmerged adapters does. The original tensors are put back at the end. Adapters on the experts of a mixture are not
+    merged.
     """
     held: list[tuple[Any, Tensor]] = []
     try:
@@ -190,10 +191,10 @@ def with_merged_layers(model: Any) -> Iterator[None]:
 
 
 def describe_adapters(model: Any, *, base: int) -> StoredAdapters:
-    """Describe the model's adapters for a weights version that holds only `trained_tensors`.
+    """Return the description of the model's adapters that a weights version with only `trained_tensors` stores.
 
     Raises:
-        CheckpointError: the experts of a mixture have adapters, which only a merged version can hold.
+        CheckpointError: experts of a mixture have adapters; only a merged version can hold these.
     """
     merged = MergedWeights(model)
     layers = merged.adapted
@@ -211,9 +212,9 @@ def describe_adapters(model: Any, *, base: int) -> StoredAdapters:
 def with_stored_adapters(
     base: Mapping[str, Tensor], trained: Mapping[str, Tensor], adapters: StoredAdapters
 ) -> dict[str, Tensor]:
-    """Return the tensors that `MergedWeights` would give: `base`, with the `trained_tensors` of a version merged in.
+    """Merge the `trained_tensors` of a version into `base`; return the same tensors as `MergedWeights`.
 
-    Tensors that have not changed are those of `base`. Raises KeyError if the adapters do not fit `base`.
+    Unchanged tensors are shared with `base`. Raises KeyError if the adapters do not fit `base`.
     """
     tensors = {**base, **{name: tensor for name, tensor in trained.items() if ".lora_" not in name}}
     for name in adapters.rounded:
@@ -229,7 +230,7 @@ def with_stored_adapters(
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, whole and on the CPU; collective if the model is sharded."""
+    """Return the trainable parameters by name, unsharded and on the CPU; collective if the model is sharded."""
     from rlhf_triton.python_backend.models.sharded_tensors import (
         whole,  # adds seconds to the start of a serving process
     )

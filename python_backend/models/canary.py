@@ -1,4 +1,4 @@
-"""The canary row: a row of tokens whose values or rewards show whether a model was stored and loaded correctly."""
+"""The canary row: fixed tokens whose outputs show whether a model was stored and loaded correctly."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ SERVED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def canary_row(model: CriticModel | RewardModel) -> np.ndarray:
-    """Return the token ids, int64 `[16]` or more, on which a stored and a published model are compared."""
+    """Return the canary row: int64 token ids, 16 for a critic; a reward model's row starts with its `header`."""
     row = np.arange(CANARY_TOKENS, dtype=np.int64) % model.limits.vocab_size
     return row if isinstance(model, CriticModel) else np.append(np.array(model.header, np.int64), row)
 
@@ -26,12 +26,15 @@ def canary_outputs(model: CriticModel | RewardModel) -> np.ndarray:
 
 
 def canary_difference(values: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference of two models' outputs for the canary row, relative to the largest value."""
+    """Return the largest difference between two models' canary outputs, relative to the largest output (at least 1)."""
     return float(np.abs(values - expected).max()) / max(1.0, float(np.abs(expected).max()))
 
 
 def check_canary(model: CriticModel | RewardModel, values: np.ndarray, expected: Sequence[float]) -> None:
-    """Raise CheckpointError unless `values`, a served model's for the canary row, are those of the published one."""
+    """Raise CheckpointError if `values`, the served model's canary outputs, differ from the published model's.
+
+    `expected`: the published model's outputs.
+    """
     difference = canary_difference(values, np.asarray(expected, np.float32))
     if not difference <= SERVED_TOLERANCE[model.model.dtype]:
         raise CheckpointError(f"the values for the canary row differ by {difference:.3g} from the published model's")

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Tensor]
 SHORT, LONG = 3, 9  # tokens of the two probe rows
 WIDE = 72  # a width above the 64 tokens of a chunk of attention, as in Reformer
-SAME_SHAPE = 1e-5  # relative to the largest output: forward passes that differ in nothing but the padding id
+SAME_SHAPE = 1e-5  # relative to the largest output: forward passes of equal shape, with different padding ids
 ANOTHER_SHAPE = {
     torch.float64: 1e-4,
     torch.float32: 1e-4,
@@ -33,12 +33,12 @@ ANOTHER_SHAPE = {
 def collate(
     rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None, *others: Array
 ) -> tuple[Tensor, ...]:
-    """Return token ids `[n, S]` padded on the right with 0, their attention mask `[n, S]`, and the row lengths `[n]`.
+    """Copy rows to the device; return token ids `[n, S]`, right-padded with 0, attention mask `[n, S]`, lengths `[n]`.
 
     Args:
         rows: n rows of token ids, each int64 `[length_i]`.
-        width: S in tokens, at least the length of the longest row, which is the default.
-        others: further arrays for the device, which are returned behind the three, in the same copy.
+        width: S in tokens; default: the length of the longest row.
+        others: further arrays to copy to the device; returned after the three tensors.
     """
     lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
     ids = torch.from_numpy(padded_rows(rows, width or int(lengths.max()), np.int64))
@@ -49,7 +49,7 @@ def collate(
 def limits_of(model: Any) -> Limits:
     """Return the limits of a Hugging Face model: vocabulary size and maximum row length in tokens.
 
-    Rows are also limited to `stable_length`: a longer row would change the forward pass of others.
+    The maximum length is at most `stable_length`: a longer row would change the outputs of other rows.
     """
     positions = num_positions(lambda name: getattr(model.config, name, None))  # it knows further names for the first
     for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
@@ -62,17 +62,17 @@ def limits_of(model: Any) -> Limits:
 
 @torch.no_grad()
 def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) -> bool:
-    """Return whether the outputs of `forward` for a row depend on its padding, and log by how much.
+    """Return whether the outputs of `forward` for a row depend on its padding; if so, log by how much.
 
-    Compares a short row alone, beside a longer one, with another padding id, and behind it in a wider batch.
+    Compares the outputs of a short row alone, next to a longer row, with another padding id, and in a wider batch.
 
     Args:
         forward: maps ids and attention mask `[B, S]` to outputs `[B, S, H]` or `[B, A]`.
-        is_masked: `forward` uses the mask. Without it, padding is computed like tokens, and its experts, in a mixture
-            of them, change the shapes in which the other rows are computed.
+        is_masked: `forward` uses the mask. Without it, padding is computed like tokens; in a mixture of experts, the
+            padding's experts then change the shapes in which other rows are computed.
 
     Raises:
-        CheckpointError: the forward pass draws random numbers (Reformer), so that nothing could be reproduced.
+        CheckpointError: the forward pass draws random numbers (Reformer), so outputs are not reproducible.
     """
     random_state = _random_state(model.device)
     limits = limits_of(model)
@@ -107,8 +107,8 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     if by_content <= (SAME_SHAPE if is_masked else tolerance) and by_shape <= tolerance:
         return False
     logger.warning(
-        "%s: padding changes the outputs of a row by %.2g of the largest, so that each row gets a forward pass of its "
-        "own",
+        "%s: padding changes the outputs of a row by %.2g of the largest output, so each row runs in a separate "
+        "forward pass",
         type(model).__name__,
         max(by_content, by_shape),
     )
@@ -116,9 +116,9 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
 
 
 def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
-    """Return the outputs of `forward` for rows padded on the right, from one forward pass per row, without padding.
+    """Run `forward` on each row separately, without its padding; return the outputs of all rows.
 
-    Outputs of tokens `[B, S, A]` are 0 at padding; those of rows are `[B, A]`. Waits for the device once.
+    Token outputs `[B, S, A]` are 0 at padding; pooled outputs are `[B, A]`. Waits for the device once.
     """
     outputs = []
     for i, length in enumerate(attention.sum(1).tolist()):

@@ -1,4 +1,4 @@
-"""The layers of a head, built from its row in the table and its tensors, in float32."""
+"""Builds the layers of a head in float32 from its entry in `checkpoints.heads.FORMS` and its tensors."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class LayeredHead(nn.Sequential):
-    """A head of several layers, under the numbers that the checkpoint has for them."""
+    """A head of several layers, whose submodules have the layer numbers of the checkpoint."""
 
 
 class GatedHead(nn.Module):
@@ -33,16 +33,16 @@ class GatedHead(nn.Module):
         self.layers, self.gate = _build(head.layers, tensors), _build(head.gate, tensors)
         self.register_buffer("pattern", None if pattern is None else torch.tensor(pattern), persistent=False)
         self.pattern: Tensor | None
-        """Token ids at whose last occurrence in a row the gate reads; None: it reads at the token of the score."""
-        self._reading, self._group, self._temperature = head.form.reading, head.group, head.temperature
+        """Token ids: the gate reads the hidden state at their last occurrence in a row; None: at the scored token."""
+        self._reduction, self._group, self._temperature = head.form.reduction, head.group, head.temperature
         self.register_buffer("transform", tensors.get(TRANSFORM))
         self.register_buffer("scale", tensors.get(SCALE))
         self.transform: Tensor | None
         self.scale: Tensor | None
 
     def forward(self, hidden: Tensor, at_gate: Tensor | None = None) -> Tensor:
-        """Return the rewards; `at_gate` are the hidden states that the gate reads, by default `hidden`."""
-        attributes = self._read(self.layers(hidden).unflatten(-1, (-1, self._group)))
+        """Return the rewards `[..., 1]`; `at_gate`: hidden states that the gate reads, by default `hidden`."""
+        attributes = self._reduce(self.layers(hidden).unflatten(-1, (-1, self._group)))
         if self.transform is not None:
             attributes = attributes @ self.transform
         weights = self.gate(hidden if at_gate is None else at_gate)
@@ -52,11 +52,11 @@ class GatedHead(nn.Module):
             weights = weights * self.scale
         return (weights * attributes).sum(-1, keepdim=True)
 
-    def _read(self, outputs: Tensor) -> Tensor:
-        """Return the attributes `[..., A]` of the layers' outputs `[..., A, group]`."""
-        if self._reading == "bins":
+    def _reduce(self, outputs: Tensor) -> Tensor:
+        """Reduce each attribute's group of outputs `[..., A, group]` to one number, `[..., A]`."""
+        if self._reduction == "bins":
             return outputs.softmax(-1) @ torch.linspace(0, 1, BINS, device=outputs.device)
-        return outputs.mean(-1) if self._reading == "mean" else outputs[..., 0]
+        return outputs.mean(-1) if self._reduction == "mean" else outputs[..., 0]
 
 
 HEADS = (nn.Linear, LayeredHead, GatedHead)
@@ -86,7 +86,7 @@ def _build(layers: Layers, tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def linear(tensors: Mapping[str, Tensor]) -> nn.Linear:
-    """Return the linear layer of a `weight` and perhaps a `bias`."""
+    """Return the linear layer with the given `weight` and optional `bias`."""
     outputs, inputs = tensors["weight"].shape
     layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
     layer.load_state_dict(tensors, assign=True)
@@ -95,7 +95,7 @@ def linear(tensors: Mapping[str, Tensor]) -> nn.Linear:
 
 @torch.no_grad()
 def merged(module: nn.Module, weights: Tensor) -> nn.Module:
-    """Return the head with one output: the sum of its outputs, weighted by `weights` [A]."""
+    """Merge the head's A outputs into one, their sum weighted by `weights` `[A]`. Changes and returns `module`."""
     last = module if isinstance(module, nn.Linear) else list(module.children())[-1]
     assert isinstance(last, nn.Linear)
     last.weight = nn.Parameter(weights[None] @ last.weight)
@@ -107,7 +107,7 @@ def merged(module: nn.Module, weights: Tensor) -> nn.Module:
 class ModelHead:
     """The head of a model: its last head layer outside the body, whose outputs are the logits.
 
-    It owns its module: whoever replaces, trains, stores or swaps a head finds it here.
+    All code that replaces, trains, stores or swaps a head finds its module here.
     """
 
     def __init__(self, model: Any) -> None:
@@ -127,30 +127,31 @@ class ModelHead:
 
     @property
     def names(self) -> set[str]:
-        """Names of its parameters, as the model stores them."""
+        """Names of the head's parameters in the model's state dict."""
         return {f"{self.path}.{name}" for name, _ in self.module.named_parameters()}
 
     @property
     def has_layers_beside(self) -> bool:
-        """Whether the model has parameters that are neither of its body nor of its head."""
+        """Whether the model has parameters outside its body and its head."""
         apart = (f"{self._model.base_model_prefix}.", f"{self.path}.")
         return any(not name.startswith(apart) for name, _ in self._model.named_parameters())
 
     def fitted(self, head: nn.Module) -> nn.Module:
-        """Return a head for the place of this one.
+        """Return `head`, ready to replace this one.
 
-        A linear one without bias gets one of 0 where this one has one, so that a saved model is an ordinary one.
+        If this head has a bias and the linear `head` has none, `head` gets a bias of 0, so that transformers can load a
+        saved model.
         """
         if isinstance(head, nn.Linear) and head.bias is None and getattr(self.module, "bias", None) is not None:
             head.bias = nn.Parameter(torch.zeros(head.out_features))
         return head
 
     def replace(self, head: nn.Module) -> None:
-        """Put another head into the place of this one."""
+        """Replace this head in the model."""
         self._model.set_submodule(self.path, self.fitted(head))
 
     def keep_exact(self) -> nn.Module:
-        """Make the head compute in the dtype of its own weights, regardless of the body's dtype, and return it."""
+        """Make the head compute in its weights' dtype, regardless of the body's; return the head."""
         head = self.module
         if _to_weight_dtype not in head._forward_pre_hooks.values():
             head.register_forward_pre_hook(_to_weight_dtype)
@@ -163,7 +164,7 @@ def _to_weight_dtype(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 def last_match(ids: Tensor, lengths: Tensor, pattern: Tensor) -> Tensor:
-    """Return int64 `[B]`: where `pattern` begins last in each row of `ids` `[B, S]`; -1 if nowhere."""
+    """Return int64 `[B]`: the start of the last occurrence of `pattern` in each row of `ids` `[B, S]`; -1 if none."""
     count = ids.shape[1] - len(pattern) + 1
     if count < 1:
         return torch.full_like(lengths, -1)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.card import skip_inspections, to_device, to_host
+from rlhf_triton.python_backend.models.card import to_device, to_host
 from rlhf_triton.python_backend.models.collation import limits_of
+from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.loading import load_causal_model
 from rlhf_triton.python_backend.models.logprobs import target_logprobs
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
@@ -57,13 +58,13 @@ class LanguageModel:
     def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:
         """Launch a forward pass, padded to `width`; return a function that waits for its results.
 
-        These are log-probs float32 `[length_i]` of each token row (int64 `[length_i]`). Index t is the log-prob of
-        token t+1: -inf if that token is banned, and 0 at the row's last index, which has no next token.
+        The results are log-probs float32 `[length_i]` of each token row (int64 `[length_i]`). Index t is the log-prob
+        of token t+1: -inf if that token is banned, and 0 at the row's last index, which has no next token.
         """
         lengths = np.array([row.size for row in rows])
         ids = padded_rows(rows, width or int(lengths.max()), np.int64)
         inside = np.arange(ids.shape[1])[None] < lengths[:, None]
-        places = inside[:, 1:].nonzero()  # of the N positions that predict a token of their row
+        places = inside[:, 1:].nonzero()  # the N positions that predict a token of their row
         found = to_host(self._target_logprobs(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places])))
 
         def wait() -> list[np.ndarray]:
@@ -75,12 +76,12 @@ class LanguageModel:
     def _target_logprobs(
         self, inside: np.ndarray, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor
     ) -> Tensor:
-        """Return log-probs `[N]` of `targets` `[N]`, the tokens behind N places in `ids` `[n, S]`.
+        """Return log-probs `[N]` of `targets` `[N]`, the tokens after positions (`rows`, `columns`) of `ids` `[n, S]`.
 
-        `inside`: bool `[n, S]`, False at padding. On a GPU no mask is passed: it would switch off the fast kernels of
-        attention, and the hidden states of a causal model do not depend on the padding on the right.
+        `inside`: bool `[n, S]`, False at padding. On a GPU no mask is passed: it would disable the fast attention
+        kernels, and the hidden states of a causal model do not depend on right padding.
 
-        If the model's output layer can be called separately, logits are computed for these places only, in chunks.
+        If the model's output layer can be called separately, logits are computed for these positions only, in chunks.
         """
         sampling: dict[str, Any] = {"temperature": self._temperature, "banned_token_ids": self._banned}
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
@@ -122,7 +123,7 @@ def load_language_model(
         dtype: precision of forward passes, with the same meaning as `actor.policy.precision`.
         temperature: sampling temperature, > 0.
         banned_token_ids: ids that are never sampled.
-        group: load this rank's part of the model; `device` is then its own.
+        group: load this rank's part of the model; `device` is then the rank's device.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or contains no causal LM.

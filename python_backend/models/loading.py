@@ -66,12 +66,12 @@ LANGUAGE_MODELS = (
     MODEL_MAPPING,
 )
 SIZES = re.compile("size|dim|embd|positions|inner")  # keys of config.json that are parts of shapes
-NOT_FORMULA = {  # keys of config.json about how transformers computes and returns, which are set here
+NOT_FORMULA = {  # keys of config.json about transformers' kernels and return values, which this module sets itself
     *("dtype", "torch_dtype", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states"),
     *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
     *("chunk_size_feed_forward", "torchscript", "gradient_checkpointing", "transformers_version", "name_or_path"),
 }
-OWN_PATHS: dict[Any, str] = {}  # class of transformers -> path of its head
+OWN_PATHS: dict[Any, str] = {}  # transformers class -> path of its head
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path",
     "architectures",
@@ -94,20 +94,23 @@ def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:
 
 
 def _head_tensors(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
-    """Return the head's tensors, in memory of their own: mapped ones may be unaligned, which changes the last bits."""
+    """Return copies of the head's tensors: mapped tensors may be unaligned, which changes the last bits of outputs."""
     return {name: tensor.clone() for name, tensor in map_tensors(info.folder, info.tensors).items() if head.owns(name)}
 
 
 def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
-    """Return the token ids that begin an answer, where the gate of the head reads. Raises CheckpointError."""
+    """Return the token ids of an answer's header, where the head's gate reads; None if it reads elsewhere.
+
+    Raises CheckpointError if the ids are unknown.
+    """
     if head.form.gate is None or not head.form.gate.at_turn:
         return None
     text, ids = GATES.get(info.model_type, ("", ()))
     if info.tokenizer is not None and text:
         tokenizer = load_tokenizer(info.folder)
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # Encoded otherwise, the parts of a special token would be found where a text only looks like a header. A
-        # tokenizer without such a token may also drop it, or write its unknown token.
+        # If the tokenizer splits a special token, its parts also match text that only looks like a header. A tokenizer
+        # without the token may also drop it or use its unknown token.
         ids = (
             tuple(found)
             if len(found) <= len(ids) and _without_space(tokenizer.decode(found)) == _without_space(text)
@@ -115,8 +118,8 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
         )
     if not ids or max(ids) >= (info.vocab_size or 0):
         raise CheckpointError(
-            f"{info.folder}: the gate {head.form.gate.prefix} reads where an answer's header begins, {text!r}, which "
-            f"is unknown for this {info.model_type} model: its tokenizer has no such tokens; use another checkpoint"
+            f"{info.folder}: the gate {head.form.gate.prefix} reads at the header of an answer, {text!r}, but the "
+            f"tokenizer of this {info.model_type} model has no tokens for it; use another checkpoint"
         )
     return ids
 
@@ -128,7 +131,7 @@ def _without_space(text: str) -> str:
 def load_token_model(
     info: CheckpointInfo, head: torch.nn.Module | None, dtype: str, group: RankGroup | None = None
 ) -> Any:
-    """Load the body with a head on each token; with `group`, this rank's part of it.
+    """Load the body with a head on each token; with `group`, this rank's part of the model.
 
     Uses the family's token classification class in transformers, or its sequence classification class if transformers
     has no token classification class for the family (OPT, GPT-J). If `head` is None, the head has one output and zero
@@ -171,13 +174,14 @@ def _sequence_class(info: CheckpointInfo, config: Any) -> Any:
 
 
 def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
-    """Return the head with what its place says: its tensors and config.json's class, both or neither transformers' own.
+    """Return the head with its pooling, which depends on whether config.json names the transformers class of this head.
 
-    A class of transformers pools as its own forward pass does. In any other, only the user or config.json can say how
-    a head pools: `pooling` stays `auto` if neither does, and the head is one on each token.
+    If it does, the head pools as that class does. Otherwise only the user or config.json can say how: if neither does,
+    `pooling` stays `auto`, and the head counts as a head on each token.
 
     Raises:
-        CheckpointError: config.json says something of the head that its layers do not do.
+        CheckpointError: config.json has a key about the head that its layers do not implement, or its pooling is
+            unknown.
     """
     config = _config(info, head.num_labels)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
@@ -190,10 +194,10 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     if odd := [key for key in unread if not OF_HEAD.fullmatch(key)]:
         warn_once(
             f"{CONFIG_FILE} has keys that nothing reads, for a {info.model_type} model: {', '.join(odd)}; if the model "
-            "was trained with one of them, its scores are others"
+            "was trained with one of them, its scores differ"
         )
     for key, value in unread.items():
-        if key in odd or (head.form.pooled and hasattr(usual, key)):  # which transformers' own class reads
+        if key in odd or (head.form.pooled and hasattr(usual, key)):  # transformers' own class reads it
             continue
         about_pooling = "pool" in key or key == "summary_type"
         if about_pooling and (pooling != "auto" or (key == "pooling" and head.pooling == value and not is_own)):
@@ -205,7 +209,8 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
             else f"remove {key} if it was trained without"
         )
         raise CheckpointError(
-            f"{info.folder}: {CONFIG_FILE} says {key}: {value!r}, which the head {head.prefix} does not do; {remedy}"
+            f"{info.folder}: {CONFIG_FILE} has {key}: {value!r}, which the head {head.prefix} does not implement; "
+            f"{remedy}"
         )
     if head.form.pooled and fits and not is_own and pooling == "auto":
         raise CheckpointError(
@@ -220,13 +225,13 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
 
 @functools.cache
 def _keys_in_source(*modules: str) -> set[str]:
-    """Return the keys of config.json that transformers' modules name; some are no attribute of any class."""
+    """Return the keys of config.json that the source of these modules names, as some are no attribute of any class."""
     text = "".join(inspect.getsource(sys.modules[name]) for name in modules)
     return {*re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 
 
 def _own_path(info: CheckpointInfo, kind: Any) -> str:
-    """Return the path of the head of transformers' class, built once: a live version is loaded beside requests."""
+    """Return the path of the head in a transformers class; cached, because live versions are loaded during requests."""
     if kind not in OWN_PATHS:
         OWN_PATHS[kind] = ModelHead(_built(info, kind)).path
     return OWN_PATHS[kind]
@@ -238,7 +243,7 @@ def _empty(kind: Any, config: Any) -> Any:
 
 
 def load_classifier(info: CheckpointInfo, head: Head, dtype: str, pooling: Pooling) -> Any:
-    """Load a classifier with its own pooling. Raises CheckpointError if it, or `pooling`, does not fit."""
+    """Load a classifier that pools itself. Raises CheckpointError if `pooling` is set or the body is causal."""
     if pooling != "auto":
         raise CheckpointError(
             f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
@@ -267,7 +272,7 @@ def attribute_weights_of(info: CheckpointInfo, head: Head, weights: Sequence[flo
 
 
 def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None = None) -> Any:
-    """Load a causal language model; with `group`, this rank's part of it."""
+    """Load a causal language model; with `group`, this rank's part of the model."""
     config = _config(info, 1)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
@@ -281,7 +286,7 @@ def _put_head(info: CheckpointInfo, model: Any, head: torch.nn.Module) -> None:
     own: Any = place.module
     is_own = info.architecture == type(model).__name__ and info.head is not None and place.path == info.head.prefix
     if is_own and own.bias is not None and getattr(head, "bias", own.bias) is None:
-        raise CheckpointError(f"{info.folder}: the weights lack {place.path}.bias; copy the checkpoint again")
+        raise CheckpointError(f"{info.folder}: {place.path}.bias is missing; copy the checkpoint again")
     first = next(module for module in head.modules() if isinstance(module, torch.nn.Linear))
     if info.head is not None and first.in_features != own.in_features:
         name = f"{info.head.layers.names[0]}.weight"
@@ -326,21 +331,22 @@ def load_weights(model: Any, folder: Path) -> None:
 def twin_with_head(
     model: Any, origin: CheckpointInfo, info: CheckpointInfo, group: RankGroup | None = None
 ) -> Any | None:
-    """Return a module like `model`, which was loaded from `origin`, with the weights of another reward model.
+    """Return a copy of `model`, which was loaded from `origin`, with the weights of another reward model, `info`.
 
-    Returns None if only transformers can load them: because it has to rename or convert tensors, or for `group`.
+    Returns None if only transformers can load them: it has to rename or convert tensors, or `group` is given.
 
     Raises:
-        CheckpointError: the architecture or the head differs from that of `origin`, or a shape.
+        CheckpointError: the architecture, the head or a shape differs from `origin`.
     """
     if info.head is None or info.head != origin.head:
         raise CheckpointError(
-            f"{info.folder} has another head than the served model: {_shown(info.head)}; not {_shown(origin.head)}"
+            f"{info.folder}: its head is {_shown(info.head)}, but the served model's is {_shown(origin.head)}; train "
+            "from the served checkpoint"
         )
     if info.head.num_labels > 1 and info.label_names != origin.label_names:
         raise CheckpointError(
-            f"{info.folder}: its labels are {', '.join(info.label_names)}, but those of the served model are "
-            f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on its labels"
+            f"{info.folder}: its labels are {', '.join(info.label_names)}, but the served model's are "
+            f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on these"
         )
     check_same_architecture(_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
@@ -364,7 +370,7 @@ def _shown(head: Head | None) -> str:
 def check_finite(module: torch.nn.Module) -> None:
     """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
     sums = {name: parameter.detach().sum() for name, parameter in module.named_parameters()}
-    # A sum is not finite if any element is NaN or infinite; it costs a tenth of `isfinite` on every element.
+    # A sum is not finite if any element is NaN or infinite. It costs a tenth of `isfinite` on every element.
     # All sums are checked together first, and one by one only to name the parameter.
     if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
         name = next(name for name, value in sums.items() if not value.isfinite())
@@ -382,7 +388,7 @@ def with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
     # tensors (rotary frequencies) stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    # Each tensor is converted before it goes to the GPU, which so holds no more than the new version beside the old.
+    # Tensors are converted before they go to the GPU, so it never holds more than the old and the new version.
     placed = {name: tensor.to(model.device, dtypes.get(name)) for name, tensor in tensors.items()}
     try:
         module.load_state_dict(placed, strict=True, assign=True)
@@ -392,7 +398,7 @@ def with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
 
 
 def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, mapped from its files; adapters are merged into the version they belong to.
+    """Return all tensors of a checkpoint, mapped from its files; an adapter version is merged into its base version.
 
     Raises:
         CheckpointError: a file is damaged, or the adapters do not fit.
@@ -406,10 +412,10 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
 
 
 def map_tensors(folder: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Return tensors of a folder's safetensors files, memory-mapped copy-on-write: processes share unmodified pages.
+    """Memory-map tensors of a folder's safetensors files, copy-on-write: processes share unmodified pages.
 
-    The safetensors library is not used here, because its version 0.8.0 leaks two numbers per tensor that it passes to
-    torch, and a serving process loads many versions.
+    Does not use the safetensors library: version 0.8.0 leaks two numbers per tensor, and a serving process loads many
+    versions.
     """
     mapped: dict[str, mmap.mmap] = {}
     with as_checkpoint_error(folder):
@@ -420,7 +426,7 @@ def map_tensors(folder: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tens
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
-    """Return a tensor of a mapped file without copying it. Raises ValueError if its dtype is not supported."""
+    """Return a tensor of a mapped file without copying its data. Raises ValueError if its dtype is not supported."""
     dtype = STORED_DTYPES.get(info.dtype)
     if dtype is None:
         raise ValueError(f"tensors of type {info.dtype} are not supported")
@@ -440,8 +446,8 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
 
 
 def _read(info: CheckpointInfo, given: Mapping[str, Any], num_labels: int) -> Any:
-    """Return the configuration that transformers reads from these keys of config.json."""
-    # As `AutoConfig.from_pretrained`, which reads this type as another one.
+    """Return the transformers configuration with the keys `given` of config.json."""
+    # `AutoConfig.from_pretrained` makes the same exception.
     kind = "ministral" if info.model_type == "mistral" and "layer_types" in given else info.model_type
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
     unread = {*NOT_FORMULA, *STANDARDISATION_KEYS, ADAPTERS_KEY}
@@ -459,20 +465,20 @@ def _name_bad_key(info: CheckpointInfo, given: Mapping[str, Any], build: Callabl
 
 
 def _built(info: CheckpointInfo, kind: Any) -> Any:
-    """Return a model of the class `kind` without data. Raises CheckpointError with the key that forbids it."""
+    """Build class `kind` on the meta device. Raises CheckpointError naming the key of config.json that fails."""
     return _name_bad_key(info, read_config(info.folder), lambda keys: _empty(kind, _read(info, keys, 1)))
 
 
 def _check_shapes(info: CheckpointInfo, kind: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if a tensor has another shape than config.json says."""
+    """Raise CheckpointError if a tensor's shape contradicts config.json."""
     own, given = _built(info, kind).state_dict(), read_config(info.folder)
     for name, stored in tensors.items():
         found = own.get(name, own.get(f"{kind.base_model_prefix}.{name}", stored)).shape
         if found != stored.shape:
             said = [f"{key}: {each}" for key, each in given.items() if SIZES.search(key) and each in [*found]]
             raise CheckpointError(
-                f"{info.folder}: {name} has shape {list(stored.shape)}, but {list(found)} by {CONFIG_FILE} "
-                f"({', '.join(said) or 'defaults'}); copy both files of one model"
+                f"{info.folder}: {name} has shape {list(stored.shape)}, but {CONFIG_FILE} implies {list(found)} "
+                f"({', '.join(said) or 'defaults'}); copy both files from the same model"
             )
 
 
@@ -486,18 +492,18 @@ def _load(
     starts_at_0: bool = False,
     group: RankGroup | None = None,
 ) -> Any:
-    """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
+    """Load a checkpoint into class `kind` through transformers; unless `with_head`, the caller sets the head.
 
-    If it `starts_at_0`, the checkpoint's own head is left out, with the layers of its class.
+    `starts_at_0`: ignore the checkpoint's own head and the layers of its class.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
-    matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets,
-    and so are those that the model does not use, unless they cannot change its outputs.
+    matches, so mapped tensors stay mapped. A missing tensor is an error, unless it belongs to a head that the caller
+    sets. An unused tensor is an error, unless it cannot change the outputs.
     """
     if not with_head:
         check_pickles(info.folder)
     tensors = _as_named(_tensors_once(info, with_head), kind, config, info.folder)
-    # transformers takes a name without the body's prefix for the body's own, whatever layer it was saved from.
+    # transformers takes any name without the body's prefix as the body's, whatever layer it was saved from.
     prefix = f"{kind.base_model_prefix}."
     beside = {name for name in tensors if not name.startswith(prefix)}
     if beside and len(beside) < len(tensors):
@@ -505,26 +511,26 @@ def _load(
         if confused := sorted(name for name in beside - own if f"{prefix}{name}" in own | tensors.keys()):
             odd = min(confused, sorted(tensors.keys() - beside), key=len)[0]
             raise CheckpointError(
-                f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}): they "
-                f"may be of another layer; rename or remove {odd}"
+                f"{info.folder}: some of the body's tensors are stored under {prefix} and others are not ({odd}), so "
+                f"these may belong to another layer; rename or remove {odd}"
             )
     model, report = _from_pretrained(info, kind, tensors, group, config=config, dtype=getattr(torch, dtype))
     heads = set() if with_head else ModelHead(model).names
     computed = {name for name, _ in model.named_buffers() if is_harmless(name, None, None)}
-    lacking = sorted(report["missing_keys"] - heads - computed)
+    missing = sorted(report["missing_keys"] - heads - computed)
     if with_head:
-        check_tensors(info.folder, lacking, report["unexpected_keys"])
-    if lacking:
-        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
-    # The caller sets the head, so that a tensor in the place of the class's own would be lost.
+        check_tensors(info.folder, missing, report["unexpected_keys"])
+    if missing:
+        raise CheckpointError(f"{info.folder}: the weights have no {', '.join(missing[:4])}; copy the checkpoint again")
+    # The caller sets the head, so a tensor for the class's own head would be lost.
     taken = heads - report["missing_keys"]
     lost = [name for name in tensors if any(f".{name}".endswith(f".{own}") for own in taken)]
     unexpected = {*report["unexpected_keys"], *lost}
     unused = [] if with_head else unused_tensors(info, config, kind, unexpected, starts_at_0=starts_at_0)
     if unused:
         raise CheckpointError(
-            f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; left out, they would give other "
-            "outputs than the checkpoint's; docs/your-models.md has the table of heads"
+            f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; without them the outputs would "
+            "differ from the checkpoint's; docs/your-models.md lists the supported heads"
         )
     if group is None:
         check_finite(model)  # before any probe, whose result would mean nothing
@@ -535,7 +541,7 @@ def _load(
 
 
 def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
-    """Return the tensors without equal copies of the body or the head, and if not `with_head`, without the head."""
+    """Return the checkpoint's tensors without duplicates of body or head, and without the head unless `with_head`."""
     tensors = stored_tensors(info)
     again = copies(info.head, tensors)
     if all(torch.equal(tensors[name], tensors[own]) for name, own in again.items()):
@@ -548,7 +554,7 @@ def _tensors_once(info: CheckpointInfo, with_head: bool) -> dict[str, Tensor]:
 def _from_pretrained(
     info: CheckpointInfo, kind: Any, tensors: dict[str, Tensor], group: RankGroup | None, **settings: Any
 ) -> tuple[Any, Any]:
-    """Load these tensors with transformers; return the model and the report of missing and unused tensors."""
+    """Load the tensors with transformers; return the model and transformers' report of missing and unused tensors."""
     try:
         with as_checkpoint_error(info.folder):
             if group is None:
@@ -556,15 +562,15 @@ def _from_pretrained(
             check_tensor_parallel(info.folder, group.size)
             return group.from_pretrained(kind, state_dict=tensors, **settings)
     except CheckpointError:
-        if group is None:  # whose errors name the rank
+        if group is None:  # a group's error already names the rank
             _check_shapes(info, kind, tensors)
         raise
 
 
 def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the tensors, the body's under their names in `kind`: some classes name their body differently.
+    """Return the tensors with the body's names as in class `kind`, because some checkpoints name it differently.
 
-    transformers itself knows a body without prefix. Raises CheckpointError if two tensors have one name there.
+    Bodies without a prefix are left to transformers. Raises CheckpointError if two tensors get the same name.
     """
     prefix, stored = kind.base_model_prefix, layers_path(tensors)
     is_usual = stored.startswith(f"{prefix}.") and not stored.startswith(f"{prefix}.{prefix}.")
@@ -589,11 +595,12 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) 
 def unused_tensors(
     info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
 ) -> list[str]:
-    """Return the tensors that `kind` does not use, except any that cannot change its outputs."""
+    """Return which of the tensors `unexpected` by `kind` may change a checkpoint's outputs."""
     left = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
     if not left:
         return []
-    # Output layers of the family's language models, and a pooler that the head does not read; without a head, any.
+    # Harmless: output layers of the family's language models and a pooler that the head does not read; without a
+    # head, all layers of those models.
     body, known = f"{kind.base_model_prefix}.", dict[str, tuple[int, ...]]()
     for mapping in LANGUAGE_MODELS:
         if (language := mapping.get(type(config), None)) is not None:
@@ -626,16 +633,17 @@ def _keep_stable(model: Any, info: CheckpointInfo) -> None:
 
 
 def check_same_architecture(mine: Mapping[str, Any], info: CheckpointInfo) -> None:
-    """Raise CheckpointError if a checkpoint's config.json says another architecture than that of the served model."""
+    """Raise CheckpointError if a checkpoint's architecture in config.json differs from the served model's, `mine`."""
     folder, theirs = info.folder, _config(info, 1).to_dict()
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
-            f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}"
+            f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}; another "
+            "architecture needs a reload through Triton"
         )
     for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
         # Compare every key: with equal shapes, the number of heads, the rotary base or the norms may still differ.
         if mine.get(key) != theirs.get(key):
             raise CheckpointError(
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
-                "a different architecture needs a reload through Triton"
+                "another architecture needs a reload through Triton"
             )

@@ -64,7 +64,7 @@ def sampling_logits(
     """Return the unnormalised logits `[..., V]` of the sampling distribution, in float32 or wider.
 
     Args:
-        in_place: `logits` may be overwritten, which saves copies of the size of a vocabulary.
+        in_place: overwrite `logits`, which saves vocabulary-sized copies.
 
     Raises:
         ValueError: as `target_logprobs`.
@@ -74,7 +74,7 @@ def sampling_logits(
     num_symbols = logits.shape[-1]
     banned = tuple(sorted(set(banned_token_ids)))
     if banned and not (banned[0] >= 0 and banned[-1] < num_symbols and len(banned) < num_symbols):
-        raise ValueError(f"banned_token_ids must be some, not all, of [0, {num_symbols}), got {list(banned)}")
+        raise ValueError(f"banned_token_ids must be ids in [0, {num_symbols}), not all of them, got {list(banned)}")
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if temperature != 1:

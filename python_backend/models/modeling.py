@@ -63,7 +63,7 @@ TokenTypes = Sequence[np.ndarray | None]
 
 
 class RewardModel:
-    """A reward model: the head's outputs, pooled, made one score, and standardised, in fp32."""
+    """A reward model: pools the head's outputs, combines them into one score and standardises it, in fp32."""
 
     def __init__(
         self,
@@ -80,18 +80,18 @@ class RewardModel:
     ) -> None:
         """
         Args:
-            pooling: of `POOLS`; None: the model pools its outputs itself.
-            weights: weights `[A]` of the sum of the outputs; None: they are not summed.
-            num_for: the score is the log-odds of this many first outputs against the others; None: it is not.
+            pooling: a key of `POOLS`; None: the model pools its outputs itself.
+            weights: `[A]`; the score is the weighted sum of the outputs. None: no sum.
+            num_for: the score is the log-odds of the first `num_for` outputs against the others. None: no log-odds.
             probability: return the sigmoid of the score.
         """
-        self.origin = origin  # checkpoint that it was loaded from
+        self.origin = origin  # checkpoint that the model was loaded from
         self.reload: Callable[..., RewardModel] | None = None  # `load_reward` with the same settings
         self.model = outputs.model
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
         self.limits = limits_of(self.model)
-        self.skipped_pad_id = skipped_pad_id  # strip it from the end of sentences: transformers pools the token before
+        self.skipped_pad_id = skipped_pad_id  # stripped from the end of sentences, because transformers pools before it
         self._outputs = outputs
         self._pool = None if pooling is None else POOLS[pooling]
         self._weights, self._num_for, self._probability = weights, num_for, probability
@@ -99,7 +99,7 @@ class RewardModel:
 
     @property
     def header(self) -> tuple[int, ...]:
-        """Token ids without which a row has no reward; () if there are none."""
+        """Token ids that every row must contain to get a reward; () if there are none."""
         head = self._outputs.head
         pattern = head.pattern if isinstance(head, GatedHead) else None
         return () if pattern is None else tuple(pattern.tolist())
@@ -118,7 +118,7 @@ class RewardModel:
     ) -> Callable[[], np.ndarray]:
         """Launch a forward pass; return a function that waits for its results.
 
-        These are float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs.
+        The results are float32 `[n, num_outputs + A]`: the rewards that `score` returns, then the head's A outputs.
         """
         token_types = []
         if self.has_token_types and any(each is not None and each.any() for each in types):
@@ -139,7 +139,8 @@ class RewardModel:
     ) -> Callable[[], list[np.ndarray]]:
         """Launch a forward pass, padded to `width`; return a function that waits for its results.
 
-        These are a score float32 `[length_i]` at every token of each row (int64 `[length_i]`), of a linear head.
+        The results are one array of scores float32 `[length_i]` per token row (int64 `[length_i]`), one score per
+        token. Needs a linear head.
         """
         ids, attention, _ = collate(rows, self.model.device, width)
         return _by_rows(self._scores(self._outputs(ids, attention)).squeeze(-1), rows)
@@ -153,7 +154,7 @@ class RewardModel:
         return standardise(outputs.sigmoid() if self._probability else outputs, self.mean, self.std)
 
     def probabilities(self, scores: np.ndarray) -> np.ndarray:
-        """Return the labels' probabilities float32 `[n, A]` of the head's outputs `[n, A]`."""
+        """Return the label probabilities float32 `[n, A]` for the head's outputs `[n, A]`."""
         return label_probabilities(torch.from_numpy(scores), self.model.config.problem_type).numpy()
 
     def check_finite(self) -> None:
@@ -191,7 +192,7 @@ class CriticModel:
         known = None if like is None else like._token_head
         self._token_head: TokenHead = TokenHead(model, like=known)
         self.limits = limits_of(model)
-        self.note = note  # where the value head comes from, for logs and reports
+        self.note = note  # the origin of the value head, for logs and reports
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
@@ -222,17 +223,17 @@ class CriticModel:
         check_finite(self.model)
 
     def own_weights(self) -> None:
-        """Copy the weights to train out of the mapped file."""
+        """Copy the trainable weights out of the mapped file, so that training can change them."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.clone()
 
     def weights(self) -> MergedWeights:
-        """Return the weights as a version stores them, by name."""
+        """Return the weights by name, in the dtypes that a version stores."""
         return MergedWeights(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path) -> Mapping[str, str] | None:
-        """Write a weights version to `folder`; return the digest of each weights file if it was computed."""
+        """Write a weights version to `folder`; return the digest of each weights file, None if none was computed."""
         return save_critic(self, folder, dtype=self.stored_as)
 
     def with_weights(self, folder: Path) -> CriticModel:
@@ -255,7 +256,7 @@ class CriticModel:
 
 
 def _by_rows(outputs: Tensor, rows: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
-    """Return a function that waits for `outputs` `[B, S]`, and returns those of each row without its padding."""
+    """Return a function that waits for `outputs` `[B, S]` and returns each row's part `[length_i]`, without padding."""
     found = to_host(outputs)
     return lambda: [each[: row.size] for each, row in zip(found(), rows, strict=True)]
 
@@ -275,18 +276,18 @@ def load_reward(
     """Load a reward model from a checkpoint with a trained head of one or more labels (attributes).
 
     Args:
-        pooling: for a head on each token: `last` (index length-1), `mean`, or `auto`, which is the checkpoint's own,
-            mostly `last`, and sets `skipped_pad_id`. Heads with a pooling or a gate of their own accept `auto` only.
-        attribute_weights: weights of the A attributes in their sum, which is the reward; `separate`: return all A
-            scores. Needed for A > 1.
+        pooling: for a head on each token: `last` (index length-1), `mean`, or `auto`: the checkpoint's own pooling,
+            usually `last`; `auto` also sets `skipped_pad_id`. Heads with their own pooling or gate accept `auto` only.
+        attribute_weights: the reward is the sum of the A attributes with these weights; `separate`: return all A
+            scores. Required if A > 1.
         probability: return the sigmoid of the score, or of the sum.
         standardization: `model` (config.json's `reward_standardization`), `off`, or (mean, std).
-        group: load this rank's part of the model; `device` is then its own.
-        like: a model that was loaded with the same settings; load other weights of it.
+        group: load this rank's part of the model; `device` is then the rank's device.
+        like: a model loaded with the same settings; the new one must have its architecture and head.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head; or its
-            architecture or head differs from that of `like`.
+            architecture or head differs from the one of `like`.
     """
     info = inspect_checkpoint(folder)
     head = placed_head(info, reward_head(info), pooling)
@@ -299,7 +300,7 @@ def load_reward(
             f"{info.folder}: which of its {head.num_labels} outputs ({', '.join(info.label_names)}) is the reward? "
             "Give reward.attribute_weights, one weight per output"
         )
-    # The parts of a group are read anew, but not probed: other ranks' requests would meet the probes' collectives.
+    # A group's model is not probed: the probes' collectives would mix with those of other ranks' requests.
     known: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
     if head.form.pooled and group is not None:
         raise CheckpointError(
@@ -345,12 +346,12 @@ def load_critic(
     standardization: Standardization = "model",
     group: RankGroup | None = None,
 ) -> CriticModel:
-    """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
+    """Load a critic from a critic, reward model or base checkpoint; its `note` names the origin of the value head.
 
     A head on each token (token classification, value head, a decoder's `score`), linear or with several layers, becomes
-    the value head; several attributes are merged into their mean. A checkpoint without a head, or with a pooling or a
-    gate of its own, gets a value head that returns 0. With `group`, loads this rank's part of the model; `device` is
-    then its own.
+    the value head; several attributes are merged into their mean. A checkpoint without a head, or whose head has its
+    own pooling or gate, gets a value head that returns 0. With `group`, loads this rank's part of the model; `device`
+    is then the rank's device.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
@@ -376,8 +377,8 @@ def load_critic(
 def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
 
-    If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the digest of the
-    weights file, by its name.
+    If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the weights file's
+    digest by file name.
     """
     weights = MergedWeights(critic.model, dtype, ModelHead(critic.model).module)
     digest = weights.write(folder / WEIGHTS_FILE)
@@ -386,24 +387,24 @@ def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None 
 
 
 def write_config(critic: CriticModel, folder: Path) -> Path:
-    """Write config.json, with the critic's constants, and return its path."""
+    """Write config.json with the critic's standardisation constants; return its path."""
     critic.model.config.reward_standardization = {"mean": critic.mean, "std": critic.std}
     critic.model.config.save_pretrained(folder)
     return folder / CONFIG_FILE
 
 
 def quiet_transformers() -> None:
-    """Silence transformers' progress bars and load reports; the module `loading` checks for missing weights."""
+    """Silence transformers' progress bars and load reports: the module `loading` itself checks for missing weights."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pooling) -> str:
-    """Return how a head on each token pools, as `pooling`, the checkpoint or its body says."""
+    """Return the pooling of a head on each token, `last` or `mean`, from the setting or from the checkpoint."""
     if pooling == "auto" and head.pooling == "auto" and not outputs.is_causal:
         raise CheckpointError(
-            f"{info.folder}: which token of a row does the head {head.prefix} read? The body is not causal, so the "
-            f"last one is a guess; set pooling: last{' or mean' if outputs.is_linear else ''}"
+            f"{info.folder}: unknown which token of a row the head {head.prefix} reads, because the body is not "
+            f"causal; set pooling: last{' or mean' if outputs.is_linear else ''}"
         )
     if "mean" not in (pooling, head.pooling if pooling == "auto" else None):
         return "last"
@@ -416,7 +417,7 @@ def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pool
 
 
 def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
-    """Return the constants of standardisation that `setting` selects; see `load_reward`."""
+    """Return the standardisation constants that `setting` selects; see `load_reward`."""
     if setting == "off":
         return Constants()
     if setting == "model":

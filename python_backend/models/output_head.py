@@ -3,8 +3,8 @@
 With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, and their gradient another 2.5 GB. Here logits
 are computed for a chunk of positions at a time, and recomputed in the backward pass instead of being stored.
 
-On a GPU, products in float32 would take a third of an update. There each factor is split into two bfloat16 terms, and
-three products of these, accumulated in float32, give the result to about 1e-6 of the largest logit.
+On a GPU, float32 products would take a third of an update. Instead, each factor is split into two bfloat16 terms; three
+products of these, accumulated in float32, give the result to about 1e-6 of the largest logit.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Return whether products are computed as on a GPU."""
+    """Return whether the tensor is on a GPU, where products are computed from bfloat16 terms."""
     return tensor.device.type != "cpu"
 
 
@@ -32,9 +32,9 @@ def on_card(tensor: Tensor) -> bool:
 def linear_head(model: Any) -> nn.Linear | None:
     """Return the linear layer that maps the hidden states of `model.base_model` to logits.
 
-    Returns None if the model computes its logits in any other way, for example with a cap; the model's own forward pass
-    must then be used. The layer's logits are compared with the model's on a few tokens, scaled up because a cap hardly
-    changes the small logits of random weights.
+    Returns None if the model computes its logits in any other way, for example with a cap; callers must then use the
+    model's own forward pass. To detect this, compares the layer's logits with the model's on a few tokens, scaled up
+    because a cap hardly changes the small logits of random weights.
     """
     head = model.get_output_embeddings()
     # For a few classes, such as Llama 4's, `base_model` is the model itself: there is no separate body to call.
@@ -45,7 +45,7 @@ def linear_head(model: Any) -> nn.Linear | None:
 
     def enlarge(_: Any, __: Any, logits: Tensor) -> Tensor:
         factors.append(LARGE_LOGIT / logits.abs().max())
-        return logits * factors[0]  # the same one for both: the model may scale the hidden states
+        return logits * factors[0]  # the same factor for both: the model may scale the hidden states
 
     enlarged = head.register_forward_hook(enlarge)
     try:
@@ -59,14 +59,14 @@ def linear_head(model: Any) -> nn.Linear | None:
 
 
 def keep_outputs(model: Any, ids: Sequence[int]) -> None:
-    """Replace the output layer of a causal LM by the rows of the tokens `ids`, in fp32: logits become `[B, S, A]`.
+    """Reduce a causal LM's output layer to the rows of the A tokens `ids`, in fp32: its logits become `[B, S, A]`.
 
     Raises:
         ValueError: an id is outside the vocabulary, or the logits are not a linear function of the hidden states.
     """
     head = linear_head(model)
     if head is None:
-        raise ValueError("its logits are not a linear function of the hidden states (they may be capped)")
+        raise ValueError("they are not a linear function of the hidden states (they may be capped); use another model")
     wrong = [i for i in ids if not 0 <= i < head.out_features]
     if wrong:
         raise ValueError(f"token {wrong[0]} is outside the vocabulary [0, {head.out_features})")
@@ -83,7 +83,7 @@ def head_logprobs(
     banned_token_ids: Sequence[int] = (),
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `(logprobs, entropies)`, each `[N]`, as `target_logprobs` and `sampling_entropy` of `head(hidden)`.
+    """Return `target_logprobs` and `sampling_entropy` of the logits `head(hidden)`, each `[N]`.
 
     Differentiable with respect to `hidden` and the head. Logits are computed in the dtype of the head's weights.
 
@@ -102,7 +102,7 @@ def head_logprobs(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Chunked log-probs and entropies with a hand-written backward pass.
+    """Computes log-probs and entropies in chunks, with a hand-written backward pass.
 
     With z = logits / temperature, p = softmax(z), logp_y = z_y - logsumexp(z) and H = -sum_v p_v log p_v:
 
@@ -165,9 +165,9 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tensor], entropies: list[Tensor]) -> Tensor:
-    """Return the gradient of the loss with respect to the logits `[n, V]`, given `_logits`, which it overwrites.
+    """Return the gradient of the loss with respect to the logits `[n, V]`; overwrites `logits`.
 
-    `grads` are its gradients `[n]` with respect to the log-probs and, if computed, the entropies.
+    `grads`: gradients `[n]` of the loss with respect to the log-probs and, if computed, the entropies.
     """
     logp = logits.sub_(logits.logsumexp(-1, keepdim=True))
     p = logp.exp()
@@ -183,7 +183,7 @@ def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tenso
 
 
 def _logits(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: list[Tensor]) -> Tensor:
-    """Return the logits `[n, V]` of the sampling distribution; `terms` are those of `weight`."""
+    """Return the logits `[n, V]` of the sampling distribution; `terms`: `_terms(weight)`."""
     if not on_card(weight):
         logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
     else:
@@ -193,7 +193,7 @@ def _logits(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms
 
 
 def _terms(matrix: Tensor) -> list[Tensor]:
-    """Split a matrix on a GPU into bfloat16 matrices that add up to it to 17 bits; on a CPU, return it."""
+    """Split a float32 matrix on a GPU into two bfloat16 terms whose sum has 17 of its bits; else return `[matrix]`."""
     if not on_card(matrix) or matrix.dtype != torch.float32:
         return [matrix]
     high = matrix.bfloat16()
@@ -201,15 +201,15 @@ def _terms(matrix: Tensor) -> list[Tensor]:
 
 
 def _product(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """Return the product of two matrices, given by their terms; in float32 on a GPU.
+    """Return the product of two matrices, each given as `_terms`; in float32 on a GPU.
 
-    The product of both second terms is left out: it is below the error of the terms themselves.
+    Omits the product of the two second terms, which is smaller than the error of the terms themselves.
     """
     if not on_card(left[0]) or left[0].dtype != torch.bfloat16:
         return left[0] @ right[0]
     first, *others = [(a, b) for i, a in enumerate(left) for b in right[: 2 - i]]
     total = torch.mm(*first, out_dtype=torch.float32)
-    for pair in others:  # no `reduce`, which would keep one product alive beside the next
+    for pair in others:  # no `reduce`, which would keep two products alive at a time
         total += torch.mm(*pair, out_dtype=torch.float32)
     return total
 

@@ -1,8 +1,8 @@
-"""Which GPUs the processes of each role use: the one rule that ranks, dry run, doctor and the checks share.
+"""Assigns GPUs to the processes of each role; the ranks, the dry run, the doctor and the checks share this rule.
 
-A role's first GPU is the index of its `device`, 0 for plain `cuda`, and its process number r on a machine takes the
-r-th GPU after it: `device: cuda:4` with 4 ranks is cuda:4 to cuda:7. On several nodes each has `LOCAL_WORLD_SIZE` of
-the ranks, which torchrun sets. A served model with plain `cuda` and without `tensor_parallel` is on every GPU.
+A role's first GPU is the index of its `device` (0 for plain `cuda`), and its local rank r on a machine takes the r-th
+GPU after it: `device: cuda:4` with 4 ranks is cuda:4 to cuda:7. With several nodes, each has `LOCAL_WORLD_SIZE` of the
+ranks, which torchrun sets. A served model with plain `cuda` and without `tensor_parallel` is on every GPU.
 
 Imports no torch.
 """
@@ -22,47 +22,47 @@ class Place:
     devices: tuple[str, ...]
     """Device of each process; `cpu` may occur several times."""
     machine: str = ""
-    """Name of the role's machine; empty: that of all other roles."""
+    """Name of the role's machine; empty: the machine of all roles without a name."""
     every: bool = False
-    """A served model with a copy on every GPU of the machine, however many there are."""
+    """Whether this is a served model with a copy on every GPU of the machine."""
 
     @property
     def cards(self) -> tuple[str, ...]:
-        """The devices that are GPUs."""
+        """The GPUs among `devices`."""
         return tuple(device for device in self.devices if device != "cpu")
 
 
 def device_of(device: str, local_rank: int) -> str:
-    """Return the device of the process with this number on its machine, given the device of the role."""
+    """Return the device of a local rank, given the role's `device`."""
     return device if device == "cpu" else f"cuda:{int(device.partition(':')[2] or 0) + local_rank}"
 
 
 def devices_of(device: str, count: int = 1) -> tuple[str, ...]:
-    """Return the device of each of `count` processes on one machine, given the device of the role."""
+    """Return the devices of `count` processes on one machine, given the role's `device`."""
     return tuple(device_of(device, local_rank) for local_rank in range(count))
 
 
 def own_device(device: str) -> str:
-    """Return the device of this process, which a launcher has given its number on the machine (`LOCAL_RANK`)."""
+    """Return the device of this process, whose local rank the launcher has set (`LOCAL_RANK`)."""
     return device_of(device, int(os.environ["LOCAL_RANK"]))
 
 
 def ranks_here(ranks: int) -> int:
-    """Return how many of a role's ranks a machine has: all, unless a launcher says less (`LOCAL_WORLD_SIZE`)."""
+    """Return how many of a role's ranks run on this machine: at most `LOCAL_WORLD_SIZE`, if a launcher has set it."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def check_cards(places: Iterable[Place]) -> None:
     """Raise ValueError if a role of several GPUs shares one of them with another role on its machine.
 
-    Roles of one GPU each may share it, as all do on a machine with one GPU.
+    Roles with one GPU each may share it.
     """
     for one, other in itertools.combinations(places, 2):
         shared = one.cards if other.every else other.cards if one.every else sorted({*one.cards} & {*other.cards})
         several = len(one.cards) > 1 or len(other.cards) > 1
         if several and shared and one.cards and other.cards and one.machine == other.machine:
             raise ValueError(
-                f"{_shown(one)} and {_shown(other)} share {', '.join(shared)}; let one of them begin at another card"
+                f"{_shown(one)} and {_shown(other)} share {', '.join(shared)}; start one of them at another card"
             )
 
 

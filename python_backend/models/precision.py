@@ -2,9 +2,9 @@
 
 Shared by the policy, the reference and the critic in training.
 
-Autocast casts the weights of matrix products at every call unless they are trained. Frozen weights are therefore stored
-in bfloat16: the same values, without the cast. Weights that autocast leaves in float32 (embeddings, norms, the experts
-of a mixture) stay in float32. So does the output layer: with bfloat16 logits, log-probs are off by a tenth of a nat.
+Autocast casts frozen weights of matrix products again at every call. They are therefore stored in bfloat16: the same
+values, without the cast. Weights that autocast leaves in float32 (embeddings, norms, the experts of a mixture) stay in
+float32. So does the output layer: with bfloat16 logits, log-probs are off by a tenth of a nat.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ def computing(device: torch.device, precision: str) -> contextlib.AbstractContex
 
 
 def use_bfloat16(model: Any, head: nn.Module | None) -> None:
-    """Prepare a model for forward passes under autocast: frozen matrices in bfloat16, outputs of `head` in float32.
+    """Prepare a model for autocast: store frozen matrices in bfloat16, compute the outputs of `head` in float32.
 
-    `model` may also be a part of a model, to prepare one part after the other.
+    `model` may also be a submodule, to prepare one part of a model at a time.
     """
     parts = set() if head is None else {*head.modules()}
     for part in parts:
@@ -47,7 +47,7 @@ def in_float32(model: Any) -> Iterator[None]:
     held: list[tuple[nn.Parameter, Tensor]] = []
 
     def widen(module: nn.Module, *_: Any) -> None:
-        # Looked up here: on several ranks, FSDP replaces the parameters of a layer by gathered ones when it starts.
+        # Read the parameters only now: FSDP replaces them by gathered ones when a layer starts.
         for parameter in module.parameters(recurse=False):
             if parameter.dtype == torch.bfloat16:
                 held.append((parameter, parameter.data))

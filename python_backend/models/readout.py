@@ -11,8 +11,8 @@ def pool_last(outputs: Tensor, lengths: Tensor) -> Tensor:
     """Return `[B, A]`: `outputs` `[B, S, A]` at each row's last token, index length-1.
 
     Hugging Face instead pools the last token that is *not the padding id*. The results differ if a row ends with that
-    id, which happens when the end-of-text token is also the padding token. Here the given length decides. Sentences
-    lose trailing padding ids after tokenisation (`RewardModel.skipped_pad_id`).
+    id, which happens when the end-of-text token is also the padding token. Sentences lose trailing padding ids after
+    tokenisation instead (`RewardModel.skipped_pad_id`).
 
     Args:
         lengths: int64 `[B]`, in tokens, each in [1, S].
@@ -47,9 +47,9 @@ def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:
 
 
 def label_probabilities(scores: Tensor, problem_type: str | None) -> Tensor:
-    """Return the probabilities `[B, A]` of the labels with `scores` `[B, A]`, as transformers' pipeline computes them.
+    """Return the label probabilities `[B, A]` for `scores` `[B, A]`, as transformers' pipeline computes them.
 
-    `problem_type` is that of the model's configuration; the scores of a regression are returned as they are.
+    `problem_type`: from the model's configuration; a regression's scores are returned unchanged.
     """
     if problem_type == "regression":
         return scores
@@ -67,7 +67,7 @@ def log_odds(outputs: Tensor, num_for: int) -> Tensor:
     """Return `[..., 1]`: the log-odds of the first `num_for` of `outputs` `[..., A]` against the others.
 
     logsumexp(outputs[:num_for]) - logsumexp(outputs[num_for:]), which for next-token logits is the difference of the
-    log-probs, log p(for) - log p(against). Without others, it is the first term alone.
+    log-probs, log p(for) - log p(against). If there are no others, only the first term.
     """
     favourable = outputs[..., :num_for].logsumexp(-1, keepdim=True)
     if num_for == outputs.shape[-1]:

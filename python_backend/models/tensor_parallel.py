@@ -1,6 +1,6 @@
-"""Splits a model's layers over the ranks of a group on one host, by the plan that transformers has for the family.
+"""Splits a model's layers over ranks on one host by transformers' tensor-parallel plan for its family.
 
-Embeddings and heads stay whole on every rank. Forward passes only, and each runs on all ranks at the same time.
+Every rank has the full embeddings and heads. Supports forward passes only; each runs on all ranks at the same time.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import RankFailed
 
-# All ranks start a forward pass together, so waiting this long means that one of them hangs.
+# All ranks start a forward pass at the same time, so a rank that waits this long waits for one that hangs.
 FORWARD_TIMEOUT = timedelta(seconds=120)
-# For a vote, ranks wait for the slowest one to load its part.
+# In a vote, ranks wait for the slowest rank to load its part.
 VOTE_TIMEOUT = timedelta(hours=1)
 MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the last dimension has more than one rank
 
@@ -31,21 +31,21 @@ MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the las
 class RankGroup:
     """This process's membership in a group of ranks."""
 
-    _depth = 0  # of nested `together`
+    _depth = 0  # of nested `run_on_all_ranks`
     _voted_down = False
 
     def __init__(self, rank: int, size: int, device: str, rendezvous: Path) -> None:
-        """Join the group; returns once all ranks have joined.
+        """Join the group; return once all ranks have joined.
 
         Args:
-            device: of this rank, `cpu` or `cuda:N`.
+            device: this rank's device, `cpu` or `cuda:N`.
             rendezvous: a file in a private folder, the same for all ranks; it must exist as long as the group.
 
         Raises:
             CheckpointError: this host has no such device.
         """
         self.size = size
-        self.device = existing(device)
+        self.device = check_device(device)
         for backend in ("GLOO", "NCCL"):  # all ranks are on this host
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
         if self.device.type == "cuda":
@@ -58,7 +58,7 @@ class RankGroup:
             timeout=FORWARD_TIMEOUT,
             device_id=self.device if self.device.type == "cuda" else None,  # connects now, on this GPU
         )
-        # A group of its own: votes are taken in another thread than forward passes, and wait for slow loads.
+        # A separate group: votes run in another thread than forward passes and wait for slow loads.
         self._voters = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         alone = dist.new_group([rank], use_local_synchronization=True)
         ranks = torch.arange(size).view(1, 1, 1, size)
@@ -71,7 +71,7 @@ class RankGroup:
         self._mesh = TransformersDeviceMesh(whole, whole)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def run_on_all_ranks(self) -> Iterator[None]:
         """Run the block on every rank; if it raises on one rank, raise on all of them. Blocks may be nested.
 
         Raises:
@@ -96,9 +96,9 @@ class RankGroup:
             raise CheckpointError("; ".join(f"rank {rank}: {reason}" for rank, reason in others.items()))
 
     def from_pretrained(self, kind: Any, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        """Return `kind.from_pretrained` with this rank's part of each layer, and transformers' loading report.
+        """Load this rank's part of each layer with `kind.from_pretrained`; return the model and transformers' report.
 
-        transformers creates new process groups for every model; this reuses the group's own.
+        transformers itself would create new process groups for every model; this method reuses the existing ones.
         """
         group = self
 
@@ -115,19 +115,19 @@ class RankGroup:
                 return super().maybe_distribute_model(model, *more)
 
         Split.__name__ = kind.__name__  # transformers looks up conversions of tensors by the class's name
-        with self.together():
+        with self.run_on_all_ranks():
             model, report = Split.from_pretrained(
                 None, distributed_config=DistributedConfig(tp_size=self.size), output_loading_info=True, **arguments
             )
         model.__class__ = kind
-        for module in model.modules():  # the layers compute with the parts in any case
+        for module in model.modules():  # the layers' forward functions compute with the local parts anyway
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     module._parameters[name] = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
         return model, report
 
     def _gather_reasons(self, reason: str) -> dict[int, str]:
-        """Return the reasons of all ranks that gave one; every rank calls this with its own, "" for success."""
+        """Exchange failure reasons between all ranks; return those that are not "", by rank. "" means success."""
         votes = [""] * self.size
         try:
             dist.all_gather_object(votes, reason, group=self._voters)
@@ -136,13 +136,13 @@ class RankGroup:
         return {rank: " ".join(vote.split()) for rank, vote in enumerate(votes) if vote}
 
 
-def existing(device: str) -> torch.device:
-    """Return the device. Raises CheckpointError if this host has no such one."""
+def check_device(device: str) -> torch.device:
+    """Return the device. Raises CheckpointError if this host does not have it."""
     found = torch.device(device)
     if found.type == "cuda" and found.index >= torch.cuda.device_count():
         raise CheckpointError(
-            f"a rank needs the device {device}, but there are {torch.cuda.device_count()}; lower tensor_parallel, or "
-            "change device"
+            f"a rank needs the device {device}, but this host has {torch.cuda.device_count()}; lower tensor_parallel, "
+            "or change device"
         )
     return found
 

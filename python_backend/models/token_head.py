@@ -1,6 +1,6 @@
-"""Heads on a transformer body: a linear one on each token, or that of a classifier with its own pooling.
+"""Heads on a transformer body: applied to each token, or to each row by a classifier with its own pooling.
 
-Outputs are in fp32, differentiable, and those of each row alone.
+Outputs are fp32 and differentiable, and depend on no other row of the batch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import reason_of
-from rlhf_triton.python_backend.models.card import skip_inspections
 from rlhf_triton.python_backend.models.collation import depends_on_padding, one_by_one
 from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, last_match
+from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.readout import pool_last
 
 PROBE_TOKENS = 4
@@ -23,24 +23,24 @@ CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state
 
 
 class TokenHead:
-    """The forward pass of a classification model: outputs of each token, or of each row if it pools them itself.
+    """Forward pass of a classification model: one output per token, or per row if the model pools itself.
 
-    The constructor measures whether the body is causal. A causal body gets no attention mask: padding on the right
-    cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel. If padding
-    influences the tokens of a body all the same, rows run one by one (`one_by_one`).
+    The constructor measures whether the body is causal. A causal body gets no attention mask: right padding cannot
+    influence earlier tokens, and attention can then use its causal kernel. If padding does influence a body's outputs,
+    rows run one by one (`one_by_one`).
     """
 
     def __init__(self, model: Any, *, is_pooled: bool = False, like: TokenHead | None = None) -> None:
         """
         Args:
-            is_pooled: the model is a classifier with its own pooling, and a body that is not causal.
+            is_pooled: the model is a classifier with its own pooling and a bidirectional body.
             like: the head of a model of the same architecture, whose measurements are reused.
         """
         self.model = model.eval()
         skip_inspections(model)
         head = ModelHead(model)
         self.head = head.keep_exact()
-        # Tensors in a mapped file may be unaligned. Kernels then sum in another order, and the same weights give values
+        # Tensors in a mapped file may be unaligned. Kernels then sum in another order, so the same weights give values
         # that differ in the last bits. A clone is aligned.
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
@@ -49,7 +49,8 @@ class TokenHead:
         if like is not None:  # the check depends only on the architecture
             self.one_by_one: bool = like.one_by_one
         else:
-            # Tokens show it more clearly than the inputs of a pooled head, but only the pooling may read padding.
+            # Hidden states show the effect more clearly than a pooled head's inputs, but padding may enter only in the
+            # pooling.
             probed = (self._hidden, self._features) if is_pooled else (self._hidden,)
             masks = not self.is_causal
             self.one_by_one = any(depends_on_padding(model, each, is_masked=masks) for each in probed)
@@ -60,11 +61,12 @@ class TokenHead:
         return isinstance(self.head, torch.nn.Linear) and not self._layered
 
     def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
-        """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens.
+        """Return outputs `[B, S, A]`, or `[B, A]` if the model pools them itself.
 
-        They are `[B, A]` if the model pools them itself.
-
-        `types`: `token_type_ids` `[B, S]`, for a body that has them.
+        Args:
+            ids: `[B, S]`, padded on the right.
+            attention: `[B, S]`, 1 at tokens, 0 at padding.
+            types: `token_type_ids` `[B, S]`, for a body that has them.
         """
         return self._by_rows(self._outputs, ids, attention, **types)
 
@@ -91,7 +93,7 @@ class TokenHead:
         return self.model.base_model(input_ids=ids, use_cache=False)[0]
 
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Return the input of the head: a score itself may be close to 0, and its rounding error then says nothing."""
+        """Return the head's input, to probe instead of scores: relative errors mean nothing for a score close to 0."""
         found: list[Tensor] = []
         watching = self.head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
         self._outputs(ids, attention)
@@ -102,10 +104,10 @@ class TokenHead:
 def measure_causality(model: Any, **inputs: Any) -> bool:
     """Return whether the body's hidden state at a token depends only on that token and earlier ones.
 
-    `inputs`: further arguments of the body's forward pass.
+    In a causal body, the gradient of the first tokens' hidden states with respect to the embeddings of later tokens is
+    exactly 0, because attention masks these. In any other body it is not 0, however small the weights.
 
-    The gradient of the first tokens' hidden states with respect to the embeddings of later ones is exactly 0 in a
-    causal body, whose attention masks them. In any other it is not, however small the weights are, as before training.
+    `inputs`: further arguments of the body's forward pass.
 
     Raises:
         CheckpointError: the model cannot compute the hidden states of token rows.
@@ -115,7 +117,7 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
 
     def watch(_: Any, __: Any, found: Tensor) -> Tensor:
         embedded.append(found.detach().requires_grad_())
-        return embedded[-1].clone()  # which the body may change in place
+        return embedded[-1].clone()  # the body may change it in place
 
     try:
         table = model.get_input_embeddings()
@@ -126,7 +128,7 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
         try:
             with torch.enable_grad():
                 hidden = model.base_model(input_ids=row[None], **inputs)[0][0, :half].float()
-                # No plain sum, which would not depend on anything before a layer normalisation.
+                # Not a plain sum: after a layer normalisation it is constant.
                 weights = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
                 (gradient,) = torch.autograd.grad((hidden * weights).sum(), embedded[:1])
         finally:
@@ -142,9 +144,10 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
 
 @torch.no_grad()
 def _seems_causal(model: Any, row: Tensor, **inputs: Any) -> bool:
-    """Return whether a model that is split over ranks is causal; its layers support forward passes only.
+    """Return whether a model is causal, from forward passes only: for layers without a backward pass.
 
-    Its class must say so, and hidden states of the first tokens must not change with later ones.
+    Its modules must not set `is_causal` to False, and the first tokens' hidden states must not change with later
+    tokens.
     """
     half = len(row) // 2
     changed = torch.cat([row[:half], row[half:].flip(0)])

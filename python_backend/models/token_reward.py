@@ -1,4 +1,4 @@
-"""Rewards that are read at single tokens: process rewards, and rewards from the next-token logits of a causal LM."""
+"""Rewards read at single tokens: process rewards, and rewards from a causal LM's next-token logits."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def load_process_reward(
     """Load a process reward from a checkpoint with a head on each token, such as a token classifier or value head.
 
     Args:
-        score: `logit`: one output, or the log-odds of the good label of two (`CheckpointInfo.good_label`), or the sum
-            weighted by `attribute_weights`;
-            `probability`: its sigmoid; `auto`: `probability` for two labels, otherwise `logit`.
-        settings: further ones of `load_reward`.
+        score: `logit`: the only output, the log-odds of the good label of two (`CheckpointInfo.good_label`), or the sum
+            weighted by `attribute_weights`; `probability`: the sigmoid of the logit; `auto`: `probability` for two
+            labels, otherwise `logit`.
+        settings: further arguments of `load_reward`.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, has no linear head, or a setting does not fit it.
@@ -56,14 +56,14 @@ def load_logit_reward(
     dtype: str = "float32",
     standardization: Standardization = "model",
 ) -> RewardModel:
-    """Load a reward that is read from a causal LM's next-token logits, without generation.
+    """Load a reward computed from a causal LM's next-token logits, without generation.
 
     Only the needed rows of the output layer are kept.
 
     Args:
         tokens: names or ids of tokens (`single_tokens`) that count for the response.
-        against: tokens that count against it; the score is the log-odds of `tokens`. Without, it is their logit
-            (logsumexp of several).
+        against: tokens that count against the response; the score is then the log-odds of `tokens`. Empty: the score is
+            the logit of `tokens` (logsumexp of several).
         probability: return the sigmoid of the log-odds: the probability of `tokens` among `tokens` and `against`.
 
     Raises:
@@ -86,7 +86,7 @@ def load_logit_reward(
 
 
 def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Sequence[float] | None:
-    """Return the weights that turn the outputs of a head into one score; None: it has one."""
+    """Return the weights that merge a head's outputs into one score; None if it has only one output."""
     if not head.is_plain:
         raise CheckpointError(
             f"{info.folder}: the head {head.prefix} has its own pooling or gate, so it cannot score single tokens; use "
@@ -96,7 +96,7 @@ def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | No
         return given
     if info.good_label is None:  # or more than two labels
         raise CheckpointError(
-            f"{info.folder}: which of its {head.num_labels} labels ({', '.join(info.label_names)}) is that of a right "
-            "step? Give reward.attribute_weights, one weight per label, such as 1 for it and -1 for the other one"
+            f"{info.folder}: unknown which of its {head.num_labels} labels ({', '.join(info.label_names)}) marks a "
+            "correct step; set reward.attribute_weights, such as 1 for this label and -1 for the other"
         )
     return LOG_ODDS[info.good_label]

@@ -26,7 +26,7 @@ from rlhf_triton.wire.contract import (
 
 
 def serve(args: Mapping[str, str]) -> Engine:
-    """Serve values of the versions in a weights store."""
+    """Return the engine that serves values of the current version in a weights store."""
     process = TorchProcess(args)
     versions = follow_store(process, "critic", functools.partial(process.load, "load_critic"))
     limits = read_limits(versions.version.model.limits, process.parameters)
@@ -46,7 +46,7 @@ def serve(args: Mapping[str, str]) -> Engine:
 def read(reader: RowReader, call: Call) -> ScoringRows:
     """Return the rows of a request. Raises ContractError if it is invalid."""
     # If a caller names no outputs, Triton requests all of them. So a missing `prompt_lengths` is an error only if
-    # `values` was not requested as well; otherwise the reply leaves `response_values` out.
+    # `values` was not requested as well; otherwise the reply omits `response_values`.
     rows = reader.read(call)
     if RESPONSE_VALUES in call.wanted and VALUES not in call.wanted and call.array(PROMPT_LENGTHS) is None:
         raise ContractError(f"{PROMPT_LENGTHS}: missing; the output {RESPONSE_VALUES} requires it")
@@ -64,7 +64,7 @@ REPLY: Reply = {
     VALUES: lambda scoring: padded_rows(scoring.outputs, scoring.width),
     RESPONSE_VALUES: response_values,
     WEIGHTS_VERSION: version_column,
-    # The ensemble critic_infer always takes this one, even if only `rewards` was requested; it needs no forward pass.
+    # The ensemble critic_infer always requests this output, even for `rewards` alone; it needs no forward pass.
     AFTER_CRITIC: version_column,
 }
 TritonPythonModel = triton_model(serve)

@@ -22,7 +22,7 @@ from rlhf_triton.wire.training_payload import sent_payload
 
 
 def serve(args: Mapping[str, str]) -> JournalServer:
-    """Serve training: the sidecar, a separate process, trains on the accepted payloads."""
+    """Return the server that journals training payloads; the sidecar, a separate process, trains on them."""
     parameters = Parameters(args)
     keep_freed_memory()  # page faults for every payload would cost more than validating it
     store = WeightsStore(parameters.path("store"))

@@ -1,9 +1,9 @@
-"""Triton model of a reward function: worker processes score the rows; the reply is sent when the last row is done.
+"""Triton model of a reward function: worker processes score the rows; the reply follows when the last row is done.
 
-A groupwise function receives the rows of a request that have the same group id, or prompt, at once.
+A groupwise function receives all rows of a request that share a group id, or a prompt, in one call.
 
-Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1]: why
-the row has no score, empty if it has one. Imports no torch.
+Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1]: why the row
+has no score, empty if it has one. Imports no torch.
 """
 
 import functools
@@ -29,7 +29,7 @@ from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 # Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
 ANY_TOKEN = contract.Limits(vocab_size=2**31)
 
-FUNCTION_COUNTER = "rlhf_reward_function_total"  # metric, with a label `counter` for each name that is counted
+FUNCTION_COUNTER = "rlhf_reward_function_total"  # metric with a label `counter`: the counted name
 
 
 class FunctionReward:
@@ -117,7 +117,7 @@ class FunctionReward:
 
 
 def given_text(metadata: Mapping[str, Any]) -> str | None:
-    """Return the text that a client has sent beside its tokens, as it would be without them; None if it has not."""
+    """Return the row's text if the client sent it in the metadata, in addition to tokens; None otherwise."""
     prompt, response = (metadata.get(key) for key in (PROMPT_KEY, RESPONSE_KEY))
     if not isinstance(response, str):
         return None
@@ -129,7 +129,7 @@ def given_text(metadata: Mapping[str, Any]) -> str | None:
 def _reply(
     call: Call, groups: Sequence[list[int]], errors: Mapping[int, str], pending: Future[list[list[ScoreOutcome]]]
 ) -> None:
-    """Send the outcomes of a request, of which the rows in `errors` are in no group."""
+    """Send the outcomes of a request; the rows in `errors` failed and belong to no group."""
     try:
         rows = [*itertools.chain(*groups), *errors]
         outcomes = [*itertools.chain(*pending.result()), *(ScoreOutcome(error=cause) for cause in errors.values())]
@@ -155,7 +155,7 @@ def _refuse(call: Call, error: Exception) -> None:
     """Send a reply that reports `error` for every row.
 
     Any input gives the number of rows, because Triton checks that all have the same batch dimension. A request without
-    inputs fails.
+    inputs gets an error response.
     """
     try:
         _answer(call, [ScoreOutcome(error=str(error) or type(error).__name__)] * _num_rows(call))

@@ -1,4 +1,4 @@
-"""Serves critic_train and critic_save: each request becomes a journal entry, whose result is the reply.
+"""Serves critic_train and critic_save: writes each request to the journal and replies with the entry's result.
 
 A waiter thread sends the reply once the sidecar has recorded the entry's result. Imports no torch.
 """
@@ -31,7 +31,7 @@ FAILURES = {
 
 
 class JournalServer:
-    """Serves a model by two functions: `accept` writes a request to the journal, `reply` makes the output tensors.
+    """Serves a model defined by two functions: `accept` journals a request, `reply` makes the output tensors.
 
     `execute` writes each request to the journal durably and returns. A waiter thread polls for results and replies to
     the callers; they receive UNAVAILABLE if the sidecar is missing or makes no progress.
@@ -46,8 +46,8 @@ class JournalServer:
         """Start the waiter thread.
 
         Args:
-            accept: raises ContractError if the request is invalid.
-            reply: takes a result without an error.
+            accept: returns the journal entry of a request; raises ContractError if the request is invalid.
+            reply: returns the output tensors for a result without an error.
         """
         self._accept, self._reply = accept, reply
         self._model = parameters.model
@@ -117,7 +117,7 @@ class JournalServer:
                     self._stop.wait(1.0)  # and the call is tried again
 
     def _reply_if_done(self, call: Call, entry: Entry, since: float) -> bool:
-        """Reply if there is a result, fail the call if none can be expected; return whether a response was sent."""
+        """Reply if the entry has a result; fail the call if none can be expected. Return whether one was sent."""
         result = self.journal.result(entry)
         if result is not None:
             if result.error:
@@ -145,7 +145,7 @@ class JournalServer:
             return "no sidecar follows the journal: start `python -m rlhf_triton.trainer`"
         if heartbeat is None:
             return None
-        # Every call waits the full timeout, even if the silence began before the call.
+        # Every call waits for the full timeout, even if the silence started before the call.
         if min(silence_s, waited_s) > HEARTBEAT_TIMEOUT_S:
             cause = refusal(self.journal.root)  # on a full disk the sidecar cannot write its heartbeat either
             disk = f"; the journal's disk cannot be written: {cause.strerror}" if cause else ""
@@ -170,5 +170,5 @@ class JournalServer:
 
 
 def traceparent_of(call: Call) -> str | None:
-    """Return the request's trace context; None if it has none or it is malformed."""
+    """Return the request's trace context; None if it is missing or malformed."""
     return tracing.parsed_traceparent(call.header(TRACEPARENT_HEADER))

@@ -8,21 +8,21 @@ FEWEST_TOKENS = 16
 WIDEST = 512  # tokens of a row; larger passes have more rows
 BUDGET_S = 2.0  # after the warm-up
 ROUNDS = 5
-UNMEASURED = 64  # tokens, if the time allows no two sizes
-GROWTH = 4  # ratio of successive sizes, so that the time of the next one is known in advance
+UNMEASURED = 64  # overhead in tokens if there was no time to measure two sizes
+GROWTH = 4  # ratio of successive sizes; also predicts the time of the next size
 
 
 def fit_pass_cost(
     run: Callable[[int, int], object], *, token_budget: int, longest: int | None, clock: Callable[[], float]
 ) -> tuple[float, float] | None:
-    """Return the seconds of a forward pass without tokens and of each token; None if it is too slow to measure.
+    """Return (a, b) in seconds, the fixed cost and the cost per token; None if passes are too slow to measure.
 
     Args:
-        run: runs a pass of so many rows of so many tokens.
-        longest: maximum tokens of a row.
+        run: runs a forward pass, given the number of rows and the tokens per row.
+        longest: maximum tokens of a row; None: unlimited.
     """
     started = clock()
-    run(1, min(FEWEST_TOKENS, longest or FEWEST_TOKENS))  # warm-up, which the first request would wait for otherwise
+    run(1, min(FEWEST_TOKENS, longest or FEWEST_TOKENS))  # warm-up, so that the first request does not wait for it
     began = clock()
     if began - started > BUDGET_S:
         return None
@@ -48,7 +48,7 @@ def fit_pass_cost(
 
 
 def overhead_tokens(cost: tuple[float, float] | None, token_budget: int) -> int:
-    """Return the fixed cost of a forward pass in tokens, at most a quarter of the budget."""
+    """Return a forward pass's fixed cost, converted to tokens: at most a quarter of the budget."""
     if cost is None:
         return UNMEASURED
     constant, slope = cost

@@ -19,7 +19,7 @@ from rlhf_triton.wire.contract import ContractError, ScoringRows, scoring_rows
 
 
 def serve(args: Mapping[str, str]) -> Engine:
-    """Serve log-probs of one fixed checkpoint."""
+    """Return the engine that serves log-probs of one fixed checkpoint."""
     process = TorchProcess(args)
     parameters = process.parameters
     folder = parameters.path("model")

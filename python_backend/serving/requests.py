@@ -60,19 +60,19 @@ class RowReader:
     limits: Limits
     _: KW_ONLY
     add_special_tokens: bool
-    """True: tokenise sentences as `tokenizer(text)` does, with special tokens. False: without. A chat has those of its
-    template, and an encoder's; see `is_encoder`."""
+    """Tokenise sentences with special tokens, as `tokenizer(text)` does. A chat gets its template's special tokens
+    only, unless the model is an encoder; see `is_encoder`."""
     skipped_pad_id: int | None = None
     """Padding id that transformers skips when it looks for a row's last token: sentences lose their trailing tokens
     with this id; None: nothing is removed."""
     takes_pairs: bool = False  # a row may have a second text
-    append_eos: bool = False  # end a sentence that is no chat with the tokenizer's end-of-sequence token
+    append_eos: bool = False  # append the tokenizer's end-of-sequence token to sentences, not to chats
     template: RowTemplate | None = None
-    """Renders the text to score; such a model reads only sentences. None: the sentence, or the checkpoint's chat
-    template."""
+    """Renders the text to score; the model then reads only sentences. None: score the sentence itself, or a chat
+    rendered with the checkpoint's chat template."""
     generation_prompt: bool = False  # end a chat with the prompt for the next reply
-    checks_size: bool = False  # limit the size of sentences as that of tokens: the reply has a number for each token
-    owner: str = "reward model"  # role of the model, for the messages
+    checks_size: bool = False  # limit tokenised sentences like `tokens`, because the reply has a number per token
+    owner: str = "reward model"  # role of the model, for error messages
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
@@ -102,7 +102,7 @@ class RowReader:
             check_size(SENTENCES, len(texts), width, self.limits)
 
     def pairs(self, call: Call) -> np.ndarray | None:
-        """Return the second texts of the request's rows, if any. Raises ContractError if they have no place."""
+        """Return the second texts of the request's rows, or None. Raises ContractError if they are not allowed."""
         pairs = call.array(TEXT_PAIRS)
         if pairs is not None and not self.takes_pairs:
             raise ContractError(f"{TEXT_PAIRS}: this model scores one text per row, unless reward.text is pair")
@@ -111,11 +111,11 @@ class RowReader:
         return pairs
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
-        """Return the row of one sentence; `pair`: the second text, if not empty. Raises ContractError, if too long."""
+        """Return the row of one sentence; `pair`: its second text, or "". Raises ContractError."""
         return self._checked(index, self.encoded(index, text, metadata, pair))
 
     def encoded(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> Encoded:
-        """Return the tokens of one sentence; `pair`: the second text, if not empty. Raises ContractError."""
+        """Return the tokens of one sentence; `pair`: its second text, or "". Raises ContractError."""
         text, pair = self.rendered(index, text, metadata, pair)
         if self.append_eos and MESSAGES not in metadata:
             end, last = self.tokenizer.eos_token, pair or text
@@ -128,7 +128,7 @@ class RowReader:
             text, pair = (text, last) if pair else (last, "")
         is_chat = MESSAGES in metadata and self.template is None and not pair
         num_characters = len(text) + len(pair)
-        if num_characters > CHARACTERS_PER_TOKEN * self._max_length:  # it would keep the other requests waiting
+        if num_characters > CHARACTERS_PER_TOKEN * self._max_length:  # tokenising it would delay other requests
             raise ContractError(
                 f"{SENTENCES}[{index}]: {num_characters} characters, the model takes {self._max_length} tokens "
                 "(max_length); shorten the text"
@@ -136,7 +136,7 @@ class RowReader:
         row = self._encode(text, pair, is_chat=is_chat)
         if not row.ids:
             raise ContractError(
-                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
+                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, and an empty row cannot be scored; send a text"
             )
         return row
 
@@ -149,7 +149,7 @@ class RowReader:
         return self._valid(index, row.ids, row.types)
 
     def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
-        """Return the text of a row that is tokenised, and the second text of a pair. Raises ContractError."""
+        """Return the text to tokenise for a row, and its second text or "". Raises ContractError."""
         messages = self._messages(index, metadata)
         known = self._messages(index, metadata, REPLY_KEY)
         if known is not None:
@@ -168,12 +168,12 @@ class RowReader:
 
     @staticmethod
     def _content(index: int, reply: dict[str, Any]) -> str:
-        """Return the text of a reply for a model without a template. Raises ContractError if the reply has more."""
+        """Return a reply's content. Raises ContractError if the reply has other parts, which need a chat template."""
         for (_, key, *_), _ in texts_in([reply]):
             if key != "content":
                 raise ContractError(
-                    f"{METADATA}[{index}]: the reply has {key}, but this model reads its content without a chat "
-                    "template; write it there"
+                    f"{METADATA}[{index}]: the reply has {key}, but this model reads only its content, without a chat "
+                    "template; write everything into content"
                 )
         return str(reply.get("content") or "")
 
@@ -188,7 +188,7 @@ class RowReader:
 
     @staticmethod
     def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
-        """Return the messages in the metadata, or None. Raises ContractError if they are no list of messages."""
+        """Return the messages in the metadata, or None. Raises ContractError if they are no valid message list."""
         try:
             return plain_messages(metadata[key]) if key in metadata else None
         except BadMessages as error:
@@ -196,7 +196,7 @@ class RowReader:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, loaded when it is first used: clients that send tokens never need it."""
+        """The checkpoint's tokenizer, loaded on first use: clients that send tokens never need it."""
         return load_tokenizer(self.checkpoint)
 
     @functools.cached_property
@@ -237,7 +237,7 @@ class RowReader:
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:
-    """Return the checkpoint's `limits` with the configured bounds on the size of one request.
+    """Return the checkpoint's `limits` with the configured maximum row length and request size.
 
     `max_length` is the smaller of the checkpoint's and the configured value, or `LONGEST_ROW_TOKENS` if neither is set.
     """
@@ -247,5 +247,5 @@ def read_limits(limits: Limits, parameters: Parameters) -> Limits:
 
 
 def request_limits(limits: Limits, parameters: Parameters) -> Limits:
-    """Return `limits` with the configured bounds on the size of one request."""
+    """Return `limits` with the configured maximum request size."""
     return dataclasses.replace(limits, max_request_tokens=parameters.number("max_request_tokens"))

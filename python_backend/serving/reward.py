@@ -1,8 +1,8 @@
 """Triton model `reward_model`: replies with `rewards`, the standardised scores.
 
 `rewards` is FP32 [B, 1], or [B, A] if the A attributes are not merged; on request, `probabilities` is FP32 [B, A]. A
-process reward also replies with the score of each step, and its `rewards` are their minimum. If the weights come
-from a store, `reward_version` INT64 [B, 1] names their version; one version scores a whole request.
+process reward also replies with a score per step; its `rewards` are the minimum over the steps. If the weights come
+from a store, `reward_version` INT64 [B, 1] is their version; one version scores a whole request.
 """
 
 import json
@@ -25,7 +25,7 @@ from rlhf_triton.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, RE
 
 
 def serve(args: Mapping[str, str]) -> Engine:
-    """Serve scores of one fixed checkpoint, or of versions of it from a weights store."""
+    """Return the engine that serves scores of one fixed checkpoint, or of its current version in a weights store."""
     process = TorchProcess(args)
     parameters = process.parameters
     folder = parameters.path("model")
@@ -58,7 +58,7 @@ def _forward_token_scores(model: Any, rows: Sequence[TokenRow], width: int) -> W
     return model.launch_token_scores([row.tokens for row in rows], width)
 
 
-# The outputs of a row are its rewards, behind them the scores of all attributes.
+# A row's outputs are its rewards, followed by the scores of all attributes.
 REPLY: Reply = {
     REWARDS: lambda scoring: np.stack(scoring.outputs)[:, : scoring.model.model.num_outputs],
     REWARD_VERSION: version_column,

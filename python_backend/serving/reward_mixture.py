@@ -1,7 +1,7 @@
 """Triton model `reward_mixture`: computes the weighted sum of several rewards, as the last step of `reward_model`.
 
-The inputs are the scores of each component, FP32 [B, 1], NaN where scoring failed, and the error messages of each
-reward function, BYTES [B, 1].
+Its inputs are, per component, the scores FP32 [B, 1], NaN where scoring failed, and, per reward function, error
+messages BYTES [B, 1].
 """
 
 import json
@@ -12,23 +12,21 @@ import numpy as np
 from rlhf_triton.python_backend.serving.triton import Call, Parameters, answer_each, log_error, triton_model
 from rlhf_triton.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
 
-# The weighted sum of several rewards; a row with a missing component has no reward.
-
 
 def weighted_sum(
     names: Sequence[str], weights: np.ndarray, components: np.ndarray, causes: Mapping[str, Sequence[str]]
 ) -> tuple[np.ndarray, list[str]]:
-    """Return `(rewards, errors)` of B rows; a row has a reward if all components that count, and their sum, are finite.
+    """Return `(rewards, errors)` of B rows. A row has a reward if its applicable components and their sum are finite.
 
-    NaN without a cause means that the function does not apply to the row: the component is left out of the sum. If no
-    component applies, the row has no reward. Components of weight 0 are only charted: whether they fail or apply does
-    not touch a row. If all are, because only an environment's rewards count, every row has the reward 0.
+    NaN without an error message means that the function does not apply to the row: the sum omits the component. If no
+    component applies, the row has no reward. Components of weight 0 are only charted and never affect a row. If all
+    weights are 0, because only an environment's rewards count, every row has the reward 0.
 
     Args:
         names: names of the C components, for error messages.
         weights: `[C]`.
         components: `[B, C]`, not finite where scoring failed.
-        causes: component name -> B error messages, each empty if that row has a score. Components may be left out.
+        causes: component name -> B error messages, each empty if that row has a score. Components may be missing.
 
     Returns:
         rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.
@@ -79,7 +77,7 @@ class WeightedSum:
                 causes[name] = [item.decode() for item in found[:, 0]]
         rewards, errors = weighted_sum(self._names, self._weights, components, causes)
         for name in self._silent & causes.keys():
-            if cause := next(filter(None, causes[name]), ""):  # which no reply contains
+            if cause := next(filter(None, causes[name]), ""):  # no reply reports it
                 self._silent.remove(name)
                 log_error(f"{name}, which has weight 0 and is only charted, failed for the first time: {cause}")
         return {

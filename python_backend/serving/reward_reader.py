@@ -1,4 +1,4 @@
-"""The reader of a reward model's rows: for the server, for `reward.gate` and for the checks before a run; no torch."""
+"""Builds the reader of a reward model's rows: for the server, `reward.gate` and the checks before a run; no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +16,13 @@ def reward_reader(
     *,
     skipped_pad_id: int | None = None,
 ) -> RowReader:
-    """Return the reader of the rows of the reward model in `folder`; see `RowReader`.
+    """Return the row reader for the reward model in `folder`; see `RowReader`.
 
     Args:
-        get: returns a parameter of the model in config.pbtxt; None: it has none of that name.
+        get: returns a parameter of the model's config.pbtxt by name; None if it is not set.
 
     Raises:
-        CheckpointError, ValueError: a parameter does not fit.
+        CheckpointError, ValueError: a parameter does not fit the model.
     """
     adds, logit = get("add_special_tokens") == "true", get("logit")
     process, template = get(PROCESS), get("template")

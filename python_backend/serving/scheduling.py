@@ -1,4 +1,5 @@
-"""Chooses the rows of the next forward pass: the oldest row, and similar rows that cost less in it than alone.
+"""Selects the rows of the next forward pass: the oldest row, and rows of similar length that are cheaper to add than to
+run alone.
 
 Pure bookkeeping: no torch, no Triton, no threads.
 """
@@ -13,15 +14,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-# Round-robin execution of jobs in one thread, in time slices, so that a short job need not wait for long ones.
-
-
 Job = Iterator[Any]
 SLICE_S = 0.005
 
 
 class RoundRobin:
-    """A thread that runs generators in turn, each for `SLICE_S` or one step, whichever is longer.
+    """A thread that runs generators round-robin, each for `SLICE_S` or one step, whichever is longer.
+
+    Short jobs thus do not wait for long ones.
 
     Jobs must not raise: an exception would end the thread.
     """
@@ -59,10 +59,10 @@ Owner = TypeVar("Owner", bound=Hashable)
 # For sys.setswitchinterval. With Python's default of 5 ms, a thread that runs forward passes holds the GIL so long that
 # the threads that read and answer requests stall.
 SWITCH_INTERVAL_S = 0.0005
-# A request's backlog counts towards backpressure with at most this many forward passes, so that one huge request does
-# not keep others out of the pool.
+# A request counts towards backpressure with at most this many forward passes, so that one huge request does not keep
+# others out of the pool.
 PRESSING_FORWARDS = 4
-LONG_REQUEST_SHARE = 4  # while other requests wait, a long request gets at most one of this many tokens
+LONG_REQUEST_SHARE = 4  # while other requests wait, a long request gets at most 1/4 of the tokens
 
 
 @dataclass(frozen=True, order=True)
@@ -74,25 +74,25 @@ class _Row(Generic[Owner]):
 
 
 class RowPool(Generic[Owner]):
-    """Rows waiting for a forward pass; the row with the smallest turn runs next.
+    """Rows that wait for a forward pass; the row with the smallest turn runs next.
 
-    A row's turn is the number of tokens that had been served when its request arrived, plus `LONG_REQUEST_SHARE` times
-    the tokens of the request's earlier rows. Small requests are thus served in order of arrival, no request starves,
-    and a request of a thousand rows lets later requests pass between its forward passes.
+    A row's turn is the number of tokens served before its request arrived, plus `LONG_REQUEST_SHARE` times the tokens
+    of the request's earlier rows. Small requests thus run in order of arrival, no request starves, and later requests
+    overtake a request of a thousand rows between its forward passes.
     """
 
     def __init__(self, *, token_budget: int, overhead_tokens: int) -> None:
         """
         Args:
             token_budget: maximum tokens of one forward pass, padding included; a longer row runs alone.
-            overhead_tokens: fixed cost of a forward pass, in tokens. A row joins a forward pass if the padding that it
-                adds costs no more than this, the cost of a separate forward pass.
+            overhead_tokens: fixed cost of a forward pass, in tokens. A row joins a forward pass if it adds at most this
+                much padding, because a separate pass would cost more.
         """
         self._token_budget = token_budget
         self._overhead_tokens = overhead_tokens
         self._by_length: list[_Row[Owner]] = []
         self._by_turn: list[tuple[int, int, _Row[Owner]]] = []
-        self._taken: set[int] = set()  # numbers of removed rows still in the heap, which `oldest` drops
+        self._taken: set[int] = set()  # numbers of removed rows that are still in the heap; `oldest` drops them
         self._numbers = count()
         self._served_tokens = 0
         self._of_owner: dict[Owner, int] = {}
@@ -144,7 +144,7 @@ class RowPool(Generic[Owner]):
         self._served_tokens -= sum(row.length for row in gone)
 
     def _batch_with(self, first: _Row[Owner], may_join: Callable[[Owner], bool]) -> list[_Row[Owner]]:
-        """Return the rows that join `first`: those of nearly its length."""
+        """Return the rows to run together with `first`: rows of similar length."""
         chosen: list[_Row[Owner]] = []
         width = first.length
         for row in self._nearest(first):
@@ -154,14 +154,14 @@ class RowPool(Generic[Owner]):
         return chosen
 
     def _nearest(self, first: _Row[Owner]) -> list[_Row[Owner]]:
-        """Return as many rows on either side of `first` by length as could join it, closest length first."""
+        """Return the rows closest to `first` in length, closest first: as many as could join it on either side."""
         position, most = bisect_left(self._by_length, first), self._token_budget // first.length
         below = self._by_length[max(0, position - most) : position]
         above = self._by_length[position + 1 : position + 1 + most]
         return sorted(below + above, key=lambda row: (abs(row.length - first.length), row.number))
 
     def _saves_time(self, rows: int, width: int, length: int) -> bool:
-        """Return whether a row fits into a forward pass of `rows` x `width` tokens and costs less there than alone."""
+        """Return whether a row fits into a forward pass of `rows` x `width` tokens and is cheaper there than alone."""
         padding = width - length if length <= width else rows * (length - width)
         return (rows + 1) * max(width, length) <= self._token_budget and padding <= self._overhead_tokens
 
@@ -173,7 +173,7 @@ class RowPool(Generic[Owner]):
             self._served_tokens += row.length
 
     def _count(self, owner: Owner, tokens: int) -> None:
-        """Update the token counts after `tokens` of a request were added (negative: removed)."""
+        """Update the token counts when a request adds `tokens` (negative: removes)."""
         most = PRESSING_FORWARDS * self._token_budget
         before = self._of_owner.pop(owner, 0)
         after = before + tokens

@@ -1,9 +1,9 @@
 """Continuous batching for reward, critic and reference: the rows of all requests share forward passes.
 
-A model is three functions: `read` gives the rows of a request, `forward` computes on rows, and `reply` makes the output
-tensors. `Engine` connects them: `execute` reads token rows and queues them, one thread tokenises sentences, another one
-runs the forward passes, and a third sends each reply as soon as the last row of its request is done.
-Imports no torch.
+Three functions define a model: `read` returns the rows of a request, `forward` computes on rows, and `reply` makes the
+output tensors. `Engine` connects them: `execute` reads token rows and queues them, one thread tokenises sentences,
+another runs the forward passes, and a third sends each reply as soon as the last row of its request is done. Imports no
+torch.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ LINED_UP_FORWARDS = 32
 # is exceeded all later requests wait in Triton's queue.
 MAX_TOKENS = 32_000_000
 MAX_UNREAD_BYTES = 64_000_000  # hard limit on sentences that wait to be tokenised
-AWAIT_SWAP_S = 1.0  # how long a request waits for a swap that has begun; then another server may be faster
-PUBLISH_EVERY_S = 0.5  # interval for the counters, each of which costs a round trip to the server
+AWAIT_SWAP_S = 1.0  # how long a request waits for a swap in progress; after that, another server may be faster
+PUBLISH_EVERY_S = 0.5  # interval for publishing the counters; each costs a round trip to the server
 COUNTERS = {
     "rlhf_forwards_total": "Forward passes of the model",
     "rlhf_forward_rows_total": "Rows scored by the model",
@@ -57,61 +57,61 @@ class Scoring:
     width: int  # S, the padded length of the rows in the reply
     received: float  # by time.monotonic()
     deadline: float | None  # the request fails if its first forward pass has not started by then
-    demanded: VersionRange | None  # of the weights that score it
-    outputs: list[Any]  # an array per row; None until it is done
+    demanded: VersionRange | None  # weights versions that may score the request; None: any
+    outputs: list[Any]  # one array per row; None until the row is done
     model: Any = None  # set when the first row runs, so that one weights version scores the whole request
     done: int = 0  # number of rows with an output
 
 
 Reply = Mapping[str, Callable[[Scoring], np.ndarray | None]]
-"""Output name -> function that returns its tensor for a request whose rows are all done; None: it cannot be sent."""
+"""Output name -> function that returns its tensor for a finished request; None: the reply omits the output."""
 Wait = Callable[[], Sequence[np.ndarray]]
 """Waits for the results of a forward pass: one output array per row."""
 Forward = Callable[[Any, Sequence[TokenRow], int], Wait]
-"""Launches a forward pass of a model with rows that are to be padded to a width."""
+"""Launches a forward pass of a model on rows, padded to a width."""
 
 
 class Versions(Protocol):
-    """Has the version of the model that is served now."""
+    """Holds the version of the model that is served now."""
 
     version: Any
     changed: Callable[[], None]
-    """Called after each change, or failed change, of the version."""
+    """Called after each change of the version, and after each failed change."""
 
-    def comes(self, demanded: VersionRange) -> bool:
-        """Return whether the version is about to change to one of the demanded versions."""
+    def is_arriving(self, demanded: VersionRange) -> bool:
+        """Return whether the served version is about to change to one of the demanded versions."""
         ...
 
 
 class Compute(Protocol):
-    """What runs the forward passes."""
+    """Runs the forward passes of an engine."""
 
     parameters: Parameters
     passes_in_flight: int
-    """Forward passes that have been launched at most when the first one's results are waited for."""
+    """Maximum number of launched forward passes whose results have not been waited for."""
     refuse_all: Callable[[Exception], None] | None
-    """Fails all requests, those in flight and later ones; None before the model serves."""
+    """Fails all requests in flight and all later ones; None before the model serves."""
 
     def prepare_thread(self) -> None:
-        """Prepare the thread that runs the forward passes, before the first one."""
+        """Prepare the calling thread for forward passes; called once in the thread that runs them."""
 
     def launch(self, forward: Forward, model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
-        """Start a forward pass of `rows`, padded to `width` tokens; return what waits for its results."""
+        """Launch a forward pass of `rows`, padded to `width` tokens; return a function that waits for its results."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """Receive the error of a forward pass before its requests fail."""
+        """Handle the error of a forward pass; called before its requests fail."""
 
     def publish(self) -> None:
         """Send metrics to the server, a few times a second."""
 
     def close(self) -> None:
-        """Release everything, when no request is left."""
+        """Release all resources; called when no request is left."""
 
 
 @dataclass(eq=False)
 class _Pass:
-    """A forward pass that was launched. Keeps its model, whose memory must not be freed before the pass has ended."""
+    """A launched forward pass. References its model, whose memory must not be freed before the pass has ended."""
 
     model: Any
     batch: list[tuple[Scoring, int]]
@@ -120,7 +120,7 @@ class _Pass:
 
 
 class Engine:
-    """Serves a model by its three parts, `read`, `forward` and `reply`."""
+    """Serves a model defined by `read`, `forward` and `reply`."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class Engine:
         """Start the threads.
 
         Args:
-            read: returns the rows of a request, or raises ContractError. Rows with `unread_bytes` are slow to iterate,
-                which the thread "sentences" does.
-            versions: has the model for requests whose first forward pass has not started.
-            max_length: the model's limit on the width of a forward pass.
+            read: returns the rows of a request, or raises ContractError. Rows with `unread_bytes` are slow to iterate;
+                the thread "sentences" iterates them.
+            versions: its current version scores requests whose first forward pass has not started.
+            max_length: maximum width of a forward pass; None: unlimited.
         """
         parameters = compute.parameters
         budget = parameters.number("token_budget")
@@ -153,9 +153,9 @@ class Engine:
         self._changed = threading.Condition(threading.RLock())
         self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
         self._unread_bytes = 0
-        self._awaiting: list[Scoring] = []  # requests that wait for a swap that has begun
+        self._awaiting: list[Scoring] = []  # requests that wait for a swap in progress
         self._stopping = False
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in flight, and a few that were just answered
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # requests in flight, and a few that were just answered
         self._executing = threading.Lock()
         self._refusal: Exception | None = None
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -178,8 +178,8 @@ class Engine:
         overhead = overhead_tokens(cost, token_budget)
         constant, slope = cost or (math.nan, math.nan)
         log(
-            f"{self.compute.parameters.model}: a forward pass takes {constant * 1e3:.2f} ms + {slope * 1e6:.2f} us a "
-            f"token; rows share one where that adds at most {overhead} tokens of padding"
+            f"{self.compute.parameters.model}: a forward pass takes {constant * 1e3:.2f} ms + {slope * 1e6:.2f} us per "
+            f"token; a row joins one if it adds at most {overhead} tokens of padding"
         )
         return overhead
 
@@ -201,7 +201,7 @@ class Engine:
         return self._stopping or self._refusal is not None or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
 
     def _begin(self, call: Call) -> Scoring | None:
-        """Read a request; return None if it was refused, or if its sentences are yet to be tokenised."""
+        """Read a request; return None if it was refused, or if its sentences must be tokenised first."""
         received = time.monotonic()
         try:
             read = self._read(call)
@@ -242,7 +242,7 @@ class Engine:
             try:
                 if (demanded := _unmet_demand(scoring, served)) is not None:
                     is_patient = not self._stopping and time.monotonic() - scoring.received < AWAIT_SWAP_S
-                    if not is_patient or not self.versions.comes(demanded):
+                    if not is_patient or not self.versions.is_arriving(demanded):
                         raise self._other_version(demanded, served)
                     self._awaiting.append(scoring)
                 elif scoring.call.wanted.isdisjoint(FORWARD_OUTPUTS):
@@ -255,7 +255,7 @@ class Engine:
         self._changed.notify_all()
 
     def _enqueue_awaiting(self) -> None:
-        """Queue requests whose demanded version is now served; refuse requests that have waited for it too long."""
+        """Queue requests whose demanded version is now served; refuse requests that have waited too long for it."""
         with self._changed:
             awaiting, self._awaiting = self._awaiting, []
             self._enqueue(awaiting)
@@ -264,18 +264,18 @@ class Engine:
         return Unavailable(f"{self.compute.parameters.model} serves version {served.number}, {DEMANDED} {demanded}")
 
     def refuse_all(self, error: Exception) -> None:
-        """Fail all requests in flight, and at once every later one."""
+        """Fail all requests in flight, and every later request immediately."""
         self._refusal = error
         with self._changed:
             self._changed.notify_all()
-        with self._executing:  # what it let in before is among the calls now
+        with self._executing:  # earlier calls of `execute` have registered their requests by now
             calls = list(self._calls)
         for call in calls:
             call.fail(error)
 
     def finalize(self) -> None:
         """Reply to every received request, then stop the threads."""
-        if self._refusal is None:  # otherwise, no thread is worth waiting for
+        if self._refusal is None:  # otherwise the threads may hang
             self._texts.close()
             with self._changed:
                 self._stopping = True
@@ -289,7 +289,7 @@ class Engine:
         self.compute.prepare_thread()
         launched: deque[_Pass] = deque()
         while True:
-            # No local variable may keep a pass while this waits for rows: its weights version could not be freed.
+            # No local variable may reference a pass while this waits for rows: its weights version could not be freed.
             is_last = not self._launch_next(launched)
             if is_last and not launched:
                 return
@@ -297,7 +297,7 @@ class Engine:
                 self._finish(launched.popleft())
 
     def _launch_next(self, launched: deque[_Pass]) -> bool:
-        """Launch the next forward pass and append it to `launched`; wait for its rows only if there is nothing else.
+        """Launch the next forward pass and append it to `launched`; wait for rows only if `launched` is empty.
 
         Returns False if there are no rows.
         """
@@ -318,10 +318,10 @@ class Engine:
         return True
 
     def _next_forward(self, *, waits: bool) -> tuple[Any, list[tuple[Scoring, int]]] | None:
-        """Return the next forward pass as (model, rows), or None: if there are no rows, and it stops or must not wait.
+        """Return the next forward pass as (model, rows); None if there are no rows and the engine stops or not `waits`.
 
-        A request that has started keeps its model; the others get the current one. Rows share a forward pass only if
-        their model is the same.
+        A request that has started keeps its model; other requests get the current one. Rows share a forward pass only
+        if they have the same model.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._pool) > 0 or self._stopping or not waits)
@@ -349,7 +349,7 @@ class Engine:
             self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward pass"))
 
     def _finish(self, launched: _Pass) -> None:
-        """Wait for the results of a forward pass, and hand over the requests whose rows are all done."""
+        """Wait for the results of a forward pass; pass finished requests to the answering thread."""
         batch = launched.batch
         try:
             outputs = launched.outputs()
@@ -402,6 +402,6 @@ class Engine:
 
 
 def _unmet_demand(scoring: Scoring, served: Any) -> VersionRange | None:
-    """Return the versions that a request demands, if this one is not among them."""
+    """Return the versions that a request demands if `served` is not one of them, otherwise None."""
     demanded = scoring.demanded
     return None if demanded is None or demanded.includes(served.number) else demanded

@@ -1,7 +1,7 @@
-"""Rows of a process reward: where their steps end, as process reward models are published, and the reply's tensors.
+"""Splits the rows of a process reward into steps, as published models expect, and makes the reply's tensors.
 
-A step ends behind a separator, or where the row's metadata says. What follows the last separator is a step of its own,
-unless it is blank. Published models are trained with a mark behind every step, so the last step gets one, too.
+A step ends after a separator, or where the row's metadata says. The text after the last separator is a further step,
+unless it is blank. Published models are trained with a mark after every step, so the last step gets one as well.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """A step of a text, as character positions."""
+    """Character positions of a step in a text."""
 
-    begin: int
-    content_end: int  # where its separator begins
+    start: int
+    content_end: int  # start of the separator
     end: int
 
 
@@ -41,15 +41,15 @@ class StepReader(RowReader):
 
     _: KW_ONLY
     per_token: bool = False  # every token is a step
-    separator: str | None = None  # None: each row's metadata has its step_ends
-    mark: str | None = None  # put into a sentence behind every step, in place of the separator
-    apart: bool = True  # tokenise prompt, steps and marks apart, as TRL does; otherwise the whole text
+    separator: str | None = None  # None: each row's metadata has step_ends
+    mark: str | None = None  # inserted after every step of a sentence, in place of the separator
+    apart: bool = True  # tokenise prompt, steps and marks separately, as TRL does; otherwise the whole text at once
     checks_size: bool = True
 
     def __post_init__(self) -> None:
         self._mark = self.mark or self.separator
         self._pieces: dict[int, str] = {}
-        # White space around a mark may be part of the format, as in Math-Shepherd's; the tag within it is scored.
+        # Whitespace around a mark may be part of the format, as in Math-Shepherd; the tag without it is scored.
         self._tag = (self._mark or "").strip() or self._mark
         if not self.apart and self._tag is not None:
             (self._tag_id,) = single_tokens(self.tokenizer, [self._tag])
@@ -63,7 +63,7 @@ class StepReader(RowReader):
             return ScoringRows(map(_every_token, rows.rows), rows.width)
         if self.mark not in (None, self.separator):
             raise ContractError(
-                f"{contract.TOKENS}: reward.process.mark, which takes the place of the separator in texts, "
+                f"{contract.TOKENS}: reward.process.mark, which replaces the separator in texts, "
                 f"{contract.NEEDS_MORE}; send {SENTENCES}"
             )
         given = list(rows.rows)
@@ -84,15 +84,15 @@ class StepReader(RowReader):
         ends = np.unique(np.searchsorted(after, [span.end for span in spans], side="left")) + start
         if not spans or spans[-1].content_end < spans[-1].end:  # no step, or the last one ends in a separator
             return TokenRow(row, steps=RowSteps(ends, ends, ends))
-        # The last step ends with the row. It is read at a mark behind its text, which takes the place of an
-        # end-of-sequence token: no published model was trained to score that.
+        # The last step ends with the row. Its score is read at a mark after its text. The mark replaces an
+        # end-of-sequence token, because no published model is trained to score that.
         marked = [*row[: int(ends[-1]) + 1].tolist(), *encode_bare_text(self.tokenizer, separator)]
         ends[-1] = row.size - 1
         steps = RowSteps(np.append(ends[:-1], len(marked) - 1), ends, ends)
         return self._valid(index, marked)._replace(steps=steps)
 
     def row_of_text(self, index: int, text: str, metadata: dict[str, Any], pair: str) -> TokenRow:
-        """Return the row of a sentence, with a mark behind each step, and the steps."""
+        """Return the row of a sentence, with a mark after each step, and the steps."""
         if self.per_token:
             return _every_token(super().row_of_text(index, text, metadata, pair))
         messages = self._messages(index, metadata)
@@ -110,7 +110,7 @@ class StepReader(RowReader):
             ends = given.tolist()
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
             mark = self.mark
-        contents = [text[span.begin : span.content_end] for span in spans]
+        contents = [text[span.start : span.content_end] for span in spans]
         is_chat = messages is not None
         if not spans:
             row, at = self._encode(prefix + text[start:], is_chat=is_chat), list[int]()
@@ -129,7 +129,7 @@ class StepReader(RowReader):
     def _encode_steps_apart(
         self, prefix: str, contents: Sequence[str], mark: str | None, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
-        """Return a row and the index of each step's last token, its mark included, as in TRL's `PRMTrainer`."""
+        """Return a row and the index of each step's last token, including its mark, as in TRL's `PRMTrainer`."""
         ids, at = encode_bare_text(self.tokenizer, prefix), list[int]()
         bos = self.tokenizer.bos_token_id
         if self.add_special_tokens and not is_chat and bos is not None and ids[:1] != [bos]:
@@ -143,7 +143,7 @@ class StepReader(RowReader):
     def _encode_whole_text(
         self, index: int, prefix: str, contents: Sequence[str], mark: str, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
-        """Return the row of the whole text and the index of the tag behind each step, found by its token id."""
+        """Return the row of the whole text and the index of each step's tag, found by its token id."""
         text, ours, tag = prefix, set(), str(self._tag)
         for content in contents:
             ours.add(len(text) + len(content) + mark.index(tag))
@@ -153,8 +153,8 @@ class StepReader(RowReader):
         written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
-                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a separate token {len(tags)} times; "
-                "set reward.process.mark to a token that no other text merges with"
+                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, {len(tags)} times as a separate token; "
+                "set reward.process.mark to a token that does not merge with other text"
             )
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]
 
@@ -167,9 +167,9 @@ class StepReader(RowReader):
         return self.separator
 
     def _piece(self, token: int) -> str:
-        """Return the text of one token; of a special token nothing, unless it has the separator."""
+        """Return the text of one token; "" for a special token, unless it contains the separator."""
         if token not in self._pieces:
-            # Behind another one: SentencePiece's decoder drops the space at the beginning of a text.
+            # Decoded after another token, because SentencePiece's decoder drops the space at the start of a text.
             anchor = encode_bare_text(self.tokenizer, "a")[-1:]
             piece = self.tokenizer.decode([*anchor, token]).removeprefix(self.tokenizer.decode(anchor))
             has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
@@ -178,7 +178,7 @@ class StepReader(RowReader):
 
 
 def split_steps(text: str, start: int, separator: str) -> list[Span]:
-    """Return the steps of `text` from `start` on; separators with only white space between them count as one."""
+    """Return the steps of `text` from `start` on; separators with only whitespace between them count as one."""
     spans, begin, at = [], start, start
     while (found := text.find(separator, at)) >= 0:
         at = found + len(separator)
@@ -191,7 +191,7 @@ def split_steps(text: str, start: int, separator: str) -> list[Span]:
 
 
 def given_ends(index: int, metadata: Mapping[str, Any], first: int, last: int) -> np.ndarray | None:
-    """Return the row's `step_ends` int64 `[K]`, None if it has none. Raises ContractError if they are invalid."""
+    """Return the row's `step_ends` as int64 `[K]`, None if there are none. Raises ContractError if they are invalid."""
     ends = metadata.get(contract.STEP_ENDS)
     if ends is None:
         return None
@@ -201,13 +201,13 @@ def given_ends(index: int, metadata: Mapping[str, Any], first: int, last: int) -
     for before, end in zip([first - 1, *ends], ends, strict=False):
         if not before < end <= last:
             raise ContractError(
-                f"{where}: {end}, must be between {first} and {last}, and above the step's before: {str(ends)[:80]}"
+                f"{where}: {end}, must be between {first} and {last}, and above the previous one: {str(ends)[:80]}"
             )
     return np.asarray(ends, np.int64)
 
 
 def response_start(index: int, text: str, metadata: Mapping[str, Any]) -> int:
-    """Return where the response begins in a sentence: by `response` or `prompt` in the metadata, otherwise 0."""
+    """Return the start of the response in a sentence, from `response` or `prompt` in the metadata; default: 0."""
     for key, fits, side in ((RESPONSE_KEY, text.endswith, "end"), (PROMPT_KEY, text.startswith, "start")):
         part = metadata.get(key)
         if isinstance(part, str) and fits(part):
@@ -218,12 +218,12 @@ def response_start(index: int, text: str, metadata: Mapping[str, Any]) -> int:
 
 
 def _every_token(row: TokenRow) -> TokenRow:
-    """Return the row with a step at each token from its prompt on."""
+    """Return the row with a step at each token after its prompt."""
     at = np.arange(row.prompt_length or 0, row.tokens.size)
     return row._replace(steps=RowSteps(at, at, at))
 
 
-# The reply of a process reward, whose outputs are scores float32 `[length_i]` at each token of a row.
+# The reply's tensors, from outputs that are scores float32 `[length_i]` at each token of a row.
 
 
 def _steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:

@@ -11,15 +11,15 @@ from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
 
 class RowTemplate:
-    """A Jinja template, rendered in the sandbox and with the white space control of transformers' chat templates.
+    """A Jinja template, rendered in a sandbox and with the whitespace control of transformers' chat templates.
 
-    Its variables are `text` (the sentence), `response`, `prompt`, `messages` and `metadata`. `response` is the key of
-    that name in the metadata, or the sentence; `prompt` likewise, or in a chat the content of the last message. What
-    the metadata lacks is undefined, and using it is an error.
+    Its variables are `text` (the sentence), `response`, `prompt`, `messages` and `metadata`. `response` comes from the
+    metadata, by default the sentence; `prompt` comes from the metadata or, in a chat, is the content of the last
+    message. Keys missing from the metadata are undefined; using them is an error.
     """
 
     def __init__(self, source: str) -> None:
-        """Compile the template. Raises ValueError if it is not valid."""
+        """Compile the template. Raises ValueError if it is invalid."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False
         )
@@ -30,7 +30,9 @@ class RowTemplate:
 
     def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
-        known = {name: value for name, value in metadata.items() if value is not None}  # null: a row lacks the column
+        known = {
+            name: value for name, value in metadata.items() if value is not None
+        }  # null: the row does not have the column
         variables = {"text": sentence, "metadata": known, "response": known.get(RESPONSE_KEY, sentence)}
         prompt = Sample(sentence, metadata=known).prompt
         more = {"prompt": prompt, "messages": known.get(MESSAGES)}

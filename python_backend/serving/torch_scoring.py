@@ -1,6 +1,6 @@
-"""The process of a scoring model that computes in torch: sets up allocator and threads, loads models, launches passes.
+"""The process of a scoring model in torch: sets up allocator and threads, loads models and launches forward passes.
 
-A model with `tensor_parallel` above 1 is loaded and run by several processes, of which this one is rank 0.
+If `tensor_parallel` is above 1, several processes load and run the model; this one is rank 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 
 from rlhf_triton.monitoring.metrics import CARD
 from rlhf_triton.process import keep_freed_memory
-from rlhf_triton.python_backend.models.card import Halving, card_bytes, is_device_error, staging, use_own_stream
+from rlhf_triton.python_backend.models.card import is_device_error, staging, use_own_stream
 from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, card_bytes
 from rlhf_triton.python_backend.models.placement import device_of
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.scoring import Forward, Wait
@@ -41,7 +42,7 @@ class TorchProcess:
     """This process, with one model on its device."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        """Prepare the process for forward passes; `args` are those of Triton's `initialize`."""
+        """Prepare the process for forward passes. `args`: the arguments of Triton's `initialize`."""
         quiet_transformers()
         self.args, self.parameters = args, Parameters(args)
         keep_freed_memory()
@@ -51,7 +52,7 @@ class TorchProcess:
         self.device = torch.device(device_of(device, 0))
         self._threads = threads_of(self.parameters.text("threads"))
         self.prepare_thread()
-        self._memory = Halving(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
+        self._memory = MemoryBudget(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
         self._troubles = MetricCounters(self.parameters.model, TROUBLES)
         self._gauges: dict[str, Gauge] = {}
         self.passes_in_flight = 2 if self.device.type == "cuda" and size == 1 else 1
@@ -60,8 +61,8 @@ class TorchProcess:
             self._gauges = {spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in CARD}
         self._loading: dict[str, Any] = {"device": device, "dtype": self.parameters.text("dtype")}
         self.stop_loading: Callable[[bool], None] = lambda waits: None
-        """Stops whatever calls `load`; waits until it has ended, unless told not to: once a rank is lost, it may never
-        end."""
+        """Stops the thread that calls `load`; with True, waits until it has ended, which it may never do once a rank is
+        lost."""
         self.refuse_all: Callable[[Exception], None] | None = None
         self._is_lost = False
         self._ranks: ServingRanks | None = None
@@ -89,14 +90,14 @@ class TorchProcess:
             with self.on_all_ranks(version.model, rows, width):
                 found = forward(version.model, rows, width)()
             return lambda: found
-        parts = self._memory.in_parts(lambda part: forward(version.model, part, width), rows)
-        if halved := self._memory.new():
+        parts = self._memory.run_in_parts(lambda part: forward(version.model, part, width), rows)
+        if halved := self._memory.new_halvings():
             self._troubles.add((0, halved))
             self._troubles.publish()
         return lambda: [output for part in parts for output in part()]
 
     def failed(self, error: BaseException | None) -> None:
-        """End this process if the error, or one that it was raised from, leaves the device unusable."""
+        """Take the model out of service if the error, or one of its causes, means that the device is unusable."""
         while error is not None:
             if is_device_error(error):
                 self._end("has lost its device", f"{type(error).__name__}: {str(error).splitlines()[0]}")
@@ -105,7 +106,7 @@ class TorchProcess:
 
     @contextlib.contextmanager
     def blaming_the_device(self) -> Iterator[None]:
-        """Run the block, which loads a version; if the device is lost, do not return: the version may be good."""
+        """Run the block, which loads a version; if the device is lost, never return: the version may be good."""
         try:
             yield
         except Exception as error:
@@ -116,19 +117,19 @@ class TorchProcess:
             raise
 
     def publish(self) -> None:
-        """Show how much of the device's memory is used."""
+        """Publish the device's memory use."""
         for name, value in card_bytes(self.device).items():
             self._gauges[name].show(value)
 
     def on_all_ranks(self, model: Any, rows: Sequence[TokenRow], width: int) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a forward pass of `model`, in which the other ranks, if any, run theirs."""
+        """Return the context for a forward pass of `model`, during which the other ranks, if any, run theirs."""
         if self._ranks is None:
             return contextlib.nullcontext()
         return self._ranks.forward(model, [row.tokens for row in rows], width)
 
     def close(self) -> None:
-        """Stop loading and the other ranks; once the device or a rank is lost, let a signal end this process."""
-        if self._is_lost:  # no thread is worth waiting for; the default action of the signal ends them
+        """Stop loading and stop the other ranks; if the device or a rank is lost, let a signal end this process."""
+        if self._is_lost:  # the threads may hang; the default action of the signal ends the process
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
             signal.alarm(EXIT_WITHIN_S)
             return
@@ -137,16 +138,16 @@ class TorchProcess:
             self._ranks.close()
 
     def prepare_thread(self) -> None:
-        """Set torch's number of threads, device and stream. Needed in every thread that computes: they are its own."""
+        """Set torch's number of threads, device and stream; needed in every thread that computes."""
         torch.set_num_threads(self._threads)
         use_own_stream(self.device)
 
     def _end(self, loss: str, reason: str) -> None:
-        """Fail the requests in flight, and all later ones at once, because the model has lost a rank or its device.
+        """Fail all requests in flight and all later ones, because the model has lost a rank or its device.
 
-        Whoever supervises the server loads the model again. Until then this process must not end: Triton needs up to
-        three seconds to answer a request whose process has ended. Only before the model has started, when there are no
-        requests, does it end at once.
+        The server's supervisor reloads the model. Until then this process must not end: Triton needs up to three
+        seconds to answer a request whose process has ended. Before the model has started, when there are no requests,
+        the process ends at once.
         """
         if self._is_lost:  # another thread has met the same error
             return
@@ -162,11 +163,11 @@ class TorchProcess:
 
 
 def threads_of(setting: str) -> int:
-    """Return the number of threads that the parameter `threads` names: `3`, or `1/2` for half of the cores."""
+    """Parse the parameter `threads`, such as `3`, or `1/2` for half of the cores; return the number of threads."""
     number, _, parts = setting.partition("/")
     return max(1, len(os.sched_getaffinity(0)) // int(parts)) if parts else int(number)
 
 
 def forward_tokens(model: Any, rows: Sequence[TokenRow], width: int) -> Wait:
-    """Launch a forward pass of a model that reads nothing of a row but its tokens."""
+    """Launch a forward pass of a model that reads only the tokens of a row."""
     return model.launch([row.tokens for row in rows], width)

@@ -22,7 +22,7 @@ from rlhf_triton.python_backend.serving.pulse import Pulse
 from rlhf_triton.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, ContractError, VersionRange
 from rlhf_triton.wire.texts import printable
 
-MAX_NAMES = 50  # counters that a reward function may have
+MAX_NAMES = 50  # maximum number of counters of a reward function
 
 
 class Parameters:
@@ -51,20 +51,20 @@ class Parameters:
         return int(self.text(name))
 
     def path(self, name: str) -> Path:
-        """Return a required parameter as an absolute path; relative ones start at tritonserver's working directory.
+        """Return a required parameter as an absolute path; relative paths start at tritonserver's working directory.
 
-        A path that is not ASCII is replaced by an alias: file names in this process must be ASCII.
+        Returns an alias for a path that is not ASCII: file names in this process must be ASCII.
         """
         path = Path(self.text(name)).absolute()
         return path if str(path).isascii() else plain_alias(path)
 
 
 def _hide_requests() -> None:
-    """Make this process's shared memory, through which requests arrive, unreadable for other users.
+    """Make the shared memory through which this process receives requests unreadable for other users.
 
-    Triton gives it mode 0644, whatever the umask is. A model calls this before it receives its first request.
+    Triton creates it with mode 0644, regardless of the umask. A model calls this before it receives its first request.
     """
-    # Bytes: this process decodes as ASCII, and may have loaded libraries from a folder whose name is not.
+    # Bytes, because this process decodes as ASCII and may have loaded libraries from a folder with another name.
     for region in set(re.findall(rb"/dev/shm/\S+", Path("/proc/self/maps").read_bytes())):
         with contextlib.suppress(OSError):  # a library has removed its file already
             Path(os.fsdecode(region)).chmod(0o600)
@@ -90,7 +90,11 @@ class Call:
         count_failure: Callable[[int], None] = lambda status: None,
         before_send: Callable[[], None] = lambda: None,
     ) -> None:
-        """`count_failure`: called with the HTTP status of an error response."""
+        """
+        Args:
+            count_failure: called with the HTTP status of an error response.
+            before_send: called right before a response is sent.
+        """
         self._request = request
         self._count_failure = count_failure
         self._before_send = before_send
@@ -99,7 +103,7 @@ class Call:
         self.answered = False
         wanted = frozenset(request.requested_output_names())
         self.wanted: frozenset[str] = wanted - OPTIONAL_OUTPUTS if UNNAMED in wanted else wanted
-        """Names of the outputs that the caller requested; all outputs but the optional ones if it named none."""
+        """Names of the requested outputs; all outputs except optional ones if the caller named none."""
 
     def array(self, name: str) -> np.ndarray | None:
         """Return an input tensor, or None if the request does not have it."""
@@ -109,19 +113,20 @@ class Call:
     def header(self, name: str) -> str | None:
         """Return the value of a forwarded HTTP header, or None if it was not sent. `name` must be in lower case.
 
-        The comparison ignores the case of the sent name. Triton passes headers as request parameters. A client may also
-        set a parameter of that name in the request's body, with any JSON type: values other than strings are ignored.
+        The comparison ignores the case of the sent name. Triton passes headers as request parameters. A client may set
+        a parameter of the same name in the request's body, with any JSON type; values other than strings are ignored.
         """
         sent = json.loads(self._request.parameters() or "{}")
         return next((value for key, value in sent.items() if key.lower() == name and isinstance(value, str)), None)
 
     def versions(self) -> VersionRange | None:
-        """Return the versions that the request demands, None if any will do. Raises ContractError if invalid.
+        """Return the weights versions that the request demands; None: any. Raises ContractError if invalid.
 
-        Within `critic_infer`, whose steps all receive its parameters, it demands them of the critic, not of the reward.
+        In the ensemble `critic_infer`, reward and critic both receive the request's parameters; the demand applies to
+        the critic only.
         """
         sent = self._request.parameters()
-        if "_version" not in sent or self.array(AFTER_CRITIC) is not None:  # parsing each request's would cost time
+        if "_version" not in sent or self.array(AFTER_CRITIC) is not None:  # skips slow parsing
             return None
         return VersionRange.of(json.loads(sent))
 
@@ -144,8 +149,8 @@ class Call:
     def fail(self, error: Exception) -> None:
         """Send an error response: ContractError as 400, `Unavailable` (retryable) as 503, anything else as 500.
 
-        Never raises. If an exception left `execute`, Triton would answer every request of the batch a second time,
-        and a second answer corrupts the server's heap.
+        Never raises: if an exception left `execute`, Triton would answer every request of the batch a second time,
+        which corrupts the server's heap.
         """
         self._count_failure(http_status(error))
         try:
@@ -160,8 +165,8 @@ class Call:
             if not self.answered:
                 self._before_send()
                 self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-                # Not before: if `send` raises, an error may be sent instead. (Triton refuses that, too, if `send` ran
-                # out of shared memory: its sender counts the attempt.)
+                # Only now: if `send` raises, `fail` may still send an error. (Triton refuses that as well if `send` ran
+                # out of shared memory, because its sender counts the attempt.)
                 self.answered = True
 
 
@@ -175,27 +180,27 @@ def answer_each(calls: Sequence[Call], handle: Callable[[Call], None]) -> None:
 
 
 class ModelServer(Protocol):
-    """What serves the requests of a model."""
+    """Serves the requests of a model."""
 
     def execute(self, calls: Sequence[Call]) -> None:
-        """Answer the requests, now or later; never raises."""
+        """Answer the requests, immediately or later; never raises."""
 
     def finalize(self) -> None:
-        """Answer every received request, then release everything."""
+        """Answer every received request, then release all resources."""
 
 
 class TritonModel:
-    """The class that Triton loads as `TritonPythonModel`; forwards its calls to the server that `serve` returns."""
+    """Base of the class that Triton loads as `TritonPythonModel`: forwards Triton's calls to what `serve` returns."""
 
     serve: Callable[[Mapping[str, str]], ModelServer]
     served: ModelServer
-    pulse = Pulse("")  # until `initialize` has started one of this process
+    pulse = Pulse("")  # inactive; `initialize` starts the process's own
     count_failure: Callable[[int], None] = staticmethod(lambda status: None)
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load. A reload through Triton runs this in a new process."""
         name = json.loads(args["model_config"])["name"]
-        # Triton counts each of them as a success: a response was sent.
+        # Triton itself counts an error response as a success.
         refused = NamedCounters(name, "rlhf_requests_refused_total", "Requests answered with an error", "status")
         self.count_failure = lambda status: refused.add({str(status): 1})
         self.served = type(self).serve(args)
@@ -213,7 +218,7 @@ class TritonModel:
 
 
 def triton_model(serve: Callable[[Mapping[str, str]], ModelServer]) -> type[TritonModel]:
-    """Return the class for Triton that serves what `serve` returns for the arguments of `initialize`."""
+    """Return the class that Triton loads; `serve` returns the server for the arguments of `initialize`."""
 
     class TritonPythonModel(TritonModel):
         """The class for Triton."""
@@ -231,7 +236,7 @@ def _triton_error(error: Exception) -> Any:
 
 
 def _escape_texts(array: np.ndarray) -> np.ndarray:
-    """Return an array of texts with unprintable characters escaped; arrays of numbers are returned unchanged."""
+    """Escape unprintable characters in an array of texts; return arrays of numbers unchanged."""
     if array.dtype != np.object_:
         return array
     texts = [item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
@@ -253,9 +258,9 @@ class MetricCounters:
         self._pending = [pending + amount for pending, amount in zip(self._pending, amounts, strict=True)]
 
     def publish(self) -> None:
-        """Send the added amounts to the server: one round trip per metric, too slow to do after every forward pass.
+        """Send the added amounts to the server: one round trip per metric, too slow for every forward pass.
 
-        Never raises; the next call sends what the server has refused.
+        Never raises; the next call sends again what the server refused.
         """
         with _log_metric_errors():
             for i, metric in enumerate(self._metrics):
@@ -265,7 +270,7 @@ class MetricCounters:
 
 
 class NamedCounters:
-    """Counters of one family, created on first use and named by the value of a label."""
+    """Counters of one metric, distinguished by the value of a label and created on first use."""
 
     def __init__(self, model: str, family: str, description: str, label: str) -> None:
         self._model, self._label = model, label
@@ -274,7 +279,7 @@ class NamedCounters:
         self._lock = threading.Lock()
 
     def add(self, amounts: Mapping[str, float]) -> None:
-        """Add one amount to each named counter: one round trip to the server for each. Thread-safe; never raises.
+        """Add an amount to each named counter: one round trip to the server per counter. Thread-safe; never raises.
 
         Names beyond the first `MAX_NAMES` are ignored, because the server never forgets a metric.
         """
@@ -290,7 +295,7 @@ class Gauge:
     """A gauge in the server's Prometheus metrics."""
 
     def __init__(self, model: str, name: str, description: str, **labels: str) -> None:
-        """Register the gauge; `labels` are those besides the model's name."""
+        """Register the gauge; `labels`: labels in addition to the model's name."""
         self._metric = _metric(model, name, description, pb_utils.MetricFamily.GAUGE, **labels)
 
     def show(self, value: float) -> None:
@@ -301,7 +306,7 @@ class Gauge:
 
 @contextlib.contextmanager
 def _log_metric_errors() -> Iterator[None]:
-    """Log what goes wrong with a metric, such as exhausted shared memory: metrics never decide about answers."""
+    """Log a metric's errors, such as exhausted shared memory, instead of raising: metrics must not affect answers."""
     try:
         yield
     except Exception as error:  # process edge: the calling thread also sends replies
@@ -315,12 +320,12 @@ def _metric(model: str, name: str, description: str, kind: Any, **labels: str) -
 def _family(name: str, description: str, kind: Any) -> Any:
     """Create a family of metrics that is never freed.
 
-    Freeing a family removes its metrics from the server, although the model's next process may already be counting in
-    them. Freeing it at unload, together with the model, is worse: by then the stub has closed its connection to the
-    server, and every unload ends in a segfault.
+    Freeing a family removes its metrics from the server, although the model's next process may already use them.
+    Freeing it at unload is worse: by then the stub has closed its connection to the server, and every unload ends in a
+    segfault.
     """
     family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))  # leaked on purpose: must survive interpreter shutdown, too
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))  # leaked on purpose, even beyond interpreter shutdown
     return family
 
 
@@ -330,6 +335,6 @@ def log(message: str) -> None:
 
 
 def log_error(message: str) -> None:
-    """Write one error line to the server's log. Never raises: it is how threads that send replies survive errors."""
+    """Write one error line to the server's log. Never raises, so that threads that send replies survive errors."""
     with contextlib.suppress(Exception):  # process edge: the log goes through shared memory, which may be exhausted
         pb_utils.Logger.log_error(printable(message))

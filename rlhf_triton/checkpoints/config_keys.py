@@ -1,4 +1,4 @@
-"""Reads keys of a checkpoint's config.json, each of the JSON type that it must have; no torch."""
+"""Reads keys of a checkpoint's config.json and checks their JSON types; no torch."""
 
 import sys
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ KINDS = {
 
 
 def read_key(config: Mapping[str, Any], key: str, kind: type[T], default: D) -> T | D:
-    """Return a key's value; `default` if it is absent or null, as transformers writes a key that is not set.
+    """Return a key's value, or `default` if the key is absent or null, which transformers writes for unset keys.
 
     Raises:
-        ValueError: the value is of another type than `kind`; the message names the key and the value.
+        ValueError: the value does not have the type `kind`; the message names the key and the value.
     """
     found: Any = config.get(key)
     if found is None:
         return default
-    if kind is bool and found in (False, True):  # 0 and 1 are equal to these
+    if kind is bool and found in (False, True):  # 0 and 1 compare equal to these
         return kind(found)  # type: ignore[call-arg]
     is_number = isinstance(found, int | float) and not isinstance(found, bool)
     if kind is float and is_number and abs(found) <= sys.float_info.max:

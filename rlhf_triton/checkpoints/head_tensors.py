@@ -1,6 +1,6 @@
-"""Finds the head among a checkpoint's tensors, and the tensors that belong to nothing that is known; no torch.
+"""Finds the head among a checkpoint's tensors, and tensors that may be an unknown head; no torch.
 
-A class name decides nothing but the position of a `classifier`, which transformers' token and sequence classes share.
+Class names only tell a token `classifier` from a sequence `classifier`, which have the same tensor names.
 """
 
 import itertools
@@ -19,23 +19,24 @@ from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 T = TypeVar("T")
 PAIRWISE = "head_layer"  # PairRM's
 # Tensors without effect on a score: output layers of language models, and buffers that transformers computes.
-OUTPUT = re.compile(r"(lm_head|embed_out)\.(weight|bias)")  # if it has an output for each token
+OUTPUT = re.compile(r"(lm_head|embed_out)\.(weight|bias)")  # harmless if it has an output for each token
 HARMLESS = re.compile(
     r"(lm_predictions|mask_predictions|cls\.predictions|cls\.seq_relationship)\.[\w.]+"
     r"|.*(\.inv_freq|\.masked_bias|position_ids|token_type_ids)"
     r"|(\w+\.)*(global_step|steps?|epochs?|\w*num_updates|num_batches_tracked)"
 )
-MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask, if it has four dimensions
+MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask if it has four dimensions
 LIKE_A_HEAD = re.compile(r"head|score|regress|gating|normali[sz]er|reward|value|weights|out_proj|classif|linear|cls")
-IN_BODY = re.compile(r"(^|\.)\d+\.|emb|wte|wpe|norm|pooler")  # of names of layers, embeddings, norms
-WRAPPED = ("module.", "_orig_mod.")  # before every name: of DistributedDataParallel, of torch.compile
+IN_BODY = re.compile(r"(^|\.)\d+\.|emb|wte|wpe|norm|pooler")  # names of layers, embeddings, norms
+WRAPPED = ("module.", "_orig_mod.")  # prefixes of all names from DistributedDataParallel and torch.compile
 
 
 def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
-    """Return the head that the tensors of a checkpoint form; None if they form none.
+    """Return the head among the tensors of a checkpoint; None if there is none.
 
     Raises:
-        ValueError: a head lacks a tensor, or its shapes or config.json contradict each other.
+        ValueError: there are several heads, a head is incomplete, or tensor shapes and config.json contradict each
+            other.
     """
     named = read_key(config, "value_head_prefix", str, "")  # written by OpenRLHF
     is_token = any("TokenClassification" in str(name) for name in read_key(config, "architectures", list, []))
@@ -43,7 +44,7 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
     found: list[Head] = []
     for form in (*own, *(form for form in FORMS if is_token or form.kind != "token")):
         if not (form.pooled and is_token):
-            heads = _found(form, config, tensors)
+            heads = _heads_of(form, config, tensors)
             found += [head for head in heads if all(head.layers.names != known.layers.names for known in found)]
     if not found:
         return None
@@ -55,15 +56,16 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
         )
     if others and not named:
         raise ValueError(
-            f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the one that is trained"
+            f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the trained one"
         )
-    unread = [name for name in tensors if any(other.owns(name) for other in others)]  # as value_head_prefix says
+    # Ignored because of value_head_prefix.
+    unread = [name for name in tensors if any(other.owns(name) for other in others)]
     head = replace(head, others=(*head.others, *sorted(unread)))
     return replace(head, kind="token") if is_token and head.kind == "sequence" else head
 
 
-def _found(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[Head]:
-    """Yield the heads of this form. Raises ValueError as `find_head`."""
+def _heads_of(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[Head]:
+    """Yield the heads of this form among the tensors. Raises ValueError as `find_head`."""
     rule = form.gate
     gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors, latest=0)
     if rule is not None and (gate is None or not tensors.keys() >= {*rule.others}):
@@ -102,9 +104,9 @@ def _temperature(rule: Gate, config: Mapping[str, Any]) -> float | None:
 
 
 def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, latest: int = 1) -> Layers | None:
-    """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `torch.nn.Sequential`; None if none.
+    """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `Sequential`; None if there are none.
 
-    `latest`: the largest number that the first one may have.
+    `latest`: largest number that the first layer may have.
     """
     numbered = re.compile(re.escape(prefix) + r"\.(\d+)\.(?:weight|bias|running_\w+)")
     numbers = sorted({int(match[1]) for name in tensors if (match := numbered.fullmatch(name))})
@@ -116,41 +118,41 @@ def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, 
     norms = {n for n in numbers if f"{prefix}.{n}.running_mean" in tensors}
     linear = [n for n in numbers if n not in norms]
     steps = {b - a for a, b in itertools.pairwise(linear)}
-    # In a `Sequential`, an activation is between two layers, and perhaps a dropout or a normalisation, and before the
-    # first one a dropout at most. Gates that apply their activation themselves count their linear layers alone.
+    # In a `Sequential`, there is an activation between two layers, perhaps with a dropout or a normalisation, and at
+    # most a dropout before the first layer. Gates that apply their activation themselves number only linear layers.
     allowed = {2, 3} if "gating" not in prefix else {1, 3}
     if linear[0] > latest or steps - allowed or (norms and norms != {n + 2 for n in linear[:-1]}):
         raise ValueError(
-            f"the head {prefix} is no sequence of layers with activations between them: it has tensors of "
+            f"the head {prefix} is not a sequence of linear layers with activations in between: its tensors belong to "
             f"{', '.join(f'{prefix}.{n}' for n in numbers)}; copy the checkpoint again"
         )
     width = None
     for n in numbers:
         if n not in norms:
             width = _check_layer(f"{prefix}.{n}", tensors, width)
-        elif lacking := {f"{prefix}.{n}.{part}" for part in NORM} - tensors.keys():
-            raise ValueError(f"the head lacks {min(lacking)}; copy the checkpoint again")
+        elif missing := {f"{prefix}.{n}.{part}" for part in NORM} - tensors.keys():
+            raise ValueError(f"the head has no {min(missing)}; copy the checkpoint again")
     return Layers(tuple(f"{prefix}.{n}" for n in numbers), activation)
 
 
 def _check_layer(name: str, tensors: Mapping[str, TensorInfo], width: int | None) -> int:
-    """Return the number of outputs of a linear layer with `width` inputs (None: any)."""
+    """Return the number of outputs of a linear layer. Raises ValueError unless it has `width` inputs (None: any)."""
     weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
     if weight is None:
-        raise ValueError(f"the head lacks {name}.weight; copy the checkpoint again")
+        raise ValueError(f"the head has no {name}.weight; copy the checkpoint again")
     if len(weight.shape) != 2 or 0 in weight.shape:
         raise ValueError(shape_error(f"{name}.weight", weight, "[num_labels, hidden], both above 0"))
     if width is not None and weight.shape[1] != width:
-        raise ValueError(shape_error(f"{name}.weight", weight, f"[outputs, {width}], as the layer before it returns"))
-    if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            shape_error(f"{name}.bias", bias, f"[{weight.shape[0]}], one number for each row of {name}.weight")
+            shape_error(f"{name}.weight", weight, f"[outputs, {width}] for the outputs of the layer before it")
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(shape_error(f"{name}.bias", bias, f"[{weight.shape[0]}], one number per row of {name}.weight"))
     return weight.shape[0]
 
 
 def shape_error(name: str, found: TensorInfo, expected: str) -> str:
-    """Return the message for a head's tensor whose shape is not the expected one."""
+    """Return the error message for a head's tensor with an unexpected shape."""
     return (
         f"the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the checkpoint again with "
         "save_pretrained of the model that it was trained with"
@@ -158,31 +160,34 @@ def shape_error(name: str, found: TensorInfo, expected: str) -> str:
 
 
 def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the number of outputs for each attribute behind a gate. Raises ValueError if its parts do not fit."""
+    """Return the number of outputs per attribute of a gated head. Raises ValueError if head and gate do not fit."""
     count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
     group = read_key(config, size, int, 1) if isinstance(size, str) else size
     transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
-    wide, read = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))
-    if wide != read:
-        raise ValueError(f"the gate {gate.names[0]} reads {read} numbers, but {head.prefix} {wide}: they do not fit")
+    width, gate_width = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))
+    if width != gate_width:
+        raise ValueError(
+            f"the gate {gate.names[0]} has {gate_width} inputs, but {head.prefix} has {width}; copy the checkpoint "
+            "again"
+        )
     if head.num_labels != count * group or transform != (count, count):
         raise ValueError(
             f"{head.prefix} has {head.num_labels} outputs, the gate {gate.names[-1]} has {count} with {group} outputs "
-            f"each, and {TRANSFORM} is {list(transform)}: these shapes contradict each other"
+            f"each, and {TRANSFORM} is {list(transform)}: these shapes do not fit; copy the checkpoint again"
         )
     return group
 
 
 def layers_path(names: Iterable[str]) -> str:
-    """Return the path of a body's list of layers, such as `model.layers` of `model.layers.0.mlp...`; "" if none."""
+    """Return the path of a body's list of layers, such as `model.layers` for `model.layers.0.mlp...`; "" if none."""
     paths = Counter(match[1] for name in names if (match := re.match(r"(.+?)\.\d+\.", name)))
     return paths.most_common(1)[0][0] if paths else ""
 
 
 def wrapper_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """Return what a wrapper around the model, such as DistributedDataParallel, put before all names; "" if nothing.
+    """Return the prefix that a wrapper such as DistributedDataParallel has added to all names; "" if none.
 
-    All names of a bare body may begin with its own name as well, which is then left there, unless a head does, too.
+    If all names start with the body's own name, that is not a wrapper, unless the head's names start with it as well.
     """
     prefix = ""
     while (common := _common_root(tensors, prefix)) in WRAPPED:
@@ -194,21 +199,21 @@ def wrapper_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
 
 
 def unwrapped(tensors: Mapping[str, T], wrapper: str) -> dict[str, T]:
-    """Return the tensors, by their names without `wrapper_of`."""
+    """Return the tensors by their names without the prefix `wrapper`."""
     return {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
 
 
 def _common_root(names: Iterable[str], prefix: str) -> str:
-    """Return the name part, with its dot, that follows `prefix` in all names; "" if they differ."""
+    """Return the part that follows `prefix` in all names, including its dot; "" if the names differ there."""
     roots = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
     return f"{roots.pop()}." if len(roots) == 1 and all("." in name.removeprefix(prefix) for name in names) else ""
 
 
 def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
-    """Return the names under which a model has its body or head a second time, each with the first name.
+    """Return name -> original name of the tensors that duplicate a model's body or head under another name.
 
-    Starling's class, for one, has the layers of its language model under a root of their own as well. Whether such
-    tensors are equal, the loader of the weights compares.
+    Starling's class, for example, stores the layers of its language model twice. The loader compares whether the
+    tensors are in fact equal.
     """
     rest = {*names}
     owned = {name for name in rest if head is not None and head.owns(name)}
@@ -224,7 +229,7 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
 
 
 def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
-    """Return the prefixes of linear layers, alone or in sequence, that belong to no body and may be a head."""
+    """Return the prefixes of linear layers, single or in sequence, outside the body, which may be an unknown head."""
     found = {
         re.sub(r"(\.\d+)?\.weight$", "", name)
         for name, tensor in tensors.items()

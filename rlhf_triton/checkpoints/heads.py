@@ -1,43 +1,43 @@
-"""The table of published heads: the tensors of each, how they are computed, and what its outputs mean; no torch."""
+"""The table of published head forms: their tensors, their formulas, and the meaning of their outputs; no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 HeadKind = Literal["sequence", "token", "value"]
-Pooling = Literal["auto", "last", "mean"]  # of a head on each token; the functions are in `models.readout.POOLS`
-Reading = Literal["mean", "first", "bins"]
-BINS = 10  # of LDL's distribution of an attribute
+Pooling = Literal["auto", "last", "mean"]  # for heads on each token; the functions are in `models.readout.POOLS`
+Reduction = Literal["mean", "first", "bins"]
+BINS = 10  # bins of LDL's distribution over an attribute's values
 TRANSFORM, SCALE = "reward_transform_matrix", "gating.logit_scale"
-MODEL_TYPES = {"gpt_neox_reward_model": "gpt_neox"}  # of checkpoints' own classes -> of their bodies
+MODEL_TYPES = {"gpt_neox_reward_model": "gpt_neox"}  # model type of a checkpoint's own class -> model type of its body
 NORMALISER = ("normalizer.mean", "normalizer.var", "normalizer.count")  # beaver's; see `inspection.Constants`
 NORM = ("weight", "bias", "running_mean", "running_var")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A gate: layers that compute, from a hidden state, the weight of each attribute in the reward."""
+    """A gate: layers that compute each attribute's weight in the reward from a hidden state."""
 
-    prefix: str  # of its layers
+    prefix: str  # of the gate's layers
     activation: str
-    at_turn: bool = False  # it reads the start of the last answer's header, otherwise the token of the score
-    others: tuple[str, ...] = ()  # its further tensors
-    softmax: str | None = None  # key of config.json that says whether its weights are a softmax; "": they are; None: no
-    temperature: tuple[str, float] = ("", 1.0)  # key of the softmax's temperature in config.json, and default
+    at_turn: bool = False  # True: the gate reads the start of the last answer's header; False: the scored token
+    others: tuple[str, ...] = ()  # further tensors of the gate
+    softmax: str | None = None  # key of config.json that turns the softmax on; "": always on; None: never
+    temperature: tuple[str, float] = ("", 1.0)  # config.json's key of the softmax's temperature, and its default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """A published form of head; a row of the table in docs/your-models.md."""
 
-    models: str  # checkpoints or trainers that have it, for the documentation
-    prefixes: tuple[str, ...]  # of the layers that compute the outputs; the first that a folder has counts
+    models: str  # checkpoints or trainers with this form, for the documentation
+    prefixes: tuple[str, ...]  # of the layers that compute the outputs; the first one that exists counts
     formula: str  # for the documentation
     kind: HeadKind = "value"
     activation: str = "relu"  # between layers, unless config.json names another one
-    reading: Reading = "mean"  # how the outputs of an attribute, if it has several, become one
-    size: str | int = 1  # outputs of an attribute, or the key of config.json that has their number
+    reduction: Reduction = "mean"  # how several outputs of an attribute become one number
+    size: str | int = 1  # outputs per attribute, or the key of config.json with this number
     gate: Gate | None = None
-    pooled: bool = False  # behind layers of transformers' own class, which also chooses the token
+    pooled: bool = False  # transformers' class pools, and has further layers before the head
 
 
 LAST = "the layers at the last token"
@@ -60,7 +60,7 @@ FORMS = (
     Form(
         models="URM-LLaMa-3.1-8B",
         prefixes=("score",),
-        reading="first",
+        reduction="first",
         size=2,
         gate=Gate(prefix="weights.fc", activation="selu"),
         formula="sum of every other output (means and standard deviations alternate), weighted by `weights.fc` (SELU)",
@@ -69,7 +69,7 @@ FORMS = (
         models="LDL-Reward-Gemma-2-27B, converted to `regression_layer.safetensors` and `gating_layer.safetensors`",
         prefixes=("regression_layer.network",),
         activation="leaky_relu",
-        reading="bins",
+        reduction="bins",
         size=BINS,
         gate=Gate(
             prefix="gating_layer.network",
@@ -124,9 +124,9 @@ GATES = {
 
 @dataclass(frozen=True)
 class Layers:
-    """Linear layers of a head, in order, with an activation between them."""
+    """A head's linear layers and normalisations, in order, with an activation in between."""
 
-    names: tuple[str, ...]  # prefixes of the layers' tensors, those of normalisations included
+    names: tuple[str, ...]  # prefixes of the layers' tensors
     activation: str
 
 
@@ -135,25 +135,25 @@ class Head:
     """The trained head of a checkpoint: layers whose outputs are labels, attributes or a reward."""
 
     form: Form
-    kind: HeadKind  # one output per sequence, one per token, or a value head on a language model
+    kind: HeadKind  # scores sequences, scores tokens, or a value head on a language model
     prefix: str
     layers: Layers
-    num_labels: int  # outputs: labels, or 1 behind a gate
+    num_labels: int  # number of outputs; 1 with a gate
     gate: Layers | None = None
-    group: int = 1  # outputs of the layers for each attribute: quantiles, bins, or mean and standard deviation
-    temperature: float | None = None  # of the gate's softmax; None: it has none
-    others: tuple[str, ...] = ()  # tensors that are no layers: the gate's, and those of the constants
-    pooling: Pooling = "auto"  # what config.json says; `auto`: nothing
+    group: int = 1  # the layers' outputs per attribute: quantiles, bins, or mean and standard deviation
+    temperature: float | None = None  # of the gate's softmax; None: no softmax
+    others: tuple[str, ...] = ()  # tensors outside the layers: of the gate, and of the standardisation constants
+    pooling: Pooling = "auto"  # as in config.json; `auto`: not stated
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is applied to the body's hidden states at each token, and its outputs are the labels."""
+        """Whether the head maps each token's hidden state directly to the labels, without gate or own pooling."""
         return self.gate is None and not self.form.pooled
 
     def owns(self, name: str) -> bool:
-        """Return whether a tensor belongs to the head; those of pooling layers belong to transformers' class."""
+        """Return whether a tensor belongs to the head. Tensors of pooling layers do not."""
         gated = () if self.gate is None else self.gate.names
         layer, _, part = name.rpartition(".")
-        # Only numbered layers may be normalisations. Any other part, such as a scale, would be of another formula.
+        # Only numbered layers may be normalisations. Any other part, such as a scale, implies another formula.
         parts = (*NORM, "num_batches_tracked") if layer.rpartition(".")[2].isdigit() else NORM[:2]
         return name in self.others or (part in parts and layer in (*self.layers.names, *gated))

@@ -28,24 +28,24 @@ from rlhf_triton.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
 from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
 from rlhf_triton.errors import RlhfError, reason_of
 
-# Limits on row lengths, within which a forward pass depends neither on its other rows nor on earlier ones.
+# Row lengths up to which a row's outputs depend neither on other rows nor on earlier forward passes.
 #
-# For two rope types, the longest row of a forward pass decides which rotary table transformers uses for all rows.
+# With two rope types, the longest row of a forward pass decides which rotary table transformers uses for all rows.
 # `longrope` (Phi-3 128k) switches tables beyond `original_max_position_embeddings`. `dynamic` recomputes its table
 # beyond `max_position_embeddings` and keeps it for later forward passes. The table is stored in the module, so threads
-# that share the module would race. BigBird's block-sparse attention becomes full attention for good at the first
-# forward pass that is too short for it.
+# that share the module would race. BigBird's block-sparse attention switches to full attention permanently at the
+# first forward pass that is too short for it.
 
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # in the order in which they count
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the first one that is set counts
 BY_LENGTH = ("dynamic", "longrope")  # rope types that transformers' `dynamic_rope_update` updates
 FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
 
 
 def num_positions(get: Callable[[str], Any]) -> Any:
-    """Return a model's number of positions, under whatever name `get` finds it in its configuration; None if nowhere.
+    """Return a model's number of positions, or None. `get` returns a key of its configuration.
 
-    It is no limit if it is not above 0: XLNet's is -1.
+    Numbers below 1 mean that there is no limit, such as XLNet's -1.
     """
     return next((found for name in POSITIONS if (found := get(name))), None)
 
@@ -58,12 +58,12 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of config.json about the language model: all of it unless the model reads images, too."""
+    """Return the part of config.json about the language model: all of it, unless the model also reads images."""
     return read_key(config, "text_config", dict, None) or config
 
 
 def stable_length(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum row length for which transformers uses one rotary table, and full attention; None: any.
+    """Return the maximum row length at which transformers keeps one rotary table and full attention; None: no limit.
 
     A `longrope` model whose long and short factors are equal has only one table, and therefore no limit.
     """
@@ -72,7 +72,7 @@ def stable_length(config: Mapping[str, Any]) -> int | None:
     positions = read_key(text, "max_position_embeddings", int, None)
     limits: list[int | None] = []
     if text.get("attention_type") == "block_sparse" and not read_key(text, "is_encoder_decoder", bool, False):
-        blocks = 5 + 2 * read_key(text, "num_random_blocks", int, 3)  # this, and the defaults, as in BigBirdModel
+        blocks = 5 + 2 * read_key(text, "num_random_blocks", int, 3)  # formula and defaults as in BigBirdModel
         limits.append(blocks * read_key(text, "block_size", int, 64))
     # `rope` contains the parameters, or maps each layer type to its parameters.
     for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
@@ -85,9 +85,9 @@ def stable_length(config: Mapping[str, Any]) -> int | None:
 
 
 def fix_forward(model: Any) -> None:
-    """Make every forward pass of `model` use the rotary table that it was loaded with, and full attention.
+    """Make `model` use full attention and the rotary table that it was loaded with in every forward pass.
 
-    Up to `stable_length`, the model's outputs equal those of transformers. The caller must reject longer rows.
+    Up to `stable_length`, its outputs equal transformers'. The caller must reject longer rows.
     """
     if getattr(model.base_model, "attention_type", None) == "block_sparse":
         model.base_model.set_attention_type("original_full")
@@ -113,8 +113,8 @@ ONLY_ADAPTER = (
     "shows"
 )
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # that nothing here reads
-# Files beside a model's weights that have nothing to add to it: of a training's state, and the same weights once more.
+OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # formats that this project does not read
+# Files that are not part of a model: the state of a training run, and copies of the weights in other formats.
 TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
 COPIES = re.compile(
     r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
@@ -133,13 +133,13 @@ TOKENIZERS = {
 
 NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
 
-LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
+LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # a relative path that starts like this is not a Hub id
 
 
 GOOD = re.compile("correct|right|good|pos(itive)?|yes|true|accept(ed)?|chosen|pass(ed)?|valid|safe|1")
 BAD = re.compile("incorrect|wrong|bad|neg(ative)?|no|false|reject(ed)?|fail(ed)?|invalid|unsafe|error|0")
 SIGNS = {"+": True, "+1": True, "-": False, "-1": False}
-FILLERS = ("label", "class", "step", "is")  # words of a label's name without a meaning of their own
+FILLERS = ("label", "class", "step", "is")  # words that do not change the meaning of a label's name
 
 
 class CheckpointError(RlhfError, ValueError):
@@ -159,8 +159,8 @@ class StoredAdapters:
     """Description of a weights version that holds LoRA adapters and the value head instead of all weights."""
 
     base: int  # version with all weights, in the same store
-    scale: float  # of the adapters' product
-    transposed: tuple[str, ...]  # weights that are stored transposed, as GPT-2's
+    scale: float  # factor of the adapters' product
+    transposed: tuple[str, ...]  # weights that are stored transposed, as in GPT-2
     rounded: tuple[str, ...]  # weights that were rounded to bfloat16 in training
 
 
@@ -175,7 +175,7 @@ class CheckpointInfo:
     is_encoder_decoder: bool
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
-    wrapper: str  # before the names of all tensors in the files, see `wrapper_of`
+    wrapper: str  # prefix of all tensor names in the files, see `wrapper_of`
     vocab_size: int | None
     max_positions: int | None
     tokenizer: str | None  # kind of tokenizer; None: the folder has none
@@ -190,9 +190,9 @@ class CheckpointInfo:
 
     @property
     def good_label(self) -> int | None:
-        """Index of the label of two that means a good row or step, if the names say so; 1 of unnamed ones.
+        """Index of the label for a good row or step, if there are two labels and their names tell; otherwise None.
 
-        TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as right, without names.
+        It is 1 for unnamed labels: TRL's `PRMTrainer` and Qwen2.5-Math-PRM train label 1 as correct, without names.
         """
         if self.head is None or self.head.num_labels != 2 or len(self.labels) not in (0, 2):
             return None
@@ -226,7 +226,7 @@ class CheckpointInfo:
 
 
 def _is_good(label: str) -> bool | None:
-    """Return whether a label's name means good or bad; None: neither is known."""
+    """Return whether a label's name means good (True) or bad (False); None if it is unclear."""
     words = [word for word in re.findall(r"[^\W\d_]+|\d+", label.casefold()) if word not in FILLERS]
     is_negated = len(words) > 1 and words[0] in ("not", "non")
     known = {True: GOOD, False: BAD}
@@ -235,7 +235,7 @@ def _is_good(label: str) -> bool | None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, saying what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
+    """Raise CheckpointError with a remedy unless `folder` is a Hugging Face checkpoint in safetensors format."""
     try:
         _check_contents(folder)
     except OSError as error:
@@ -251,7 +251,7 @@ def _check_contents(folder: Path) -> None:
     has_weights = (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
     if (folder / ADAPTER_FILE).is_file() and has_weights:
         raise CheckpointError(
-            f"{folder} contains a model and a PEFT adapter ({ADAPTER_FILE}), of which one would be ignored; move the "
+            f"{folder} contains both a model and a PEFT adapter ({ADAPTER_FILE}), so one would be ignored; move the "
             "adapter's files into a separate folder"
         )
     if (folder / ADAPTER_FILE).is_file():
@@ -270,11 +270,11 @@ def _check_contents(folder: Path) -> None:
 
 
 def _download(path: Path) -> str:
-    """Return how to download a path that reads like an id of the Hugging Face Hub, or its URL; "" for any other."""
+    """Return a hint how to download `path` if it looks like a Hugging Face Hub id or URL; otherwise ""."""
     if path.parts and path.parts[0] in ("https:", "http:"):
         path = Path(*path.parts[2:4])
     elif "$" in str(path):
-        return ", without variables, which only a shell expands"
+        return "; write it without variables, which only a shell expands"
     elif len(path.parts) != 2 or path.is_absolute() or path.parent.exists() or path.parts[0] in LOCAL_FOLDERS:
         return ""
     return f". If it is a model on the Hub: `hf download {path} --local-dir models/{path.name}`, then give that folder"
@@ -284,8 +284,8 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Describe the checkpoint in `folder` from its JSON files and headers. Takes milliseconds for any model size.
 
     Raises:
-        CheckpointError: `folder` is not a checkpoint or has only pickled weights, a file is damaged, or the head lacks
-            a part.
+        CheckpointError: `folder` is not a checkpoint or has only pickled weights, a file is damaged, or the head is
+            incomplete.
     """
     check_checkpoint(folder)
     config = read_config(folder)
@@ -298,11 +298,17 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")  # in config.json, beside what ends in _config
+# Keys of config.json with objects, in addition to those that end in _config.
+OBJECTS = (
+    "rope_scaling",
+    "rope_parameters",
+    "id2label",
+    "label2id",
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json. Raises CheckpointError if it is damaged, or a part of it that must be an object is none."""
+    """Return config.json. Raises CheckpointError if it is damaged, or a part that must be an object is not one."""
     config = _read_object(folder / CONFIG_FILE)
     try:
         for key in config:
@@ -314,7 +320,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
-    """Return the key of config.json, and its value, that makes `build(given)` fail; None if no single one does."""
+    """Return the key that makes `build(given)` fail, with its value, as text; None if no single key does."""
     for key, value in given.items():
         with contextlib.suppress(Exception):
             build({name: each for name, each in given.items() if name != key})
@@ -323,27 +329,27 @@ def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], o
 
 
 def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
-    """Return what `inspect_checkpoint` does for this config.json and these tensors. Raises ValueError."""
+    """Return the result of `inspect_checkpoint` for the given config.json and tensors. Raises ValueError."""
     wrapper = wrapper_of(config, tensors)
     tensors = unwrapped(tensors, wrapper)
     head = find_head(config, tensors)
     vocab_size = read_key(text_config(config), "vocab_size", int, None)
     for name, tensor in tensors.items():
-        is_weight = len(tensor.shape) > 1 or name.endswith((".weight", ".bias"))  # no counter or mask
+        is_weight = len(tensor.shape) > 1 or name.endswith((".weight", ".bias"))  # not a counter or mask
         if tensor.dtype not in FLOATS and is_weight and not is_harmless(name, tensor, None):
             raise ValueError(f"{tensor.file} is quantised: {name} is of type {tensor.dtype}; use the unquantised model")
     read_key(config, "quantization_config", dict, None)  # transformers reads it
     ids = read_key(config, "label2id", dict, {})
     names = read_key(config, "id2label", dict, {}) or {str(ids[name]): name for name in ids}
-    differing = sorted(str(name) for key, name in names.items() if str(ids.get(str(name), key)) != str(key))
-    if head is not None and head.num_labels > 1 and differing:
+    mismatched = sorted(str(name) for key, name in names.items() if str(ids.get(str(name), key)) != str(key))
+    if head is not None and head.num_labels > 1 and mismatched:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({differing[0]}); "
+            f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({mismatched[0]}); "
             "correct the wrong one"
         )
-    if odd := [key for key in names if not str(key).isdigit()]:
-        raise ValueError(f"config.json: id2label has the key {odd[0]!r}, must be the number of a label")
-    # transformers sorts the file's keys as texts, "10" before "2".
+    if wrong := [key for key in names if not str(key).isdigit()]:
+        raise ValueError(f"config.json: id2label has the key {wrong[0]!r}, but its keys must be label numbers")
+    # transformers sorts the keys in the file as strings, "10" before "2".
     labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
     return CheckpointInfo(
         folder=folder,
@@ -382,17 +388,17 @@ def reward_head(info: CheckpointInfo) -> Head:
     """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
     if info.is_encoder_decoder or any(name.startswith(PAIRWISE) for name in info.tensors):
         how = "is an encoder-decoder" if info.is_encoder_decoder else "compares two candidates in one row (PairRM)"
-        raise CheckpointError(f"{info.folder} {how}, which has no score of one text; use another reward model")
+        raise CheckpointError(f"{info.folder} {how}, so it cannot score one text; use another reward model")
     if info.head is None and (pickled := pickles(info.folder)):
         raise CheckpointError(
-            f"{info.folder} has no head among its weights, but {', '.join(file.name for file in pickled)} may be one; "
-            "convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER`"
+            f"{info.folder} has no head in its safetensors files, but {', '.join(file.name for file in pickled)} may "
+            "contain one; convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER`"
         )
     check_pickles(info.folder)
     if info.head is None and (others := may_be_head(info.tensors, info.vocab_size)):
         raise CheckpointError(
-            f"{info.folder} has no head of a known name, but {', '.join(others[:6])}; if {others[0]} is its head, set "
-            f"value_head_prefix: {others[0]} in its {CONFIG_FILE}"
+            f"{info.folder} has no head with a known name, but unknown layers {', '.join(others[:6])}; if {others[0]} "
+            f"is the head, set value_head_prefix: {others[0]} in {CONFIG_FILE}"
         )
     if info.head is None:
         raise CheckpointError(
@@ -409,23 +415,23 @@ def reward_head(info: CheckpointInfo) -> Head:
 
 
 def check_pickles(folder: Path) -> None:
-    """Raise CheckpointError if a pickled file beside the weights may have a part of the model, such as its head."""
+    """Raise CheckpointError if an additional pickled file may contain a part of the model, such as the head."""
     if unread := [file.name for file in pickles_beside(folder)]:
         raise CheckpointError(
-            f"{folder}: {', '.join(unread)} beside the weights may have a part of the model, such as its head, and is "
-            "not read; convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER` if it is a "
-            "file of torch's, or remove it"
+            f"{folder}: {', '.join(unread)} is not read, but may contain a part of the model, such as its head; if "
+            "torch wrote it, convert it with `rlhf-triton init models --reward FOLDER --convert NEW_FOLDER`, "
+            "otherwise remove it"
         )
 
 
 def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
-    """Return the pickled files in `folder` that may have weights, sorted."""
+    """Return the pickled files in `folder` that may contain weights, sorted."""
     files = sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
     return [file for file in files if not TRAINER_STATE.fullmatch(file.name)]
 
 
 def pickles_beside(folder: Path) -> list[Path]:
-    """Return the `pickles` that are not another copy of the folder's weights."""
+    """Return the pickled files that are not copies of the folder's safetensors weights."""
     return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
 
 
@@ -443,8 +449,8 @@ def stored_dtypes(folder: Path) -> set[str]:
 def fingerprint_weights(folder: Path) -> str:
     """Return a hash of the weights files' sizes and of evenly spaced pieces of them. Takes milliseconds for any size.
 
-    Training changes every piece, so two models have different hashes, and so do two dtypes of one model. A damaged
-    copy of a model can have the same hash as the model.
+    Training changes every piece, so two models have different hashes, and so do two dtypes of one model. A damaged copy
+    can have the same hash as the original.
 
     Raises:
         CheckpointError: `folder` is not a checkpoint or has only pickled weights, or a file is damaged.
@@ -475,15 +481,15 @@ def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
         mean, std = 0.0, 0.0
     if std <= 0:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: reward_standardization {found!r} must have numbers mean and std, with std above 0"
+            f"{folder / CONFIG_FILE}: reward_standardization is {found!r}, but must be {{mean, std}} with std above 0"
         )
     return Constants(mean, std)
 
 
 def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
-    """Return the constants that Safe RLHF's classes (beaver) keep in buffers, or in config.json.
+    """Return the constants that Safe RLHF's classes (beaver) store in buffers or in config.json.
 
-    By `score_type`, rewards are shifted and scaled, costs are only scaled, and values are left alone.
+    Depending on `score_type`, rewards are shifted and scaled, costs are only scaled, and values are unchanged.
     """
     kind = read_key(config, "score_type", str, "reward")
     if kind == "critic":
@@ -498,8 +504,8 @@ def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     mean, var = moments
     if kind not in ("reward", "cost") or not math.isfinite(mean) or not var >= 0:
         raise CheckpointError(
-            f"{folder}: do_normalize in {CONFIG_FILE} needs one number in normalizer.mean and in normalizer.var, but "
-            f"they have {mean:g} and {var:g}, for score_type {kind!r} (reward, cost or critic)"
+            f"{folder}: do_normalize in {CONFIG_FILE} needs score_type reward, cost or critic, and one finite number "
+            f"each for mean and var; got {kind!r}, {mean:g} and {var:g}; correct them, or remove do_normalize"
         )
     return Constants(mean if kind == "reward" else 0.0, math.sqrt(var) + 1e-8)
 
@@ -508,7 +514,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in head_files(folder):
         found = tensors_in(file)
-        # LDL's files have the tensors of one module each, without its name.
+        # LDL's files contain one module each, without its name in the tensor names.
         alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
         tensors |= {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
     body = _read_body(folder)
@@ -520,7 +526,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def head_files(folder: Path) -> list[Path]:
-    """Return the files of a head apart from the model, such as LLaMA-Factory's value_head.safetensors."""
+    """Return the safetensors files of a separate head, such as LLaMA-Factory's value_head.safetensors."""
     own = {WEIGHTS_FILE}
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         own |= set(_weight_map(folder).values())
@@ -535,11 +541,15 @@ def _read_body(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy it")
+            raise CheckpointError(
+                f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy that file as well"
+            )
         tensors.update(tensors_in(folder / name))
-    lacking = sorted(set(weight_map) - set(tensors))
-    if lacking:
-        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} lists {lacking[0]}, which no file contains")
+    missing = sorted(set(weight_map) - set(tensors))
+    if missing:
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {INDEX_FILE} lists {missing[0]}, which no file contains; copy the folder again"
+        )
     return tensors
 
 

@@ -1,7 +1,7 @@
-"""Whether a folder holds a causal language model and nothing else: a policy, a reference, a reward from logits.
+"""Checks that a folder holds exactly a causal language model: for a policy, a reference, or a reward from logits.
 
-transformers gives missing tensors random values and ignores those that it does not know, so that a reward model could
-be trained as a policy: from a random output layer.
+transformers gives missing tensors random values and ignores unknown ones. Without these checks, a reward model could be
+trained as a policy, with a random output layer.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ IN_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
 def check_language_model(folder: Path) -> None:
-    """Raise CheckpointError if the headers in `folder` show that it is no causal language model. Takes milliseconds.
+    """Raise CheckpointError if the headers in `folder` show that it is not a causal language model. Takes milliseconds.
 
-    Only a load shows all: whether the embeddings are tied, which spares the output layer, may depend on the class.
+    Only loading the model finds all errors: whether embeddings and output layer are tied may depend on the class.
     """
     info = inspect_checkpoint(folder)
     config = read_config(folder)
@@ -44,7 +44,7 @@ def check_language_model(folder: Path) -> None:
         shapes = [tensor.shape for name, tensor in info.tensors.items() if not IN_LAYER.search(name)]
         by_token = [shape for shape in shapes if len(shape) == 2 and shape[0] >= info.vocab_size]
         lacks_output = len(by_token) < 2  # embeddings and output layer have a row for each token
-    check_tensors(folder, ["an output layer such as lm_head.weight"] if lacks_output else [], unused)
+    check_tensors(folder, ["output layer such as lm_head.weight"] if lacks_output else [], unused)
 
 
 def check_family(info: CheckpointInfo) -> None:
@@ -53,25 +53,27 @@ def check_family(info: CheckpointInfo) -> None:
 
     if info.model_type not in CONFIG_MAPPING:
         raise CheckpointError(
-            f"{info.folder}: transformers has no {info.model_type} models; the checkpoint's own code would have to be "
-            "run, which is never done"
+            f"{info.folder}: transformers has no {info.model_type} models, and the checkpoint's own code is never run; "
+            "use a model of a supported type"
         )
 
 
 def check_tensors(folder: Path, missing: Iterable[str], unused: Iterable[str]) -> None:
-    """Raise CheckpointError if a causal language model lacks tensors in `folder`, or does not use some of them."""
-    lacking, others = sorted(missing), sorted(unused)
+    """Raise CheckpointError if tensors of a causal language model are missing, or unused tensors may matter."""
+    absent, others = sorted(missing), sorted(unused)
     if others:
         info = inspect_checkpoint(folder)
         others = [name for name in others if not is_harmless(name, info.tensors.get(name), info.vocab_size)]
-    if not lacking and not others:
+    problems = []
+    if absent:
+        problems.append(f"the weights have no {_names(absent)}")
+    if others:
+        problems.append(f"it does not use {_names(others)}")
+    if not problems:
         return
-    what = [f"the weights lack {_names(lacking)}"] * bool(lacking) + [f"it does not use {_names(others)}"] * bool(
-        others
-    )
     raise CheckpointError(
-        f"{folder} is not a whole causal language model: {', and '.join(what)}; give the folder of a language model, "
-        "not of a reward model or critic"
+        f"{folder} is not a complete causal language model: {', and '.join(problems)}; give the folder of a language "
+        "model, not of a reward model or critic"
     )
 
 
@@ -79,11 +81,8 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-# What transformers raises, as one sentence.
-
-
 def library_reason(folder: Path, error: Exception) -> str:
-    """Return why transformers cannot load a folder: the key of config.json that it refuses, or what `error` says.
+    """Return why transformers cannot load a folder: the key of config.json that it rejects, or else `error`.
 
     Raises:
         CheckpointError: config.json is damaged.
@@ -100,7 +99,7 @@ def library_reason(folder: Path, error: Exception) -> str:
         build(given)
     except Exception as refusal:  # process edge: what transformers does with a key may raise anything
         if key := refused_key(given, build):
-            return f"{CONFIG_FILE}: {key}, which transformers refuses ({reason_of(refusal)}); correct or remove it"
+            return f"{CONFIG_FILE}: {key}, which transformers rejects ({reason_of(refusal)}); correct or remove it"
     return reason_of(error)
 
 

@@ -39,7 +39,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"its header claims {length} bytes")
+                raise ValueError(f"its header claims to have {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         return {name: _tensor(item, file.name, 8 + length, size) for name, item in header.items()}
@@ -48,7 +48,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_numbers(folder: Path, tensor: TensorInfo) -> list[float]:
-    """Return the elements of a small tensor of floating-point numbers. Raises OSError, or KeyError for other types."""
+    """Read the elements of a small floating-point tensor. Raises OSError, or KeyError for other dtypes."""
     with (folder / tensor.file).open("rb") as stream:
         stream.seek(tensor.start)
         data = stream.read(tensor.num_bytes)
@@ -78,7 +78,7 @@ def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorI
     dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
     start, end = item["data_offsets"]
     if not 0 <= start <= end:
-        raise ValueError(f"a tensor cannot begin at {start} and end at {end}")
+        raise ValueError(f"a tensor cannot start at {start} and end at {end}")
     if data + end > size:
         raise ValueError(f"{data + end - size} bytes are missing at its end")
     if (end - start) * 8 != _num_bits(dtype, shape):

@@ -34,9 +34,9 @@ def write_tensors(
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     tensor_of: Callable[[str], Tensor],
 ) -> str:
-    """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes; return its digest.
+    """Write a safetensors file, byte-identical to `safetensors.torch.save_file`; return its digest.
 
-    A model that is mapped from an older file of this name keeps that file's weights.
+    Replaces an older file of this name; models mapped from that one keep its weights.
 
     Args:
         shapes: dtype and shape of each tensor, by name.
@@ -45,19 +45,19 @@ def write_tensors(
     header, starts = layout(shapes)
     hasher = Hasher(header)
     file.unlink(missing_ok=True)
-    with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as beside:
+    with file.open("xb") as stream, ThreadPoolExecutor(1, "hash") as executor:
         stream.write(header)
         for name in starts:
             block = raw_bytes(tensor_of(name))
-            hashed = beside.submit(hasher.update, block)
+            hashed = executor.submit(hasher.update, block)
             stream.write(block)
             hashed.result()
     return hasher.digest()
 
 
 def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
-    """Return a file's header, and the position of each tensor in the file, ascending."""
-    names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))  # the wider first: aligned
+    """Return a file's header and the byte offset of each tensor in the file, ascending."""
+    names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))  # wider dtypes first, for alignment
     sizes = {name: math.prod(shapes[name][1]) * shapes[name][0].itemsize for name in names}
     header = encode_header({name: (STORED_AS[shapes[name][0]], shapes[name][1]) for name in names}, {"format": "pt"})
     starts = itertools.accumulate(sizes.values(), initial=len(header))
@@ -65,5 +65,5 @@ def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[byt
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

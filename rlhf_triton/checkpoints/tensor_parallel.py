@@ -10,7 +10,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def plan_key(name: str) -> str:
-    """Return the name of a module or parameter as in a tensor-parallel plan of transformers: `layers.*.mlp`."""
+    """Return a module's or parameter's name as a key of transformers' tensor-parallel plan, such as `layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -18,7 +18,8 @@ def check_tensor_parallel(folder: Path, size: int) -> None:
     """Check that transformers can split the model in `folder` over `size` devices.
 
     Raises:
-        CheckpointError: its family has no plan for that, or `size` does not divide its attention heads.
+        CheckpointError: the family has no tensor-parallel plan, or `size` does not divide the number of attention
+            heads.
     """
     from transformers import AutoConfig  # slow to import
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
@@ -35,5 +36,5 @@ def check_tensor_parallel(folder: Path, size: int) -> None:
         heads = getattr(config, name, None)
         if heads is not None and get_kv_heads_per_rank(plan, heads, size) is None:
             raise CheckpointError(
-                f"{folder}: {name} is {heads}, which tensor_parallel ({size}) does not divide; use a divisor of it"
+                f"{folder}: {name} is {heads}, which tensor_parallel ({size}) does not divide; set it to a divisor"
             )

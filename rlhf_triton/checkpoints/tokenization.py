@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: loading, comparison, special tokens, and encoding of texts."""
+"""Loads and compares checkpoints' tokenizers, finds their special tokens, and encodes texts."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library
 from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
-SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
+SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
 GENERATION_FILE = "generation_config.json"
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 
@@ -47,14 +47,18 @@ def load_tokenizer(folder: Path | str) -> Any:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of `tokenizer(text)`, special tokens included.
+    """Return the ids of `tokenizer(text)`, special tokens included, but do not add special tokens twice.
 
-    Unlike there, a special token that the text already has at its start or end, such as in the output of a chat
-    template, is not added again. The ids are then those of `apply_chat_template(tokenize=True)`.
+    Special tokens that the text already has at its start or end, such as in the output of a chat template, are not
+    added again. The ids then equal those of `apply_chat_template(tokenize=True)`.
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
-    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # the mask is 0 for special tokens in the text
-    # Nothing of the text is left, or the mask has another length (T5's tokenizer does not add a second </s>).
+    # The mask is 0 for tokens of the text, special ones included.
+    ids, added = (
+        encoded["input_ids"],
+        encoded["special_tokens_mask"],
+    )
+    # No token comes from the text, or the mask has another length (T5's tokenizer does not add a second </s>).
     if 0 not in added or len(added) != len(ids):
         return list(ids)
     start, end = added.index(0), len(ids) - added[::-1].index(0)
@@ -64,10 +68,10 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return the special tokens that the tokenizer puts before the text, such as BOS, and the ids of the text.
+    """Return two lists: the special tokens that the tokenizer puts before the text, such as BOS, and the text's ids.
 
-    As in `encode_text`, those that the text starts with are not added again. No EOS or [SEP] ends the prompt, because
-    the response follows.
+    As in `encode_text`, special tokens at the start of the text are not added again. No EOS or [SEP] is added at the
+    end, because the response follows.
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
     ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
@@ -79,7 +83,7 @@ def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def without_embedding(tokenizer: Any, ids: Sequence[int], num_embeddings: int | None) -> str:
-    """Describe token ids of a text for which the policy has no embedding; "" if there are none."""
+    """Return an error message if a token id of a text has no embedding in the policy, otherwise ""."""
     if num_embeddings is None or (largest := max(ids, default=0)) < num_embeddings:
         return ""
     return (
@@ -97,7 +101,7 @@ class Encoded(NamedTuple):
     """The tokens of a row."""
 
     ids: list[int]
-    types: list[int] | None = None  # of a text pair whose tokens have types, such as 1 in BERT's second text
+    types: list[int] | None = None  # token types of a text pair, such as 1 in BERT's second text
 
 
 def encode_sentence(
@@ -106,9 +110,9 @@ def encode_sentence(
     """Return the tokens of a sentence for a reward model; nothing is truncated.
 
     Args:
-        special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
+        special_tokens: encode with `encode_text`; otherwise with `encode_bare_text`.
         skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
-        pair: the second text of a text pair; empty: there is none.
+        pair: the second text of a text pair, or "".
     """
     types = None
     if pair:
@@ -135,7 +139,9 @@ def single_tokens(tokenizer: Any, names: Sequence[str | int]) -> list[int]:
     ids = [_single_token(tokenizer, name) for name in names]
     for i, token in enumerate(ids):
         if token in ids[:i]:
-            raise CheckpointError(f"{names[ids.index(token)]!r} and {names[i]!r} are the same token, {token}")
+            raise CheckpointError(
+                f"{names[ids.index(token)]!r} and {names[i]!r} are the same token, {token}; remove one"
+            )
     return ids
 
 
@@ -152,7 +158,7 @@ def _single_token(tokenizer: Any, name: str | int) -> int:
     if entry is None:
         pieces = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids))) or "none"
         raise CheckpointError(
-            f"{name!r} is {len(ids)} tokens of the tokenizer in {tokenizer.name_or_path}, but must be one: {pieces}; "
+            f"{name!r} is {len(ids)} tokens ({pieces}) of the tokenizer in {tokenizer.name_or_path}, but must be one; "
             "give a text that is one token, an entry of its vocabulary, or a token id"
         )
     return int(entry)
@@ -165,10 +171,10 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Return whether transformers knows the model in `folder` as an encoder, whose head reads the [CLS] of a row.
+    """Return whether the model in `folder` is an encoder according to transformers: its head reads a row's [CLS].
 
-    Its chats have the special tokens of its tokenizer. Any other model's have those of their template alone, as in
-    `apply_chat_template(tokenize=True)`; a decoder's tokenizer may have a [CLS], too.
+    An encoder's chats get the tokenizer's special tokens. Other models' chats get only their template's, as in
+    `apply_chat_template(tokenize=True)`; even a decoder's tokenizer may have a [CLS].
     """
     from transformers.models.auto import modeling_auto
 
@@ -181,12 +187,12 @@ def is_encoder(folder: Path) -> bool:
 
 
 def rendering_fingerprint(tokenizer: Any) -> str:
-    """Return a hash of all that decides which ids a text or a chat has: equal hashes mean equal ids.
+    """Return a hash of everything that determines the ids of a text or chat. Equal hashes mean equal ids.
 
-    Beyond the vocabulary these are normaliser, pre-tokenizer, special tokens and chat template.
+    It covers vocabulary, normaliser, pre-tokenizer, special tokens and chat template.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state: Any = [type(tokenizer).__name__, fingerprint(tokenizer)]  # of a tokenizer in Python
+    state: Any = [type(tokenizer).__name__, fingerprint(tokenizer)]  # for a tokenizer written in Python
     if backend is not None:
         state = json.loads(backend.to_str())
         del state["truncation"], state["padding"]  # left there by the last call
@@ -205,12 +211,12 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 class SpecialTokens:
     """Special token ids used in generation."""
 
-    eos_ids: list[int]  # ascending; each ends a response: of tokenizer, generation config and chat template
+    eos_ids: list[int]  # ascending; each ends a response; from tokenizer, generation config and chat template
     pad_id: int
     banned_ids: list[int]
-    """Ascending; never sampled: ids without an entry in the tokenizer; padding and BOS, unless they end responses or
-    are entries that ordinary text has."""
-    template_end: int | None = None  # among `eos_ids` because of the chat template alone
+    """Ascending ids that are never sampled: ids without a tokenizer entry, and padding and BOS, unless they end
+    responses or occur in ordinary text."""
+    template_end: int | None = None  # the one of `eos_ids` that only the chat template defines
 
 
 def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: int | None = None) -> SpecialTokens:
@@ -218,9 +224,9 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
 
     Args:
         eos: `eos_token_id` of the model's generation config.
-        vocab_size: number of rows of the model's embedding table; None: as many as the tokenizer has entries. A
-            tokenizer may define ids beyond it, which the model can neither generate nor embed. `banned_ids` omits
-            them, and `pad_id` is another id if the padding token is one of them.
+        vocab_size: number of rows of the model's embedding table; None: the tokenizer's number of entries. A tokenizer
+            may define ids beyond it, which the model can neither generate nor embed. `banned_ids` omits these, and
+            `pad_id` is a different id if the padding token is one of them.
 
     Raises:
         CheckpointError: neither the tokenizer nor `eos` nor the chat template has an end-of-sequence token.
@@ -246,7 +252,7 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
 
 
 def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Return the ids below `vocab_size` that are not in the tokenizer, ascending: no text has them, and they have none.
+    """Return the ids below `vocab_size` without a tokenizer entry, ascending: they neither encode nor decode to text.
 
     Embeddings are often padded to a multiple of a power of two, and a vocabulary may have gaps.
     """
@@ -255,10 +261,10 @@ def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def _has_entry(tokenizer: Any, token: int) -> bool:
-    """Return whether `get_vocab` omits an entry because another token has the same text."""
+    """Return whether the token has an entry that `get_vocab` omits, because another token has the same text."""
     try:
         found = tokenizer.convert_ids_to_tokens(token)
-    except (LookupError, ValueError):  # raised by tokenizers that are not the `tokenizers` library's
+    except (LookupError, ValueError):  # raised by tokenizers outside the `tokenizers` library
         return False
     return found is not None and found != tokenizer.unk_token
 
@@ -267,13 +273,13 @@ def special_tokens_in(folder: Path) -> SpecialTokens:
     """Return the special tokens of the language model in `folder`, without loading it; see `special_tokens`.
 
     Raises:
-        CheckpointError: as `special_tokens`; or the folder has no tokenizer or no configuration.
+        CheckpointError: see `special_tokens`; or the folder has no tokenizer or no configuration.
     """
     return special_tokens(load_tokenizer(folder), end_of_sequence(folder), vocab_size=num_embeddings(folder))
 
 
 def num_embeddings(folder: Path) -> int | None:
-    """Return the size of the embedding table that config.json in `folder` states; None if it states none."""
+    """Return the size of the embedding table from config.json in `folder`; None if it is not stated."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     try:
@@ -287,37 +293,36 @@ def num_embeddings(folder: Path) -> int | None:
 def turn_ends(tokenizer: Any) -> list[int]:
     """Return the ids, ascending, of the tokens with which the chat template ends a reply; [] if it has none.
 
-    A template may have an end for the last reply and another one for earlier ones, or only the token with which the
-    next message begins.
+    A template may end the last reply and earlier ones with different tokens, or only start the next message with one.
     """
     return sorted({end for end in _turn_ends(tokenizer) if end is not None})
 
 
 def reply_end(tokenizer: Any) -> int | None:
-    """Return the token with which a policy ends a reply by its chat template; None if the template has none.
+    """Return the token that ends a policy's reply in its chat template; None if there is none.
 
-    In some templates the end of earlier replies is that of a part of a reply, as gpt-oss's <|end|>.
+    In some templates, the token that ends earlier replies only ends a part of a reply, such as gpt-oss's <|end|>.
     """
     last, earlier = _turn_ends(tokenizer)
     return earlier if last is None else last
 
 
 def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
-    """Return the token that ends the last reply of a conversation, and the one that ends earlier ones."""
+    """Return the tokens that end the last reply of a conversation and earlier replies."""
     if not getattr(tokenizer, "chat_template", None):
         return None, None
     named = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     named -= {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-    added = {i for i in named if tokenizer.decode([i]).strip()}  # some tokenizers have white space as added tokens
+    added = {i for i in named if tokenizer.decode([i]).strip()}  # some tokenizers have whitespace as added tokens
     question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
 
     def first_added(messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the added tokens behind a reply, before any text."""
+        """Return the added tokens between a reply and any following text."""
         behind = [i for i in _behind_reply(tokenizer, messages) if i in added or tokenizer.decode([i]).strip()]
         return [*itertools.takewhile(added.__contains__, behind)]
 
     def end(tokens: list[int]) -> int | None:
-        """Return the end among these: a token before EOS may be a part of the reply, such as </answer>."""
+        """Return the token that ends the reply: EOS if present, because tokens before it may belong to the reply."""
         return tokenizer.eos_token_id if tokenizer.eos_token_id in tokens else next(iter(tokens), None)
 
     last = first_added([question, reply])
@@ -326,7 +331,7 @@ def _turn_ends(tokenizer: Any) -> tuple[int | None, int | None]:
 
 
 def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Return the ids of what the template writes behind the last `PROBE`, up to `NEXT_PROBE`; [] if it refuses."""
+    """Return the ids of the template's text between the last `PROBE` and `NEXT_PROBE`; [] if the template fails."""
     text = rendered_probe(tokenizer, messages)
     behind = text.rpartition(PROBE)[2] if PROBE in text else ""
     return list(tokenizer(behind.partition(NEXT_PROBE)[0], add_special_tokens=False)["input_ids"])
@@ -346,15 +351,15 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
                 return GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
             return GenerationConfig.from_model_config(config).eos_token_id
-        except ValueError:  # a class that transformers does not know, as many a reward model's
+        except ValueError:  # a class that transformers does not know, such as many reward models'
             return read_config(folder).get("eos_token_id")
 
 
 @functools.lru_cache(maxsize=8)
 def dropped_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that are no part of a reply at its end: BOS, padding, and what ends a sequence or a turn.
+    """Return the ids to drop at the end of a reply: BOS, padding, and tokens that end a sequence or a turn.
 
-    An entry that ordinary text has, such as "!" as padding, is part of it nevertheless.
+    Excludes tokens that occur in ordinary text, such as "!" as padding.
     """
     folder = Path(str(tokenizer.name_or_path))
     has_settings = tokenizer.name_or_path and any((folder / name).is_file() for name in (GENERATION_FILE, CONFIG_FILE))
@@ -365,21 +370,21 @@ def dropped_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def is_special(tokenizer: Any, token: int) -> bool:
-    """Return whether no ordinary text has this token, which the tokenizer or a setting gives a role such as padding.
+    """Return whether a token with a role such as padding never occurs in ordinary text.
 
-    The role alone is no proof: a tokenizer lists every token with a role as special, "!" included.
+    The role alone does not prove it: a tokenizer lists every token with a role as special, even "!".
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # in Python; its special tokens are apart from its vocabulary
+    if backend is None:  # written in Python; its special tokens are separate from its vocabulary
         return True
     piece = tokenizer.convert_ids_to_tokens(token)
-    if piece is None or BRACKETED.fullmatch(piece):  # Unigram and WordPiece have these in their vocabulary, too
+    if piece is None or BRACKETED.fullmatch(piece):  # Unigram and WordPiece also have these in their vocabulary
         return True
     return [each.id for each in backend.model.tokenize(piece)] != [token]
 
 
 def without_end(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
-    """Return the ids up to what ends a sequence or a turn; within a reply, such tokens end a part of it (gpt-oss)."""
+    """Return the ids without the `dropped_ids` at the end. Inside a reply they are kept: they end a part (gpt-oss)."""
     dropped = dropped_ids(tokenizer)
     end = len(ids)
     while end and ids[end - 1] in dropped:
@@ -388,10 +393,10 @@ def without_end(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
 
 
 def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of what a policy sampled, with the special tokens that mean something, such as `<think>`.
+    """Decode a policy's sampled ids, including special tokens with a meaning, such as `<think>`.
 
-    Functions, judges, environments, parsers, reports and reward models read it. Only the `dropped_ids` at its end, and
-    BOS and padding before it, are left out.
+    Omits only the `dropped_ids` at the end, and BOS and padding at the start. Functions, judges, environments, parsers,
+    reports and reward models read this text.
     """
     padding = {tokenizer.bos_token_id, tokenizer.pad_token_id} & dropped_ids(tokenizer)
     kept = itertools.dropwhile(padding.__contains__, without_end(tokenizer, ids))

@@ -1,1 +1,1 @@
-"""Client library of the Triton servers: connections, retries, failover, and the order of training requests."""
+"""Client library for the Triton servers: connections, retries, failover, and the order of training requests."""

@@ -1,4 +1,4 @@
-"""Requests of several rows: one that is refused is halved."""
+"""Splits refused requests in halves, so that one refused row does not cost the others their answer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,21 +20,22 @@ async def halved(
 ) -> list[tuple[Sequence[T], R | F]]:
     """Send one request; if the server refuses it, send its halves, until only the refused rows have no answer.
 
-    So one row that it refuses, such as a text that is too long for its template, does not cost the others.
+    A row that the server refuses, such as a text that is too long, thus does not affect the others.
 
     Args:
-        rows: of the request.
-        ask: sends a request.
-        failure: stands for the answer to a request that failed.
-        unit: number of consecutive rows that only make sense together.
+        rows: rows of the request.
+        ask: sends a request with the given rows.
+        failure: returns the value that stands for the answer of a failed request.
+        unit: number of consecutive rows that must stay in one request.
 
-    Returns: rows and answer of each request, in the order of the rows.
+    Returns:
+        Rows and answer of each request, in the order of the rows.
     """
     try:
         return [(rows, await ask(rows))]
     except RequestFailed as error:
         failed, is_refused = failure(error), isinstance(error, RequestRefused)
-    num_units = len(rows) // unit  # not within `except`, where the error would keep the encoded request in memory
+    num_units = len(rows) // unit  # outside `except`, where the error would keep the encoded request in memory
     if num_units < 2 or not is_refused:
         return [(rows, failed)]
     middle = num_units // 2 * unit

@@ -1,4 +1,4 @@
-"""Client for all requests to the servers; each request may take several attempts, each with a deadline.
+"""The client for all requests to the servers. A request may take several attempts, each with a deadline.
 
 `pool` selects the server, `connection` makes an attempt, `retry` decides on retries.
 """
@@ -24,10 +24,10 @@ from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
 
-# By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
+# By default aiohttp accepts gzip, and Triton then compresses every response, although floats hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
 MAX_IN_FLIGHT = 256
-REPEAT_AFTER_S = 30.0  # until a training request without a response is repeated for the first time
+REPEAT_AFTER_S = 30.0  # first repetition of a training request without a response
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,15 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         Args:
             url: the server's address, unless `settings.servers` is set.
             training_key: sent with every request, if set.
-            retries: most of one request after a 503, a timeout or a lost connection.
-            max_in_flight: most requests in flight, over all servers.
+            retries: maximum retries of one request after a 503, a timeout or a lost connection.
+            max_in_flight: maximum requests in flight over all servers.
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
-                Default: those of the first answer to `describe`, and requests wait for a server with the same.
+                Default: the parameters in the first answer to `describe`; requests then wait for a server that has the
+                same.
         """
         self.counters = RequestCounters()
         self.declared: dict[str, ServedModel] = {}
-        """What each model for which `describe` was called declares, as a server returned it last."""
+        """The latest declaration of each model for which `describe` was called."""
         self._settings = settings
         self._retries = retries
         self._in_flight = asyncio.Semaphore(max_in_flight)
@@ -74,7 +75,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
         self._scoring_budget, self._training_budget = (RetryBudget(RETRY_RESERVE) for _ in range(2))
         self._sender = Sender(uuid.uuid4().hex)
-        self._has_trained = False  # from then on, training requests outlast a sidecar that is away
+        self._has_trained = False  # after the first training request, later ones wait out a missing sidecar
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         connect = functools.partial(
@@ -93,10 +94,10 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         await self._servers.close()
 
     async def describe(self, model: str) -> ServedModel:
-        """Return what a model declares, and use the data type of its tokens in later requests.
+        """Return what a model declares.
 
         This is the first request to a server, so it is retried at most once and does not wait out an outage. From now
-        on, a server that joins or comes back must declare the same (`ServedModel.meaning`).
+        on, a server that joins or recovers must declare the same (`ServedModel.meaning`).
 
         Raises RequestFailed.
         """
@@ -114,7 +115,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
     @property
     def num_servers(self) -> int:
-        """Number of servers known now, healthy or not; none before the first request."""
+        """Number of servers known now, healthy or not; 0 before the first request."""
         return len(self._servers.servers)
 
     @property
@@ -132,17 +133,17 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         prompt_lengths: list[int] | None = None,
         versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return outputs of critic_infer for n token rows, which are sent padded to S, the longest row or `width`.
+        """Return outputs of critic_infer for n token rows, padded to S, the longest row or `width`.
 
         Args:
             rows: int64 `[length_i]` each.
-            outputs: names among `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1] and, if several rewards
-                are served, `reward_components` [n, C] and `reward_errors` [n, 1]; of a process reward, `step_rewards`
-                and `step_ends` [n, K].
+            outputs: names among `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1] and, if several rewards are
+                served, `reward_components` [n, C] and `reward_errors` [n, 1]; of a process reward, `step_rewards` and
+                `step_ends` [n, K].
             metadata: one dictionary per row for reward functions; None: send no metadata.
             width: pad to at least this many tokens, for servers that batch only requests of equal length.
-            prompt_lengths: leading tokens of each row that belong to its prompt; a process reward needs them.
-            versions: versions of the critic's weights that may answer, for which the request waits up to `deadline_s`.
+            prompt_lengths: number of prompt tokens at the start of each row; a process reward needs them.
+            versions: versions of the critic's weights that may answer; the request waits up to `deadline_s` for them.
 
         Raises:
             RequestFailed: all attempts failed, no server serves these versions, or the request itself is invalid.
@@ -176,7 +177,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         pairs: list[str] | None = None,
         versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
-        """Like `rewards`, for n texts, which the reward model tokenises with its own tokenizer.
+        """Like `rewards`, but for n texts, which the server tokenises with the reward model's tokenizer.
 
         `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
         """
@@ -188,7 +189,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     async def logprobs(self, rows: list[np.ndarray], *, versions: contract.VersionRange | None = None) -> np.ndarray:
         """Return log-probs float32 `[n, S]` of n token rows under the reference; index t belongs to token t+1.
 
-        `contract.LOGPROBS` defines the output. The reference has the one version 0.
+        See `contract.LOGPROBS`. The reference has only version 0.
 
         Raises RequestFailed.
         """
@@ -199,8 +200,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
 
         Raises:
-            ServerFailed: the update failed, for the reason in the message. The step counts as done, so the next one may
-                be sent.
+            ServerFailed: the update failed; the message says why. The step counts as done, so the next one may be sent.
             RequestFailed: the server refused the request, or all attempts failed; the message says what the journal
                 holds.
         """
@@ -210,10 +210,10 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
     async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
-        """Request the critic's checkpoint of `step`; return the served weights version.
+        """Make the critic write a checkpoint of `step`; return the served weights version.
 
-        `keep_steps`: steps of the critic's checkpoints, up to `step`, to keep; None: keep the newest ones.
-        Raises RequestFailed.
+        `keep_steps`: steps, up to `step`, whose checkpoints to keep; None: keep the newest checkpoints. Raises
+        RequestFailed.
         """
         inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
         if keep_steps is not None:

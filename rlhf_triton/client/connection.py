@@ -62,8 +62,8 @@ class HTTPConnection:
     ) -> None:
         """
         Args:
-            expected: parameters by model; a server with others gets no requests. Read at each check.
-            declared: receives what the models declare, as it is found.
+            expected: required parameters by model; a server with other values gets no requests. Read at each check.
+            declared: filled with the models' declarations as they are received.
         """
         self._url, self._expected, self._declared = url, expected, declared
         self._difference = ""
@@ -72,7 +72,7 @@ class HTTPConnection:
         limit = max_in_flight + MORE_CONNECTIONS
         # No connection timeout here: `answer` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
-        # Not a trace of aiohttp, which calls a dozen functions for every request. tritonclient makes the connector.
+        # Counts connections by wrapping the connector, because aiohttp's tracing calls a dozen functions per request.
         connector: Any = self.http._stub.connector
         self._connect = connector._create_connection
         connector._create_connection = self._connected
@@ -83,7 +83,7 @@ class HTTPConnection:
         """Return the result of `ask`. Raises Trouble if it fails or misses the deadline.
 
         `repeat_after_s`: repeat an idempotent request without a response after this time, then after twice as long, and
-        so on. Triton never answers a request that waits in a model's process when that process is killed.
+        so on: Triton never answers a request whose model process is killed while it waits there.
         """
         try:
             async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
@@ -103,7 +103,7 @@ class HTTPConnection:
             message.model,
             message.inputs,
             outputs=wanted,
-            headers=dict(message.headers),  # the client library changes it
+            headers=dict(message.headers),  # the client library modifies the dictionary
             parameters=message.parameters,
         )
         if self._is_checked(message.model) and self._num_checked < self._num_connected:
@@ -114,7 +114,7 @@ class HTTPConnection:
         return {name: answer.as_numpy(name) for name in message.outputs}
 
     async def describe(self, model: str) -> ServedModel:
-        """Return what a model declares. Raises Trouble if its parameters are not as expected; see `infer`."""
+        """Return what a model declares. Raises Trouble if its parameters are unexpected; see also `infer`."""
         served = served_model(await self.http.get_model_config(model))
         theirs, ours = served.parameters, dict(self._expected.get(model, {}))
         if model in self._declared:
@@ -131,7 +131,7 @@ class HTTPConnection:
         raise Trouble(Kind.DIFFERENT, "serves another configuration", difference)
 
     async def get_ready(self, model: str) -> str | None:
-        """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""
+        """Return why the model is not ready; None if it is. Raises Trouble, also if its parameters are unexpected."""
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
         if self._is_checked(model):
@@ -139,12 +139,12 @@ class HTTPConnection:
         return None
 
     def _is_checked(self, model: str) -> bool:
-        """Return whether a server's parameters are checked: against given ones, or another server's."""
+        """Return whether the model's parameters are compared, with expected ones or with another server's."""
         return model in self._expected or model in self._declared
 
     async def _connected(self, *arguments: Any) -> Any:
         connection = await self._connect(*arguments)
-        self._num_connected += 1  # perhaps to a server that was started again, with another configuration
+        self._num_connected += 1  # perhaps to a restarted server with another configuration
         return connection
 
     async def close(self) -> None:
@@ -153,15 +153,15 @@ class HTTPConnection:
 
 
 def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trouble:
-    """Classify an error; timeouts and connection errors are transient.
+    """Classify an error of an attempt; timeouts and connection errors are transient.
 
-    `hint` ends the message if the server cannot be reached.
+    `hint`: end of the message if the server cannot be reached.
     """
     if isinstance(error, InferenceServerException):
         return Trouble.refused(str(error.status() or ""), str(error.message()))
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
-    if isinstance(error, aiohttp.ClientResponseError):  # not of a status, which tritonclient reads itself
+    if isinstance(error, aiohttp.ClientResponseError):  # not an HTTP status, which tritonclient handles itself
         return Trouble(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST

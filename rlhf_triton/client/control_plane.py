@@ -53,10 +53,10 @@ CALL_TIMEOUT_S = 10.0
 UNLOAD_POLL_S = 0.05
 
 # Short backoffs notice a starting server at once (by default gRPC backs off for up to two minutes); with a local
-# pool, other clients in this process do not share them. An HTTP proxy from the environment could not reach loopback.
+# pool, other clients in this process do not share these settings. A proxy from the environment cannot reach loopback.
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # not a backoff: how long a busy server has to answer the handshake
+    ("grpc.min_reconnect_backoff_ms", 5000),  # not a backoff: the time that a busy server has to answer the handshake
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -64,32 +64,32 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 _DEAD_PROCESS = re.compile(r"Stub process '[^']*' is not healthy\.")
-# A model may return UNAVAILABLE, too, so gRPC's own connection errors can only be recognised by their text.
+# Models may also return UNAVAILABLE, so gRPC's own connection errors can only be recognised by their text.
 _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
     re.IGNORECASE,
 )
 _NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
-# Of the models that score rows; what they answer a probe.
+# Outputs that a probe requests from each scoring model.
 PROBED_OUTPUTS = {
     REWARD_CHECKPOINT: (REWARDS,),
     REWARD_MODEL: (REWARDS,),  # if it is an ensemble, this also probes the mixture
     REFERENCE: (LOGPROBS,),
     CRITIC: (VALUES, WEIGHTS_VERSION),
-    CRITIC_INFER: (VALUES, WEIGHTS_VERSION),  # its rewards are those of reward_model, if any
+    CRITIC_INFER: (VALUES, WEIGHTS_VERSION),  # its rewards are reward_model's, if any
 }
-# Inputs that violate the models' contracts, which a probe of these models expects to be rejected.
+# Invalid inputs: a probe of these models expects a rejection.
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
 
 
 class Failure(Enum):
     """Why a call of the control plane failed."""
 
-    NO_ANSWER = "no answer, or another one than expected"
+    NO_ANSWER = "no answer, or an unexpected one"
     REFUSED = "the server tried to load the model and failed; the message contains the model's own error"
-    FAILED = "the model answered with an error of its own (INTERNAL)"
+    FAILED = "the model answered with an error (INTERNAL)"
     DIED = "the model's process has crashed or was killed: every request fails until the model is reloaded"
-    UNUSABLE = "the model has lost its device, or one of its ranks; its process refuses every request"
+    UNUSABLE = "the model has lost its device or one of its ranks; its process refuses every request"
 
 
 class ControlPlaneError(RlhfError):
@@ -122,7 +122,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
 
         Args:
             grpc_url: `host:port`.
-            key: key for model control, which only `load` needs; default: from the environment.
+            key: key for model control, needed only by `load`; default: from the environment.
         """
         self._url = grpc_url
         key = key or os.environ.get(control_key.VARIABLE)
@@ -172,22 +172,22 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
     ) -> None:
         """Load the model, or reload it with the config `parameters`.
 
-        The old instance serves until the new one is ready. With `unload`, it ends first; meanwhile requests to the
+        The old instance serves until the new one is ready. With `unload`, it ends first; until then, requests to the
         model, and to ensembles that contain it, get 404 at once. Without parameters, Triton reloads only if the files
-        on disk have changed. With parameters, the active config is sent back with `parameters.<key>.string_value` set;
-        this counts as a change, so it always starts a new instance.
+        on disk have changed. With parameters, this sends the active config with `parameters.<key>.string_value` set;
+        that counts as a change, so Triton always starts a new instance.
 
         Raises:
-            ControlPlaneError: the model could not be loaded (REFUSED), and the old instance keeps serving; no response
-                within `timeout_s` (the server may still finish the load), no connection, or the parameters are active
-                already.
+            ControlPlaneError: the model could not be loaded (REFUSED) and the old instance keeps serving; the server
+                did not respond within `timeout_s` (it may still finish the load) or cannot be reached; or the
+                parameters are already active.
         """
         override = None
         if parameters:
             config = self._call(model, self._client.get_model_config, model).config
             if all(config.parameters[key].string_value == value for key, value in parameters.items()):
                 raise ControlPlaneError(
-                    f"{model} was not reloaded: {dict(parameters)} is active already, "
+                    f"{model} was not reloaded: {dict(parameters)} is already active, "
                     "and Triton reloads only a changed configuration; send a value that differs"
                 )
             for key, value in parameters.items():
@@ -221,7 +221,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         return {key: value.string_value for key, value in config.parameters.items()}
 
     def num_instances(self, model: str) -> int:
-        """Return how many instances of the model Triton runs, each in its own process, on all devices together."""
+        """Return the number of the model's instances, each a process, over all devices."""
         groups = self._call(model, self._client.get_model_config, model).config.instance_group
         return sum(group.count * max(1, len(group.gpus)) for group in groups)
 
@@ -239,9 +239,9 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
 
         A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
-        reward functions are not run. A reward model that such a row cannot be sent to refuses it, which proves that it
-        is alive. critic_train and critic_save receive an invalid request, and must reject it themselves. Other models
-        are not probed.
+        reward functions are not run. A reward model that needs more than tokens rejects the row, which also proves that
+        it is alive. critic_train and critic_save receive an invalid request and must reject it. Other models are not
+        probed.
 
         Raises ControlPlaneError: the model did not answer, or accepted an invalid request.
         """
@@ -249,7 +249,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             self._probe_rejection(model, timeout_s)
             return {}
         wanted = tuple(outputs) or PROBED_OUTPUTS.get(model, ())
-        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is made up: NaN is a valid answer
+        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is artificial, so NaN is a valid answer
             wanted = (REWARD_COMPONENT, REWARD_ERROR)
         return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
 
@@ -284,7 +284,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         try:
             self._client.infer(model, [_tensor(name, value)], client_timeout=timeout_s)
         except InferenceServerException as error:
-            # Rejections by the server's core begin with the request's id, unlike the model's; they do not count.
+            # Rejections by the server's core, not by the model, do not count; they start with the request's id.
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
             if refused and not str(error.message()).startswith("[request id"):
                 return
@@ -310,27 +310,27 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             return f"{subject}: no answer within {round(timeout_s, 1):g} s"
         if code_of(str(error.message())) == RESTRICTED:
             return (
-                f"{subject}: the server on {self._url} requires a key for model control, and it is missing or wrong; "
-                f"set {control_key.VARIABLE} to the content of {control_key.FILE} beside the weights of its run"
+                f"{subject}: the key for model control of the server on {self._url} is missing or wrong; set "
+                f"{control_key.VARIABLE} to the content of {control_key.FILE} in the weights folder of its run"
             )
         if status == "UNAVAILABLE" and _CONNECTION_ERROR.search(str(error.message())):
             return f"{subject}: the server on {self._url} cannot be reached"
         return f"{subject}: {root_cause(str(error.message()))}"
 
 
-TOLD = ("CheckpointError: ", "FunctionError: ", "WeightsError: ")  # what models raise for the user, with a remedy
+USER_ERRORS = ("CheckpointError: ", "FunctionError: ", "WeightsError: ")  # errors of models with a remedy for the user
 
 
 def root_cause(message: str) -> str:
-    """Return the innermost error of Triton's nested error text, for a defect with file and line."""
+    """Return the innermost error of Triton's nested error text, with file and line if it is a bug."""
     message = message.strip().rstrip(";").strip()
     message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)
     message = re.sub(r"^\[request id: [^\]]*\] ", "", message)
     message = re.sub(r"^(Internal|Invalid argument|Unavailable|Not found|Unknown): ", "", message)
     text, _, frames = message.partition("\n\nAt:\n")
-    if (told := text.partition(": ")[2]) and text.startswith(TOLD):
-        return " ".join(told.split())
+    if (reason := text.partition(": ")[2]) and text.startswith(USER_ERRORS):
+        return " ".join(reason.split())
     place = re.match(r"\s*(.+)\((\d+)\): ", frames)
     where = f" ({PurePath(place[1]).name} line {place[2]})" if place else ""
     return " ".join(text.split()) + where
@@ -342,9 +342,6 @@ def _tensor(name: str, values: np.ndarray) -> triton.InferInput:
     return tensor
 
 
-# The tritonservers that serve one model: resolves their addresses, reloads them, and queries their versions.
-
-
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 10.0
 
@@ -354,15 +351,20 @@ class Loaded:
     """Result of a reload or version query at one server."""
 
     url: str
-    version: int | None  # served now; None if there is an `error`
+    version: int | None  # version served now; None if there is an `error`
     error: ControlPlaneError | None = None
 
 
 class ModelServers:
-    """All servers of one model; DNS names are resolved again at each call, because servers may be added or removed."""
+    """All servers of one model. Each call resolves DNS names again, because servers may be added or removed."""
 
     def __init__(self, addresses: Sequence[str], key: str | None = None, *, model: str = CRITIC) -> None:
-        """`key` is the servers' key for model control, which `load` needs; `model`: its name on the servers."""
+        """
+        Args:
+            addresses: `host:port` or `dns:name:port` of the servers' gRPC.
+            key: key for model control, needed only by `load`.
+            model: the model's name on the servers.
+        """
         self.addresses = tuple(addresses)
         self._key, self._model = key, model
         self._output = WEIGHTS_VERSION if model == CRITIC else REWARD_VERSION
@@ -375,7 +377,7 @@ class ModelServers:
         """Reload the model on all servers in parallel.
 
         A server counts as reloaded if its active configuration is the one that was sent, and its response to an
-        inference request names `version` or a later one.
+        inference request comes from `version` or a later one.
 
         Args:
             version: the version that CURRENT names, which the new processes load.
@@ -399,7 +401,7 @@ class ModelServers:
         return self._each(load_one)
 
     def versions(self) -> list[Loaded]:
-        """Return the version in each server's response to an inference request.
+        """Return the version that each server serves, from its response to an inference request.
 
         Raises ControlPlaneError if a name cannot be resolved.
         """

@@ -1,6 +1,6 @@
-"""Errors of requests, and the codes in servers' messages. The only module that searches the text of an error.
+"""Errors of requests, and codes in servers' messages. The only module that searches an error's text.
 
-Triton passes on nothing of a model's error but its text, so a code is a text that occurs in no other error.
+Triton passes on only the text of a model's error, so a code is a piece of text that occurs in no other error.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from enum import Enum
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import DEMANDED, NEEDS_MORE, STEP_AHEAD, UNTIL_LOADED
 
-# Triton's own:
-UNLOADED = "has no available versions"  # 404; a model that was never there "is not found"
+# From Triton itself:
+UNLOADED = "has no available versions"  # 404; a model that never existed "is not found"
 UNKNOWN_MODEL = "unknown model"
 DEAD_PROCESS = "' is not healthy"  # "Stub process '…' is not healthy.", whatever the status
 LOST_DEVICE = "CUDA error"
-RESTRICTED = "restricted"  # gRPC's, of a request without the key for model control
+RESTRICTED = "restricted"  # from gRPC, for a request without the key for model control
 CODES = (STEP_AHEAD, NEEDS_MORE, UNTIL_LOADED, DEMANDED, DEAD_PROCESS, LOST_DEVICE, UNLOADED, UNKNOWN_MODEL, RESTRICTED)
 
 
 def code_of(message: str) -> str | None:
-    """Return the first of `CODES` in a server's error message."""
+    """Return the first of `CODES` in a server's error message; None if it contains none."""
     return next((code for code in CODES if code in message), None)
 
 
 class RequestFailed(RlhfError):
-    """A request failed and is not retried any more; the message names model, server, attempts and cause."""
+    """A request failed and is no longer retried; the message names model, server, attempts and cause."""
 
     def __init__(self, message: str, why: str = "") -> None:
         """`why`: the server's own message, if it sent one."""
@@ -36,25 +36,25 @@ class RequestFailed(RlhfError):
 
     @property
     def code(self) -> str | None:
-        """The code of the server's error, if it has one."""
+        """The code in the server's error, or None."""
         return code_of(self.why or str(self))
 
 
 class ServerFailed(RequestFailed):
-    """The server executed the request and it failed (500); repeating the request would not execute it again."""
+    """The server executed the request, which failed (500); a repeated request would not be executed again."""
 
 
 class RequestRefused(RequestFailed):
-    """The server rejects the request, as it would any repetition."""
+    """The server rejects the request and would reject any repetition."""
 
 
 class ServersDiffer(RequestFailed):
-    """No server serves what this process expects; the message names both."""
+    """No server has the configuration that this process expects; the message names both."""
 
 
 @contextmanager
 def absence_explained(missing: str) -> Iterator[None]:
-    """Raise RlhfError with what the server does not serve, if that is why a model cannot be described."""
+    """Convert RequestRefused for an unknown model into RlhfError: "the server serves {missing}"."""
     try:
         yield
     except RequestRefused as error:
@@ -69,7 +69,7 @@ class Kind(Enum):
     UNREACHABLE = "no connection, so nothing was sent"
     UNLOADED = "the server has unloaded the model, as it does before it stops; the request was not executed"
     DIFFERENT = "the server serves other models than expected; the response, if any, does not count"
-    LOST = "the connection broke, or no response came in time"
+    LOST = "the connection broke, or no response arrived in time"
     DEAD = "the model's process has died"
     BUSY = "the server is busy: 503"
     OTHER_VERSION = "the server does not serve the version that the request demands"
@@ -78,12 +78,12 @@ class Kind(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the server would give the same response to a retry; a 500 of a request that only reads may pass."""
+        """Whether a retry would get the same response. (Callers may still retry a 500 of a request that only reads.)"""
         return self in (Kind.FAILED, Kind.WRONG)
 
     @property
     def is_refusal(self) -> bool:
-        """Whether nothing was executed, and the server would refuse every request for now."""
+        """Whether nothing was executed, and the server currently refuses every request."""
         return self in (Kind.UNREACHABLE, Kind.UNLOADED, Kind.DIFFERENT)
 
 
@@ -106,22 +106,22 @@ class Trouble(Exception):
     """A failed attempt; raised `from` the original error."""
 
     def __init__(self, kind: Kind, what: str, why: str = "", *, hint: str = "") -> None:
-        """`what`, `why` and `hint` form a sentence: "critic at host:8000 <what> after 2 attempts: <why><hint>"."""
+        """`what`, `why`, `hint`: parts of a sentence, "critic at host:8000 <what> after 2 attempts: <why><hint>"."""
         super().__init__(what, why)
         self.kind, self.what, self.why, self._hint = kind, what, why, hint
 
     @classmethod
     def refused(cls, status: str, message: str) -> Trouble:
-        """Classify a server's answer: 503, a model that was unloaded or died are transient."""
+        """Classify a server's error response; a 503 and an unloaded or dead model are transient."""
         return cls(KINDS.get(code_of(message) or "no code") or KINDS.get(status, Kind.WRONG), "refused", message)
 
     @property
     def is_out_of_order(self) -> bool:
-        """Whether the server refuses a step because it has not received the one before it."""
+        """Whether the server refuses a step because it has not received the previous step."""
         return self.kind is Kind.WRONG and code_of(self.why) == STEP_AHEAD
 
     def failure(self, sentence: str) -> RequestFailed:
-        """Return the error of a request that is not repeated."""
+        """Return the error to raise if the request is not retried."""
         return FAILURES.get(self.kind, RequestFailed)(sentence, self.why)
 
     def sentence(self, model: str, url: str, attempts: int) -> str:

@@ -1,7 +1,7 @@
 """Least-loaded balancing over healthy servers; waits while none is healthy.
 
-A lost server receives no requests until it reports all models requested so far as ready, and neither does one that
-joins. A server that leaves its DNS name gets no further requests.
+A lost server, or one that joins, receives no requests until it reports all models requested so far as ready. A server
+that disappears from DNS gets no further requests.
 """
 
 import asyncio
@@ -10,218 +10,26 @@ import functools
 import logging
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client import retry
 from rlhf_triton.client.errors import Kind, RequestFailed, ServersDiffer, Trouble
+from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
+from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
+from rlhf_triton.client.turns import Turn, Turns
 from rlhf_triton.config import ClientSection
-from rlhf_triton.config.fields import DNS_PREFIX, resolve
-from rlhf_triton.errors import RlhfError, reason_of
-
-# State of one server as the pool sees it.
-
-
-class Connection(Protocol):
-    """Interface of a connection to one server."""
-
-    async def get_ready(self, model: str) -> str | None:
-        """Probe the server, and load what it lacks for the model; return why it is not ready, or None if it is.
-
-        Raises Trouble if the probe fails.
-        """
-
-    async def close(self) -> None:
-        """Close the connection; requests in flight fail."""
-
-
-C = TypeVar("C", bound=Connection)
-
-
-@dataclass
-class Suspension:
-    """A model whose process has died on one server.
-
-    Triton still reports the model as ready, so probes do not show its recovery. Instead, after a pause, one request
-    at a time tries it.
-    """
-
-    losses: int
-    until: float  # on the monotonic clock
-    cause: str
-    on_trial: bool = False
-
-
-@dataclass(eq=False)
-class Server(Generic[C]):
-    """State of one server."""
-
-    url: str
-    connection: C
-    in_flight: int = 0
-    last_turns: dict[str, int] = field(default_factory=dict)  # by model: when this server was last chosen
-    losses: int = 0  # times that it was lost or not ready since its last response
-    down: str | None = None  # why the server is set aside; None: it receives requests
-    unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
-    suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
-    probe: asyncio.Task[str | None] | None = None
-
-    def takes(self, model: str) -> bool:
-        """Return whether a request for this model may be sent to this server."""
-        suspended = self.suspended.get(model)
-        is_free = suspended is None or (not suspended.on_trial and time.monotonic() >= suspended.until)
-        return self.down is None and is_free
-
-
-# The addresses of the servers at the moment, from `actor.client.servers`.
-
+from rlhf_triton.errors import RlhfError
 
 logger = logging.getLogger(__name__)
-
-
-class ServerNames:
-    """Resolves the servers' addresses; a name that cannot be resolved keeps the addresses that it had."""
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = addresses
-        self._last: dict[str, list[str]] = {}
-        self._unresolved: set[str] = set()
-
-    @property
-    def may_change(self) -> bool:
-        """Whether any address is a DNS name, so that servers may join and leave."""
-        return any(address.startswith(DNS_PREFIX) for address in self._addresses)
-
-    async def urls(self) -> list[str]:
-        """Return `host:port` of every server, each once. Raises RequestFailed if a name was never resolved."""
-        found = [url for address in self._addresses for url in await self._resolved(address)]
-        return list(dict.fromkeys(found))
-
-    async def _resolved(self, address: str) -> list[str]:
-        if not address.startswith(DNS_PREFIX):
-            return [address]
-        try:
-            self._last[address] = await asyncio.to_thread(resolve, address)
-            self._unresolved.discard(address)
-        except (OSError, ValueError) as error:
-            if address not in self._last:
-                raise RequestFailed(f"server address {address!r} cannot be resolved: {reason_of(error)}") from error
-            if address not in self._unresolved:  # once, not at every attempt
-                logger.warning(
-                    "%s cannot be resolved (%s): keeping the servers that it named", address, reason_of(error)
-                )
-            self._unresolved.add(address)
-        return self._last[address]
-
-
-# Logs each outage (no server is healthy) when it starts, every 30 s, and when it ends.
-
-
-REMIND_EVERY_S = 30.0
-
-
-class Outage:
-    """One outage, from the first request without a healthy server until a server is healthy again."""
-
-    def __init__(self, causes: Callable[[], str]) -> None:
-        self.models: set[str] = set()  # models with waiting requests
-        self._began = time.monotonic()
-        self._causes = causes
-        logger.warning("no healthy server; requests wait for one: %s", causes())
-
-    @property
-    def seconds(self) -> float:
-        """Duration so far."""
-        return time.monotonic() - self._began
-
-    async def remind(self) -> None:
-        """Log every `REMIND_EVERY_S` seconds that the outage continues, until cancelled."""
-        while True:
-            await asyncio.sleep(REMIND_EVERY_S)
-            logger.warning("no healthy server for %.0f s: %s", self.seconds, self._causes())
-
-    def end(self) -> None:
-        """Log the end of the outage."""
-        logger.warning("a server is healthy again after %.1f s", self.seconds)
-
-
-# Sends training requests in step order, including retries, because the journal refuses gaps.
-
-
-@dataclass(eq=False)
-class Turn:
-    """Position of one training request in the queue, until its response arrives."""
-
-    sent_to: str | None = None
-    """Server of the first attempt while it is in flight; None: not sent yet, or held up."""
-    held_up: bool = False
-    """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
-    response: if they were sent at the same moment, they might arrive first."""
-
-
-class Turns:
-    """Queue of training requests without a response.
-
-    A step may be sent while the previous one is still training. It must wait, however, if the previous request may not
-    have arrived yet because it waits for a server, is being retried, or was sent to a server that was lost.
-    """
-
-    def __init__(self) -> None:
-        self._line: list[Turn] = []
-        self._changed = asyncio.Event()
-
-    @contextmanager
-    def join(self) -> Iterator[Turn]:
-        """Add a request at the end of the queue for the duration of the block."""
-        turn = Turn()
-        self._line.append(turn)
-        try:
-            yield turn
-        finally:
-            self._line.remove(turn)
-            self._changed.set()  # wakes all that wait
-            self._changed = asyncio.Event()
-
-    async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
-        """Wait until the request of `turn` may be sent to the server that `server()` returns.
-
-        A request that was not delayed waits until every earlier one has begun its first attempt at that server; a
-        delayed one waits until every earlier one has its response.
-        """
-        while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
-            turn.held_up = True
-            await self._changed.wait()
-
-    def is_first(self, turn: Turn) -> bool:
-        """Return whether every earlier request has its response."""
-        return self._line[0] is turn
-
-    @contextmanager
-    def under_way(self, turn: Turn | None, server: str) -> Iterator[None]:
-        """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""
-        if turn is None:
-            yield
-            return
-        turn.sent_to, turn.held_up = None if turn.held_up else server, True
-        try:
-            yield
-        finally:
-            turn.sent_to = None
-
-    def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
-        return not turn.held_up and earlier.sent_to is not None and earlier.sent_to == server
-
-
 T = TypeVar("T")
 RESOLVE_EVERY_S = 10.0
 
 
 class ServerPool(Generic[C]):
-    """All servers that the actor may send requests to."""
+    """All servers that requests may be sent to."""
 
     def __init__(
         self,
@@ -236,12 +44,12 @@ class ServerPool(Generic[C]):
         """
         Args:
             hint: ends the message if no server is healthy for `max_outage_s`.
-            waits_for_same: requests wait for a server that is not Kind.DIFFERENT, instead of failing at once.
+            waits_for_same: if all servers are Kind.DIFFERENT, requests wait for another one instead of failing at once.
         """
         self.servers: list[Server[C]] = []
         self.turns = Turns()
-        self._gone: list[Server[C]] = []  # no longer in DNS; requests may be in flight
-        self._looking_up = asyncio.Lock()
+        self._gone: list[Server[C]] = []  # no longer in DNS, but may have requests in flight
+        self._resolving = asyncio.Lock()
         self._names = ServerNames(addresses)
         self._connect, self._settings, self._counters, self._hint = connect, settings, counters, hint
         self._models: set[str] = set()  # requested so far; a server is ready if all of these are
@@ -249,39 +57,39 @@ class ServerPool(Generic[C]):
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
-        self._turn = 0  # counts choices
+        self._turn = 0  # number of selections so far
         self._waits_for_same = waits_for_same
         self._writer: Server[C] | None = None
 
     def writer(self, model: str) -> str | None:
-        """Return the URL of the server that a training request would go to now; None if there is none."""
+        """Return the URL of the server that a training request would go to now; None if there is no healthy one."""
         server = self._writing(model)
         return server.url if server else None
 
     @contextlib.asynccontextmanager
-    async def one(
+    async def select(
         self,
         model: str,
         *,
         writes: bool,
         patient: bool,
-        besides: Collection[str] = (),
+        avoid: Collection[str] = (),
         session: int | str | None = None,
     ) -> AsyncIterator[Server[C]]:
         """Select a server for one attempt, which counts as in flight until the end of the block.
 
         Args:
             model: the requested model.
-            writes: the request changes state, so select the same server as last time while that one is healthy.
-            patient: if no server is healthy, True: wait for one; False: return one that was set aside.
-            besides: URLs of servers that are the last choice.
-            session: selects the same server for the same session, as long as the same ones are healthy.
+            writes: the request changes state, so select the same server as last time while it is healthy.
+            patient: if no server is healthy, wait for one; otherwise return an unhealthy one.
+            avoid: URLs of servers to select only if there are no others.
+            session: requests of the same session go to the same server, as long as the same servers are healthy.
 
         Raises:
             RequestFailed: no server was healthy for `max_outage_s`, or an address cannot be resolved.
         """
         self._models.add(model)
-        choose = self._writing if writes else functools.partial(self._least_busy, besides=besides, session=session)
+        choose = self._writing if writes else functools.partial(self._least_busy, avoid=avoid, session=session)
         server = await self._wait_for_server(model, choose, patient=patient and self._settings.max_outage_s > 0)
         suspended = server.suspended.get(model)
         server.in_flight += 1
@@ -302,7 +110,7 @@ class ServerPool(Generic[C]):
             self._wake_waiters()
 
     async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
-        """Set aside the server if it is lost, or only the model if its process died; return whether either happened.
+        """Take the server out of service if it is lost, or only the model if its process died; return whether it did.
 
         A server that may only be overloaded is probed first.
         """
@@ -326,33 +134,33 @@ class ServerPool(Generic[C]):
         turn: Turn | None = None,
         patient: bool = True,
     ) -> T:
-        """Return the result of `ask` with the connection to a server, after as many attempts as it takes.
+        """Return the result of `ask`, called with the connection to a server, after as many attempts as necessary.
 
-        `turn`: the place of a training request, from `turns`. Raises RequestFailed; `patient`: see `one`.
+        `turn`: a training request's place in `turns`. `patient`: see `select`. Raises RequestFailed.
         """
         self._counters.requests += 1
         attempts.budget.earn()
         try:
             while True:
                 if turn:
-                    await self.turns.come(turn, lambda: self.writer(attempts.model))
-                chosen = self.one(
+                    await self.turns.wait_for(turn, lambda: self.writer(attempts.model))
+                selection = self.select(
                     attempts.model,
                     writes=turn is not None,
                     patient=patient,
-                    besides=attempts.behind,
+                    avoid=attempts.outdated,
                     session=attempts.session,
                 )
-                async with chosen as server:
+                async with selection as server:
                     try:
-                        with self.turns.under_way(turn, server.url):
+                        with self.turns.in_flight(turn, server.url):
                             answer = await ask(server.connection)
                         self.answered(server, attempts.model)
                         return answer
                     except Trouble as trouble:
                         if turn and trouble.is_out_of_order and not self.turns.is_first(turn):
                             self.answered(server, attempts.model)
-                            self._counters.retries += 1  # the step before it was lost: wait for its response
+                            self._counters.retries += 1  # the previous step was lost: wait for its response
                             pause_s = 0.0
                         else:
                             pause_s = await self.pause_after(server, attempts, trouble, patient=patient)
@@ -362,23 +170,23 @@ class ServerPool(Generic[C]):
             self._counters.over_budget += attempts.is_over_budget
             raise
 
-    def can_take(self, model: str, *, besides: Server[C] | None = None) -> bool:
-        """Return whether any server other than `besides` accepts requests for this model."""
-        return any(server.takes(model) for server in self.servers if server is not besides)
+    def can_accept(self, model: str, *, excluded: Server[C] | None = None) -> bool:
+        """Return whether any server other than `excluded` accepts requests for this model."""
+        return any(server.accepts(model) for server in self.servers if server is not excluded)
 
     async def pause_after(self, server: Server[C], attempts: Attempts, trouble: Trouble, *, patient: bool) -> float:
         """Record a failed attempt; return the pause in seconds before the next one.
 
-        It is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed if
-        there is no next attempt.
+        The pause is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed
+        if there is no next attempt.
         """
         if trouble.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
             return self._pause_for_version(server, attempts, trouble)
         is_lost = await self.failed(server, attempts.model, trouble)
-        goes_elsewhere = is_lost and self.can_take(attempts.model, besides=server)
+        goes_elsewhere = is_lost and self.can_accept(attempts.model, excluded=server)
         pause_s = 0.0
         if goes_elsewhere or (is_lost and patient and self._settings.max_outage_s > 0):
-            attempts.moves_on(trouble, server.url)
+            attempts.record_failover(trouble, server.url)
             self._counters.failovers += goes_elsewhere
         else:
             pause_s = attempts.pause_s(trouble, server.url)
@@ -386,12 +194,14 @@ class ServerPool(Generic[C]):
         return pause_s
 
     def _pause_for_version(self, server: Server[C], attempts: Attempts, trouble: Trouble) -> float:
-        """Return the pause before the next attempt: 0 unless all servers lack the demanded versions."""
+        """Return the pause before the next attempt: 0 unless no server has the demanded versions."""
         self.answered(server, attempts.model)
         pause_s = attempts.pause_for_version_s(trouble, server.url)
-        others = [other for other in self.servers if other.takes(attempts.model) and other.url not in attempts.behind]
+        others = [
+            other for other in self.servers if other.accepts(attempts.model) and other.url not in attempts.outdated
+        ]
         if not others:
-            attempts.behind.clear()
+            attempts.outdated.clear()
         self._counters.failovers += bool(others)
         self._counters.retries += 1
         return 0.0 if others else pause_s
@@ -405,7 +215,7 @@ class ServerPool(Generic[C]):
         """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
         if not self.servers:
             await self._resolve_addresses()
-        causes = await asyncio.gather(*(self._why_not_there(server, model) for server in self.servers))
+        causes = await asyncio.gather(*(self._why_not_answering(server, model) for server in self.servers))
         return None if None in causes else "; ".join(cause for cause in causes if cause)
 
     async def close(self) -> None:
@@ -418,7 +228,7 @@ class ServerPool(Generic[C]):
         for server in everyone:
             await server.connection.close()
 
-    # ---- choosing ----
+    # Selection:
 
     async def _wait_for_server(
         self, model: str, choose: Callable[[str], Server[C] | None], *, patient: bool
@@ -431,17 +241,17 @@ class ServerPool(Generic[C]):
             await self._wait(model)
         return server
 
-    def _least_busy(self, model: str, *, besides: Collection[str], session: int | str | None) -> Server[C] | None:
-        """Return the available server with the fewest requests in flight, or the session's server; None: there is none.
+    def _least_busy(self, model: str, *, avoid: Collection[str], session: int | str | None) -> Server[C] | None:
+        """Return the available server with the fewest requests in flight, or the session's server; None without one.
 
-        One of `besides` is chosen only if there are no others.
-        Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
-        are sent to reward and critic in turn, so that one of two servers would get all requests for the critic.
+        Servers in `avoid` are selected only if there are no others. Ties go to the server that was selected for this
+        model the longest ago. The order is kept per model, because rows go to reward and critic alternately: with a
+        common order, one of two servers would get all requests for the critic.
         """
         server = min(
-            (server for server in self.servers if server.takes(model)),
+            (server for server in self.servers if server.accepts(model)),
             key=lambda server: (
-                server.url in besides,
+                server.url in avoid,
                 0 if session is None else zlib.crc32(f"{session} {server.url}".encode()),
                 server.in_flight,
                 server.last_turns.get(model, 0),
@@ -454,19 +264,19 @@ class ServerPool(Generic[C]):
         return server
 
     def _writing(self, model: str) -> Server[C] | None:
-        """Return the server for training requests, None if there is none.
+        """Return the server for training requests; None if there is none.
 
         It stays the same while it is healthy, because requests to different servers might overtake each other.
         """
-        if self._writer not in self.servers or not self._writer.takes(model):
-            self._writer = next((server for server in self.servers if server.takes(model)), None)
+        if self._writer not in self.servers or not self._writer.accepts(model):
+            self._writer = next((server for server in self.servers if server.accepts(model)), None)
         return self._writer
 
-    # ---- joining and leaving ----
+    # Servers that join and leave:
 
     async def _resolve_addresses(self) -> None:
-        """Resolve the addresses. The first servers get requests at once, later ones when they are ready."""
-        async with self._looking_up:
+        """Resolve the addresses. The first servers get requests at once, later ones once they are ready."""
+        async with self._resolving:
             urls = await self._names.urls()
             before = self.servers
             known = {server.url for server in before}
@@ -485,12 +295,12 @@ class ServerPool(Generic[C]):
                 self._wake_waiters()
 
     async def _follow_names(self) -> None:
-        """Resolve the addresses again and again, until cancelled."""
+        """Resolve the addresses every `RESOLVE_EVERY_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(RESOLVE_EVERY_S)
             await self._resolve_addresses()
 
-    # ---- losing and finding again ----
+    # Servers that are lost and recover:
 
     def _set_aside(self, server: Server[C], trouble: Trouble) -> None:
         if server.down is not None or server in self._gone:
@@ -504,12 +314,12 @@ class ServerPool(Generic[C]):
         self._spawn(self._probe_until_ready(server))
 
     async def _probe_until_ready(self, server: Server[C]) -> None:
-        """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
+        """Probe a lost or joining server until all requested models are ready, then put it into service."""
         while server in self.servers:
             await asyncio.sleep(backoff_s(retry.BACKOFF_S, server.losses - 1))
             try:
                 server.down = await self._why_not_ready(server)
-            except RlhfError as error:  # task edge: requests that wait for a server raise it
+            except RlhfError as error:  # task edge: requests that wait for a server raise this error
                 server.down, server.unusable = str(error), error
                 logger.warning("%s gets no requests: %s", server.url, error)
                 break
@@ -537,13 +347,13 @@ class ServerPool(Generic[C]):
         return "; ".join(cause for cause in causes if cause) or None
 
     def _fail_waiting(self, server: Server[C], trouble: Trouble) -> None:
-        """Let waiting requests fail if the server serves something else, and all others cannot be used either."""
+        """If the server is Kind.DIFFERENT, mark it as unusable; waiting requests fail once all servers are."""
         if trouble.kind is Kind.DIFFERENT and not self._waits_for_same:
             server.unusable = ServersDiffer(f"{server.url} {trouble.what}: {trouble.why}")
             self._wake_waiters()
 
-    async def _why_not_there(self, server: Server[C], model: str) -> str | None:
-        """Return why this server is not ready to answer the model, with its address; None if it is."""
+    async def _why_not_answering(self, server: Server[C], model: str) -> str | None:
+        """Return why this server is not ready to answer the model, with the server's address; None if it is ready."""
         try:
             suspended = server.suspended.get(model)  # Triton reports the model of a dead process as ready
             cause = suspended.cause if suspended else await server.connection.get_ready(model)
@@ -553,7 +363,7 @@ class ServerPool(Generic[C]):
 
     def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
         known = server.suspended.get(model)
-        if known and not known.on_trial:  # already recorded by another request in flight when the process died
+        if known and not known.on_trial:  # another request that was in flight has already recorded it
             return
         losses = known.losses + 1 if known else 1
         pause_s = backoff_s(retry.BACKOFF_S, losses - 1)
@@ -567,10 +377,10 @@ class ServerPool(Generic[C]):
             self._outage = Outage(self._causes)
             self._counters.outages += 1
             self._reminder = self._spawn(self._outage.remind())
-            asyncio.get_running_loop().call_later(longest, self._wake_waiters)  # wake the waiters, to check the time
+            asyncio.get_running_loop().call_later(longest, self._wake_waiters)  # waiters then check the time
         self._outage.models.add(model)
         unusable = [server.unusable for server in self.servers if server.unusable]
-        if unusable and len(unusable) == len(self.servers):  # else wait for the others
+        if unusable and len(unusable) == len(self.servers):  # otherwise wait for the other servers
             raise unusable[0]
         if self._outage.seconds >= longest:
             raise RequestFailed(

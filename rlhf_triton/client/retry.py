@@ -1,4 +1,4 @@
-"""Decides whether a failed attempt is repeated, within a limit per request and a budget shared by all requests."""
+"""Decides whether to retry a failed attempt, within a limit per request and a budget shared by all requests."""
 
 import logging
 import time
@@ -15,11 +15,11 @@ from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
 HINT = "; is `rlhf-triton serve` running there?"
-RETRIES = 6  # of a request after a 503, a timeout or a lost connection, within the shared budget
+RETRIES = 6  # per request, after a 503, a timeout or a lost connection, within the shared budget
 BACKOFF_S = 0.25  # first pause between attempts; doubles, with jitter
 TRAIN_DEADLINE_S = 600.0  # timeout of an attempt of critic_train or critic_save
-PER_REQUEST = 0.2  # of a retry, which each request adds to the budget
-RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
+PER_REQUEST = 0.2  # fraction of a retry that each request adds to the budget
+RETRY_RESERVE = 100  # size of a retry budget: enough for a small run's failures, too little for a retry storm
 
 
 @dataclass
@@ -32,7 +32,7 @@ class RequestCounters:
     failovers: int = 0
     """Retries that went to another server at once."""
     over_budget: int = 0
-    """Requests that failed because the retry budget was spent."""
+    """Requests that failed because the retry budget was exhausted."""
     failed_requests: int = 0
     outages: int = 0
     """How often requests had to wait because no server was healthy."""
@@ -44,7 +44,7 @@ class RetryBudget:
     """Token bucket of retries shared by all requests: a request earns a fraction of a token, a retry spends one.
 
     As in Finagle, Envoy and gRPC, retries add at most a fraction to the load if every request fails, instead of
-    multiplying it. The bucket starts full, so that a small run can retry too.
+    multiplying it. The bucket starts full, so that small runs can retry as well.
     """
 
     def __init__(self, reserve: int) -> None:
@@ -90,12 +90,12 @@ class Attempts:
     ) -> None:
         """
         Args:
-            demanded: the versions of the weights that may answer the request; None: any.
-            session: requests of the same one go to the same server, while that is healthy.
+            demanded: the weights versions that may answer the request; None: any.
+            session: requests of the same session go to the same server while it is healthy.
         """
         self.model, self.budget, self.demanded, self.session = model, budget, demanded, session
-        self.behind: set[str] = set()
-        """URLs of the servers that have refused the demanded versions since the last pause."""
+        self.outdated: set[str] = set()
+        """URLs of the servers that, since the last pause, did not have the demanded versions."""
         self._unserved_since: float | None = None
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
@@ -104,29 +104,29 @@ class Attempts:
         self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
         self._unreached_since: float | None = None
 
-    def moves_on(self, trouble: Trouble, url: str) -> None:
-        """Record a retry without a pause, after the server was set aside. Raises RequestFailed if no retry is left."""
+    def record_failover(self, trouble: Trouble, url: str) -> None:
+        """Record a retry without a pause, after a server was lost. Raises RequestFailed if no retry is left."""
         if not trouble.kind.is_refusal:
             self._count_attempt(trouble, url)
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
         elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
-            # Servers pass the probe but refuse this request, so `max_outage_s` of the pool never applies.
+            # Servers that pass the probe but refuse this request never trigger the pool's `max_outage_s`.
             raise self._failure(trouble, url) from trouble.__cause__
         self.retried += 1
 
     def pause_for_version_s(self, trouble: Trouble, url: str) -> float:
-        """Return the pause before a retry if no server has the demanded version.
+        """Return the pause before a retry while no server has the demanded versions.
 
-        Raises RequestFailed once none has had it for `deadline_s`.
+        Raises RequestFailed after `deadline_s`.
         """
         now = time.monotonic()
         self._unserved_since = self._unserved_since or now
         left_s = self._unserved_since + self._settings.deadline_s - now
         if left_s <= 0:
             raise self._failure(trouble, url) from trouble.__cause__
-        self.behind.add(url)
+        self.outdated.add(url)
         self.retried += 1
         return min(left_s, backoff_s(BACKOFF_S, self.retried - 1))
 
@@ -141,7 +141,7 @@ class Attempts:
             cause = trouble.sentence(self.model, url, self.retried + 1)
             self.is_over_budget = True
             raise RequestFailed(
-                f"{cause}; not retried: too many requests fail, the budget of retries is exhausted"
+                f"{cause}; not retried: too many requests fail, so the retry budget is exhausted"
             ) from trouble.__cause__
         self.retried += 1
         return backoff_s(BACKOFF_S, self._made - 1)

@@ -1,4 +1,4 @@
-"""Turns the caller's ragged rows into arrays for the wire; an error names the caller's row and position."""
+"""Converts the caller's ragged rows to arrays for the wire; errors name the caller's row and position."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +16,14 @@ def token_rows(rows: Rows) -> list[np.ndarray]:
     arrays = _arrays(TOKENS, rows)
     for i, array in enumerate(arrays):
         if array.size == 0:
-            raise ContractError(f"{TOKENS}[{i}]: empty, an empty row has no values")
+            raise ContractError(f"{TOKENS}[{i}]: empty, must have at least one token")
         if array.dtype.kind not in "iu":
             raise ContractError(f"{TOKENS}[{i}]: {array.dtype} numbers, must be integers")
     return [array.astype(np.int64, copy=False) for array in arrays]
 
 
 def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> dict[str, np.ndarray]:
-    """Return the packed payload of critic_train, see `training_payload.TrainPayload`. Raises ContractError."""
+    """Return the packed payload of critic_train; see `training_payload.TrainPayload`. Raises ContractError."""
     rows = token_rows(tokens)
     targets = {
         name: _targets(name, given, rows)
@@ -34,7 +34,7 @@ def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) 
             at = int(np.argmax(row < 0))
             raise ContractError(f"{MASK}[{i}][{at}]: {row[at]:g}, must not be negative")
     if not any(row.any() for row in targets[MASK]):
-        raise ContractError(f"{MASK}: all 0, there is nothing to train on")
+        raise ContractError(f"{MASK}: all 0, must be above 0 for at least one token to train on")
     return {
         TOKENS: np.concatenate(rows)[None],
         SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64),
@@ -43,10 +43,10 @@ def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) 
 
 
 def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarray]:
-    """Return rows with one finite number for each token but the last, float32 `[length_i - 1]`."""
+    """Return rows float32 `[length_i - 1]`: one finite number for each token except the last."""
     arrays = _arrays(name, given)
     if len(arrays) != len(tokens):
-        raise ContractError(f"{name}: {len(arrays)} rows, but {TOKENS} has {len(tokens)}")
+        raise ContractError(f"{name}: {len(arrays)} rows, must be {len(tokens)} as in {TOKENS}")
     found = []
     for i, (array, row) in enumerate(zip(arrays, tokens, strict=True)):
         if array.size != row.size - 1:
@@ -64,9 +64,9 @@ def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarra
 
 
 def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
-    """Return the rows as arrays of one dimension."""
+    """Return the rows as one-dimensional arrays."""
     if len(rows) == 0:
-        raise ContractError(f"{name}: no rows")
+        raise ContractError(f"{name}: no rows, must have at least one")
     arrays = []
     for i, row in enumerate(rows):
         try:

@@ -1,4 +1,4 @@
-"""What a served model declares in its configuration. The only module that reads a model's parameters."""
+"""Reads what a served model declares in its configuration; the only module that reads a model's parameters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rlhf_triton.wire.contract import (
     Limits,
 )
 
-Config = Mapping[str, Any]  # of a model, as Triton returns it
-Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
+Config = Mapping[str, Any]  # a model's configuration, as Triton returns it
+Expected = Mapping[str, str | None]  # expected parameters of a model; None: the parameter must be absent
 MAY_DIFFER = frozenset(
     {
         LOAD_LABEL,
@@ -42,7 +42,7 @@ MAY_DIFFER = frozenset(
         "workers",  # of a reward function
     }
 )
-"""Parameters that may differ between servers of a run: all others decide what a score or a value is."""
+"""Parameters that may differ between servers of a run; all others affect scores or values."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +50,24 @@ class ServedModel:
     """What a served model declares; the fields from `components` on describe a reward."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """All of them, as text."""
+    """All parameters, as text."""
     outputs: frozenset[str] = frozenset()
     components: tuple[str, ...] = ()
     """Names of the terms of a weighted sum of rewards; empty if only the reward model is served."""
     weights: tuple[float, ...] = ()
     labels: tuple[str, ...] = ()
-    """Names of the labels of a checkpoint that is served alone."""
+    """Names of the labels, if a single checkpoint is served."""
     num_rewards: int = 1
     groupwise: bool = False
     """Whether a reward function receives all responses to a prompt in one request."""
     granularity: str | None = None
-    """Of a process reward: `step` or `token`."""
+    """Granularity of a process reward, `step` or `token`; None: not a process reward."""
     texts_only: bool = False
     takes_pairs: bool = False
     """Whether the reward model was trained on prompt and response as two texts."""
     adds_special_tokens: bool = True
     max_request_bytes: int = Limits.max_request_tokens
-    """Of the texts of a request; more are refused."""
+    """Maximum size of a request's texts; larger requests are refused."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, str], outputs: Iterable[str] = ()) -> ServedModel:
@@ -92,7 +92,7 @@ class ServedModel:
 
     @property
     def meaning(self) -> dict[str, str]:
-        """Its parameters that all servers must have in common."""
+        """The parameters that must be equal on all servers."""
         return {key: value for key, value in self.parameters.items() if key not in MAY_DIFFER}
 
     @property
@@ -102,22 +102,22 @@ class ServedModel:
 
     @property
     def rendering(self) -> str | None:
-        """Fingerprint of tokenizer and chat template: of all that decides which ids a text has."""
+        """Fingerprint of tokenizer and chat template, which together determine the ids of a text."""
         return self.parameters.get("rendering_fingerprint")
 
     @property
     def has_model(self) -> bool:
-        """Whether a checkpoint scores the rows, alone or beside reward functions."""
+        """Whether a checkpoint scores the rows, alone or in addition to reward functions."""
         return not self.components or MODEL_TERM in self.components
 
     @property
     def folder(self) -> str | None:
-        """The model's folder at the server."""
+        """The model's folder on the server."""
         return self.parameters.get("model")
 
     @property
     def is_live(self) -> bool:
-        """Whether the server names the version of its reward model."""
+        """Whether the reward model is served from versions, which its replies name."""
         return REWARD_VERSION in self.outputs
 
     @property

@@ -1,7 +1,7 @@
 """The YAML configuration as typed sections. Unknown keys are rejected; the command line can override values.
 
-A process uses `run` and its own section. Models inside tritonserver do not read the YAML: their settings are rendered
-into config.pbtxt.
+Each process uses `run` and its own section. Models inside tritonserver do not read the YAML: their settings are
+rendered into config.pbtxt.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ConfigError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class _UserKeys:
-    """Keys that the user has set: configurations with the same values are equal whether or not these are defaults."""
+    """Keys that the user has set. They do not count when configurations are compared: only the values do."""
 
     keys: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -108,12 +108,12 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     """The reward model; `model` is not needed if `rewards` contains only functions."""
     rewards: Terms | None = None
-    """Terms of a weighted sum of rewards, by name; default: only the reward model, and with an `environment` nothing
-    beside its own."""
+    """Terms of a weighted sum of rewards, by name; default: only the reward model, or, with an `environment`, only its
+    own rewards."""
     critic: CriticSection = CriticSection()
-    """The critic; needs a `model` if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML
-    without `actor`, or with `actor.client` alone, serves for another trainer the models that it names: `reward` or
-    `rewards`, `critic`, or both."""
+    """The critic; needs a `model` if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML without
+    `actor`, or with only `actor.client`, serves the models that it names for another trainer: `reward` or `rewards`,
+    `critic`, or both."""
     reference: ReferenceSection = ReferenceSection()
     """The reference model, served if `actor.kl.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()
@@ -121,7 +121,7 @@ class RunConfig(Section):
     actor: ActorSection = ActorSection()
     """The training loop of the policy."""
     environment: EnvironmentSection | None = None
-    """What answers the turns of an agent; default: a response is one turn."""
+    """The environment that answers an agent's turns; default: each response is one turn."""
     gateway: GatewaySection = GatewaySection()
     """The HTTP gateway for other trainers."""
     monitoring: MonitoringSection = MonitoringSection()
@@ -129,13 +129,13 @@ class RunConfig(Section):
     report: FunctionSpec | None = None
     """`path/to/file.py:name` or `package.module:name` of a function that adds sections to the run's report."""
 
-    _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
+    _roles: frozenset[str] = PrivateAttr(frozenset())  # models that a YAML without `actor` serves
     _written: _UserKeys = PrivateAttr(_UserKeys())
 
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, data: Any) -> Any:
-        """Give keys without a value the value that the algorithm was published with."""
+        """Set keys without a value to the values that the algorithm was published with."""
         name: Any = data
         for part in ("actor", "algorithm", "name"):
             name = name.get(part) if isinstance(name, dict) else None
@@ -171,8 +171,8 @@ class RunConfig(Section):
             check_environment(self.environment, self.actor)
             if self.run.deterministic and self.actor.generation.engine == "vllm":
                 raise ValueError(
-                    "run.deterministic: an environment's turns wait for each other, and vLLM's differ from run to run; "
-                    "set actor.generation.engine: slots, or remove run.deterministic"
+                    "run.deterministic: with an environment, vLLM's turns differ from run to run; set "
+                    "actor.generation.engine: slots, or remove run.deterministic"
                 )
         actor, trainer = self.actor, self.trainer
         steps = actor.optimizer_steps
@@ -186,12 +186,12 @@ class RunConfig(Section):
 
     @property
     def written(self) -> frozenset[str]:
-        """The keys that the YAML and the command line set, as `section.key`, but not to 0, false, null or `auto`."""
+        """Keys (`section.key`) that the YAML or the command line sets, except to 0, false, null or `auto`."""
         return self._written.keys
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """The most tokens that a row of the run may have, and the keys that say so."""
+        """Maximum tokens of a row in this run, and a text that names the keys behind it."""
         if self.environment is None:
             return self.actor.longest_row
         most = self.environment.max_tokens
@@ -199,7 +199,7 @@ class RunConfig(Section):
 
     @property
     def published_choices(self) -> str:
-        """The settings of the algorithm as text for a log line, with the published value of those that differ."""
+        """The algorithm's settings as text for a log line, with the published values where they differ."""
         algorithm = self.actor.algorithm
         found = [f"actor.algorithm.loss {algorithm.loss_name} (clip {', '.join(f'{x:g}' for x in algorithm.clip)})"]
         for key, value in algorithm.defaults.recipe.items():
@@ -214,7 +214,7 @@ class RunConfig(Section):
 
     @property
     def has_actor(self) -> bool:
-        """Whether the actor of this project trains; False if the YAML serves models for another trainer."""
+        """Whether this project's actor trains; False if the YAML serves models for another trainer."""
         return not self._roles
 
     @property
@@ -223,9 +223,9 @@ class RunConfig(Section):
         return function_terms(self.rewards or {})
 
     def hidden_variables(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the environment variables that processes of the user's code with these options must not see.
+        """Return the environment variables to hide from processes that run the user's code with these options.
 
-        Every key of the run, but not the one that the options name.
+        These are all keys of the run except the one that the options name.
         """
         keys = [
             control_key.VARIABLE,
@@ -238,17 +238,17 @@ class RunConfig(Section):
 
     @property
     def serves_critic(self) -> bool:
-        """Whether the critic is served and trained: if the algorithm uses it; without an actor, if the YAML has one."""
+        """Whether the critic is served and trained: the algorithm uses it or, without an actor, the YAML has one."""
         return "critic" in self._roles if self._roles else self.actor.algorithm.uses_critic
 
     @property
     def serves_rewards(self) -> bool:
-        """Whether rewards are served: not for a critic alone, nor for an environment without `rewards`."""
+        """Whether rewards are served; False for a critic alone, and for an environment without `rewards`."""
         return self._roles != {"critic"} and (self.environment is None or self.rewards is not None)
 
     @property
     def needs_server(self) -> bool:
-        """Whether anything is served; an environment's own rewards are not."""
+        """Whether any model is served; an environment's own rewards need no server."""
         return self.serves_rewards or self.serves_critic or self.actor.kl.serves_reference
 
     @property
@@ -307,10 +307,10 @@ class RunConfig(Section):
 
 
 def _with_default(data: Any, path: Sequence[str], value: Any) -> Any:
-    """Return nested dictionaries with `value` at `path`, unless they have a value, or null, there."""
+    """Return nested dictionaries with `value` at `path`, unless they already have a value or null there."""
     first, *rest = path
     if not isinstance(data, dict) or (first in data and not rest):
-        return data  # what is no section is refused when it is validated
+        return data  # validation rejects anything that is not a section
     return {**data, first: _with_default(data.get(first) or {}, rest, value) if rest else value}
 
 
@@ -358,7 +358,7 @@ def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[s
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of nested dictionaries, joined by dots, except keys that request nothing (0 and `auto`)."""
+    """Yield the dotted keys of nested dictionaries, except keys with an empty value, 0, false or `auto`."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -367,22 +367,22 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _check_reward_model(config: RunConfig) -> None:
-    """Raise ValueError if the reward model is named, but not among the rewards that count."""
+    """Raise ValueError if `reward.model` is set, but the reward model does not count as a reward."""
     if config.uses_reward_model or "reward.model" not in config.written:
         return
     why = (
-        "rewards names what counts"
+        "`rewards` lists the terms that count"
         if config.rewards
-        else "with an environment, rewards names what counts beside its own"
+        else "with an environment, only its own rewards and the terms in `rewards` count"
     )
     raise ValueError(
-        f"reward.model ({config.reward.model}) has no effect: {why}, and has no term `model`; add "
+        f"reward.model ({config.reward.model}) has no effect: {why}, and `rewards` has no term `model`; add "
         "rewards.model: {weight: 1.0}, or remove reward.model"
     )
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
-    """Return `config` with the policy's model and dtype as defaults of the reference.
+    """Return `config` with the policy's model and dtype as the reference's defaults.
 
     Raises ValueError if the reference is served and its dtype differs from the policy's.
     """
@@ -425,7 +425,7 @@ def _deep_copy(data: Any) -> Any:
 
 
 def _source(path: Path | str, overrides: Sequence[str], location: str, text: str) -> str:
-    """Return what causes a problem: the file, or overrides; the file with overrides if the problem is between keys."""
+    """Return the source of a problem: the file, overrides, or, for a problem between keys, both."""
     keys = {override: override.partition("=")[0] for override in overrides}
     if location:
         wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
@@ -443,7 +443,7 @@ def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
     for item in errors:
         found.setdefault(_location(item), []).append(item)
     for location, items in found.items():
-        if any(other.startswith(f"{location}.") for other in found):  # what is wrong is inside
+        if any(other.startswith(f"{location}.") for other in found):  # reported there, more precisely
             continue
         if len(items) == 1:
             yield location, _describe(items[0], location)
@@ -453,14 +453,14 @@ def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _location(item: Any) -> str:
-    """Return the key of one of pydantic's errors, without the type that it tried where a key has several."""
+    """Return the key of a pydantic error, without the names of union members that pydantic adds."""
     *parents, last = [part for part in item["loc"] if part != "[key]"] or [""]
     is_name = item["type"] in ("extra_forbidden", "missing")
     parts = [part for part in parents if not _TYPE.fullmatch(str(part))]
     return ".".join(map(str, [*parts, *([last] if is_name or not _TYPE.fullmatch(str(last)) else [])]))
 
 
-_TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # as no key is named, but the types in a location
+_TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # matches type names in a location, but no key
 
 
 def _expected_type(item: Any) -> str:
@@ -487,7 +487,7 @@ def _describe(item: Any, location: str) -> str:
     if item["type"] == "dict_type" and location == "rewards":
         return f"rewards names its terms (got {item['input']!r}): rewards: {{my_reward: {{function: FILE.py:NAME}}}}"
     if item["type"] == "missing":
-        return f"{location} is missing"
+        return f"{location} is missing; set it"
     if item["type"] in ("tuple_type", "list_type"):
         return f"{location} must be a list (got {item['input']!r})"
     if item["type"] != "extra_forbidden":
@@ -498,7 +498,7 @@ def _describe(item: Any, location: str) -> str:
     elsewhere = key_of(section.partition(".")[0], name) if same is None else same
     if elsewhere == "":
         advice = advice_on(name)
-        return f"unknown key {location}; there is no such setting here{advice and ': '}{advice}"
+        return f"unknown key {location}; this project has no such setting{advice and ': '}{advice}"
     near = (
         ([same] if same else [])
         or _similar(section, name, valid)
@@ -518,20 +518,20 @@ def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) -> list[str]:
-    """Return the key in `section` whose last part is nearly `name`, as a list; [] if there is none."""
+    """Return the key in `section` whose last part is most similar to `name`, as a list; [] if none is similar."""
     keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
     return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)]
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys of the reward term at `location`; [] elsewhere. `keys_of` cannot know the terms' names."""
+    """Return the valid keys of the reward term at `location`, [] elsewhere: `keys_of` does not know terms' names."""
     if len(location) < 3 or location[0] != "rewards":
         return []
     return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
 
 
 def keys_of(section: type[BaseModel], prefix: str) -> list[str]:
-    """Return the names of a section's keys and sections, each with `prefix`."""
+    """Return the names of a section's keys and subsections, recursively, each with `prefix`."""
     keys = []
     for attribute, info in section.model_fields.items():
         name = info.alias or attribute

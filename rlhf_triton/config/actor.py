@@ -31,8 +31,6 @@ from rlhf_triton.config.trained import Resume, TrainedSection
 
 Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
 
-# The parts of the YAML's `actor` section, one class per concern.
-
 
 class PolicySection(TrainedSection):
     """The policy: its model, how it computes, and which of its weights are trained."""
@@ -52,7 +50,7 @@ class PromptFileSection(Section):
     @field_validator("path")
     @classmethod
     def _one_spelling(cls, value: Path) -> Path:
-        """Positions in the files are kept by path."""
+        """Normalise the path, because positions in the files are stored by path."""
         return Path(os.path.normpath(value))
 
 
@@ -60,16 +58,17 @@ class PromptsSection(Section):
     """The training prompts."""
 
     path: Path = Path("data/prompts.jsonl")
-    """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`, with `text`, chat `messages`, or
-    `prompt` in each row. See docs/prompts.md."""
+    """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`; each row has `text`, chat `messages`,
+    or `prompt`. See docs/prompts.md."""
     files: tuple[PromptFileSection, ...] = ()
     """Several files instead of `path`, with weights: a list of {path, weight}."""
     max_tokens: Count = 512
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """A longer prompt: `error` ends the run, `skip` takes the next prompt, `truncate` keeps BOS and the last tokens."""
+    """What to do with a longer prompt: `error` ends the run, `skip` takes the next prompt, `truncate` keeps BOS and the
+    last tokens."""
     add_special_tokens: bool = True
-    """Begin a plain-text prompt with what the tokenizer puts before a text, such as BOS."""
+    """Start a plain-text prompt with the tokens that the tokenizer puts before a text, such as BOS."""
 
     @property
     def sources(self) -> tuple[PromptFileSection, ...]:
@@ -115,21 +114,21 @@ class GenerationSection(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; also applied to log-probs."""
     top_k: CountOrZero = 0
-    """Sample from the k most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: the most likely tokens with this total probability; 1: all."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all tokens."""
 
 
 class CorrectionSection(Section):
-    """Importance correction: factors of the policy loss, from ratios of two log-probs of each sampled token.
+    """Importance correction: factors of the policy loss that account for sampling by another engine or an older policy.
 
-    They are those under the policy before the update and those of the engine or older policy that sampled.
+    They are ratios of each sampled token's probability under the policy before the update and under the sampler.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of each token, of the whole response (their product), or their geometric mean over the response."""
+    """Ratio per token, per response (the product over its tokens), or the geometric mean over a response's tokens."""
     mode: Literal["clip", "mask"] = "clip"
-    """Ratios outside the range are clipped to it, or their tokens are left out."""
+    """Clip ratios outside the range, or mask their tokens."""
     low: Annotated[float, Field(ge=0)] = 0.0
     """Lower end of the range."""
     high: Annotated[float, Field(gt=0)] = 2.0
@@ -138,7 +137,10 @@ class CorrectionSection(Section):
     @model_validator(mode="after")
     def _ordered(self) -> CorrectionSection:
         if self.low > self.high:
-            raise ValueError(f"actor.algorithm.correction.low ({self.low:g}) is above its high ({self.high:g})")
+            raise ValueError(
+                f"actor.algorithm.correction.low ({self.low:g}) is above actor.algorithm.correction.high "
+                f"({self.high:g}); lower it"
+            )
         return self
 
 
@@ -146,36 +148,37 @@ class AlgorithmSection(Section):
     """The algorithm: advantages and policy loss."""
 
     name: AlgorithmName = "ppo"
-    """Advantage function, loss and published defaults for other keys; see docs/algorithms.md. Only `ppo`, `vapo` and
-    `sao` use the critic."""
+    """Sets advantage function, loss and published defaults of other keys; see docs/algorithms.md. Only `ppo`, `vapo`
+    and `sao` use the critic."""
     advantage: AdvantageName = "auto"
-    """Advantage function: the algorithm's, or your own, `path/to/file.py:name`."""
+    """Advantage function: `auto`, the algorithm's, or your own, `path/to/file.py:name`."""
     loss: LossName = "auto"
-    """Policy loss: the algorithm's, one by name, or your own, `path/to/file.py:name`."""
+    """Policy loss: `auto`, the algorithm's, a built-in one by name, or your own, `path/to/file.py:name`."""
     responses_per_prompt: Count = 1
     """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++`."""
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Lower clip range of the probability ratio, and the upper one unless `clip_ratio_high` is set; for `dppo` of the
-    difference of probabilities. Default: the loss's."""
+    """Lower clip range of the probability ratio (for `dppo`, of the difference of probabilities), and the upper one
+    unless `clip_ratio_high` is set. Default: as published for the loss."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip range (clip-higher); default: `clip_ratio`, or the loss's."""
+    """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
-    """Mean of the loss over a minibatch's tokens, or over the means of its sequences; `constant`: sum / (sequences *
-    `actor.generation.max_new_tokens`). `auto`: the algorithm's."""
+    """How the loss is averaged: `token`, over a minibatch's tokens; `sequence`, over its sequences' means; `constant`,
+    sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus in the loss."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
-    """Denominator of the probability ratio: recomputed by the policy, or as the engine sampled."""
+    """Log-probs in the denominator of the probability ratio: recomputed by the policy, or from the engine that
+    sampled."""
     correction: CorrectionSection | None = None
     """Importance correction for responses that vLLM or an older policy sampled; default: none."""
     max_resampled: CountOrZero = 0
-    """Dynamic sampling: how often per step prompts whose responses all have the same score are replaced; 0: off."""
+    """Dynamic sampling: how often per step to replace prompts whose responses all have the same score; 0: off."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction | None = None
     """GAE's lambda; default: 0.95, or for `vapo` and `sao` one that grows with the response."""
     critic_warmup_steps: CountOrZero = 0
-    """First steps of the run that train only the critic."""
+    """Number of steps at the start of the run that train only the critic."""
     mask_unfinished: bool = True
     """Exclude responses that did not end from the policy gradient."""
 
@@ -186,7 +189,7 @@ class AlgorithmSection(Section):
 
     @property
     def defaults(self) -> Algorithm:
-        """What the algorithm needs, and its choices where a setting makes none."""
+        """The algorithm's requirements, and its choices for settings that are not set."""
         return ALGORITHMS[self.name]
 
     @property
@@ -196,7 +199,7 @@ class AlgorithmSection(Section):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """Lower and upper clip range: as set, or as published for the loss; for a user's own as for PPO's."""
+        """Lower and upper clip range: as set, or as published for the loss (a user's own loss: as for PPO)."""
         published = LOSSES.get(self.loss_name, LOSSES["clipped"])
         low = published.low if self.clip_ratio is None else self.clip_ratio
         high = published.high if self.clip_ratio is None else self.clip_ratio
@@ -213,7 +216,7 @@ class KLSection(Section):
     """The KL divergence from the reference: its penalty and its measurement."""
 
     reference: Literal["actor", "triton"] = "actor"
-    """Where reference log-probs are computed: in the actor, or in tritonserver by the model of `reference`."""
+    """Where reference log-probs are computed: in the actor, or in tritonserver by the section `reference`'s model."""
     coef: Annotated[float, Field(ge=0)] = 0.01
     """Coefficient of the KL penalty; 0: no reference is loaded, and no KL is measured."""
     penalty_in: Literal["auto", "reward", "loss"] = "auto"
@@ -238,8 +241,8 @@ class RewardsSection(Section):
     """How scores become rewards: normalisation, clipping, then penalties."""
 
     normalization: Literal["none", "running", "batch"] = "none"
-    """Of scores: `running`, by all scores so far; `batch`, by the rollout's. `reward.standardization` has a fixed mean
-    and standard deviation."""
+    """Normalisation of scores: `running`, by the statistics of all scores so far; `batch`, of the rollout. For a fixed
+    mean and standard deviation, use `reward.standardization`."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Maximum absolute value of a normalised score."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
@@ -251,7 +254,7 @@ class RewardsSection(Section):
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Subtracted from the score of a response of the maximum length."""
     max_failed_fraction: Fraction = 0.1
-    """Maximum fraction of a rollout's rows that may be masked for lack of a score; above it the run stops."""
+    """Maximum fraction of a rollout's rows that may be masked because they have no score; above it, the run stops."""
 
 
 class UpdateSection(Section):
@@ -280,13 +283,13 @@ class ValidationSection(Section):
 
 
 class ClientSection(Section):
-    """Requests of the actor to the servers."""
+    """The actor's requests to the servers."""
 
     servers: tuple[Address, ...] = ()
-    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name; default: that of
-    `server`."""
+    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default: the
+    address of `server`."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long to wait for a healthy server, and to repeat training requests while the sidecar is away."""
+    """How long to wait for a healthy server, and to retry training requests while there is no sidecar."""
     deadline_s: Seconds = 60.0
     """Timeout of one scoring attempt, and of waiting for a demanded version."""
 
@@ -297,15 +300,15 @@ class ActorSection(Section):
     ranks: Count = 1
     """Processes that generate and train the policy together, one per GPU (FSDP2). See docs/scaling.md."""
     steps: Count = 100
-    """Number of steps: a rollout and the update on it."""
+    """Number of steps; a step is a rollout and the update on it."""
     max_minutes: Annotated[float, Field(gt=0)] | None = None
     """Time limit: the run ends with a checkpoint after the step that exceeds it."""
     rollout_size: Count = 128
     """Responses per step."""
     max_staleness: CountOrZero = 1
-    """How many critic updates sent before a row is scored may be missing from the weights that score it."""
+    """Maximum number of critic updates, sent before a row is scored, that the weights that score it may lack."""
     one_step_off_policy: bool = False
-    """Generate the next step's responses during the update, with a copy of the policy from before it."""
+    """Generate the next step's responses during the update, with a copy of the policy before the update."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     keep_checkpoints: Count = 2
@@ -315,7 +318,7 @@ class ActorSection(Section):
     logged_texts: CountOrZero = 1
     """Responses per step logged to rollouts.jsonl and the trackers' table."""
     trackers: tuple[Tracker, ...] = ()
-    """Experiment trackers of accelerate, installed and configured by their own environment variables."""
+    """Experiment trackers of accelerate; install them, and configure them by their own environment variables."""
     policy: PolicySection = PolicySection()
     prompts: PromptsSection = PromptsSection()
     generation: GenerationSection = GenerationSection()
@@ -331,14 +334,14 @@ class ActorSection(Section):
 
     @property
     def is_one_update(self) -> bool:
-        """Whether the policy that sampled a rollout is updated on it once, as one minibatch: all ratios are then 1."""
+        """Whether each rollout is used for exactly one update of the policy that sampled it, so all ratios are 1."""
         one_minibatch = self.update.minibatch_size >= self.rollout_size
-        is_ours = self.generation.engine != "vllm"  # whose probabilities differ by rounding
+        is_ours = self.generation.engine != "vllm"  # vLLM's probabilities differ by rounding
         return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy and is_ours
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """The most tokens of a prompt and its response, and the keys that say so."""
+        """Maximum tokens of a prompt and its response, and a text that names the keys behind it."""
         prompt, new = self.prompts.max_tokens, self.generation.max_new_tokens
         keys = f"actor.prompts.max_tokens ({prompt}) + actor.generation.max_new_tokens ({new})"
         return prompt + new, f"{keys} is {prompt + new}; lower them"
@@ -356,7 +359,7 @@ class ActorSection(Section):
 
 
 def check_actor(actor: ActorSection) -> None:
-    """Check constraints between fields. Raises ValueError, which names the fields and their values."""
+    """Check constraints between fields. Raises ValueError naming the fields and their values."""
     algorithm, generation, size = actor.algorithm, actor.generation, actor.rollout_size
     each = algorithm.responses_per_prompt
     if size % each:
@@ -398,7 +401,7 @@ def check_actor(actor: ActorSection) -> None:
 
 
 def _check_prompts(prompts: PromptsSection) -> None:
-    """Reject files beside `path`, an empty list without it, and a file that is listed twice."""
+    """Reject `files` in addition to `path`, an empty list without `path`, and a file that is listed twice."""
     files, given = prompts.files, prompts.model_fields_set
     if not files and "files" in given and "path" not in given:
         raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
@@ -413,7 +416,7 @@ def _check_prompts(prompts: PromptsSection) -> None:
 
 
 def _check_critic_settings(algorithm: AlgorithmSection) -> None:
-    """Reject a warm-up of the critic in an algorithm without one, and dynamic sampling without groups."""
+    """Reject a critic warm-up for an algorithm without a critic, and dynamic sampling without groups."""
     if algorithm.critic_warmup_steps and not algorithm.uses_critic:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}): {algorithm.name} has no critic; "
@@ -427,27 +430,27 @@ def _check_critic_settings(algorithm: AlgorithmSection) -> None:
 
 
 def _check_ratios(actor: ActorSection) -> None:
-    """Reject settings of the probability ratio that would have no effect, and log-probs that cannot be compared."""
+    """Reject probability-ratio settings without effect, and settings that make log-probs incomparable."""
     algorithm, generation = actor.algorithm, actor.generation
     is_vllm, correction = generation.engine == "vllm", algorithm.correction
     uses_engine = algorithm.old_logprobs == "sampler" or correction is not None
     key = "old_logprobs: sampler" if algorithm.old_logprobs == "sampler" else "correction"
     if correction is not None and algorithm.old_logprobs == "sampler":
         raise ValueError(
-            "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler, whose ratios already "
-            "compare with the log-probs of sampling; remove one of them"
+            "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler, where the ratios "
+            "already use the sampler's log-probs; remove one of them"
         )
     if correction is not None and not (is_vllm or actor.one_step_off_policy):
         raise ValueError(
-            "actor.algorithm.correction has no effect: the policy that samples is the one that is updated; remove it, "
-            "or set actor.generation.engine: vllm or actor.one_step_off_policy"
+            "actor.algorithm.correction has no effect, because the updated policy itself samples; remove it, or set "
+            "actor.generation.engine: vllm or actor.one_step_off_policy"
         )
     names = ("top_k", "top_p", "min_new_tokens")
     changed = [name for name in names if getattr(generation, name) != GenerationSection.model_fields[name].default]
     if uses_engine and is_vllm and changed:
         raise ValueError(
-            f"actor.algorithm.{key} needs log-probs that vLLM computes before actor.generation.{changed[0]} "
-            f"({getattr(generation, changed[0])}); remove one of them"
+            f"actor.algorithm.{key} needs the sampler's log-probs, but vLLM computes them before it applies "
+            f"actor.generation.{changed[0]} ({getattr(generation, changed[0])}); remove one of them"
         )
 
 

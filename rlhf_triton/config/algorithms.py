@@ -1,6 +1,6 @@
-"""Tables of the algorithms, losses and KL estimators: where each function is, and what an algorithm needs of a run.
+"""Tables of algorithms, losses and KL estimators: their functions, and what an algorithm requires of a run.
 
-The functions are imported by `actor.algorithms.method`, like a user's own: these tables never import torch.
+`actor.algorithms.method` imports the functions by name, like a user's own, so that this module does not import torch.
 """
 
 import difflib
@@ -15,10 +15,10 @@ from rlhf_triton.rewards.function import check_spec
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An advantage function, what it needs, and the published choices for settings left at `auto` or unset."""
+    """An advantage function, its requirements, and the published choices for settings that are `auto` or unset."""
 
     source: str
-    meaning: str  # of the advantage, for the documentation
+    meaning: str  # formula of the advantage, for the documentation
     advantage: str  # `package.module:name`
     loss: str = "clipped"  # one of LOSSES
     needs_critic: bool = False
@@ -30,7 +30,7 @@ class Algorithm:
     positive_nll: float = 0.0  # coefficient of the mean negative log-likelihood of responses with a positive score
     kl_in: Literal["reward", "loss"] = "reward"
     loss_mean: Literal["token", "sequence", "constant"] = "token"
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # further keys of the configuration -> published value
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # further configuration keys -> published value
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ ALGORITHMS = {
         takes_process_rewards=False,
     ),
     "grpo": _GRPO,
-    "dapo": replace(  # its penalty of overlong responses depends on their length: `actor.rewards`
+    "dapo": replace(  # its overlong penalty is in `actor.rewards`, because it depends on the length
         _GRPO,
         source="Yu et al. 2025 (arXiv 2503.14476)",
         loss_mean="token",
@@ -156,11 +156,11 @@ KL_ESTIMATORS = {
 FILE = "path/to/file.py:name"
 
 
-OFFLINE = ("bco", "cpo", "dpo", "ipo", "kto", "orpo", "rft", "sft", "simpo")  # names of methods, for a message
+OFFLINE = ("bco", "cpo", "dpo", "ipo", "kto", "orpo", "rft", "sft", "simpo")  # methods without sampling, for a message
 
 
 def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
-    """Return a validator of a built-in name or, with `or_file`, of the name of a user's function."""
+    """Return a validator that accepts the given names and, with `or_file`, a user's function."""
 
     def check(value: str) -> str:
         if value in names:
@@ -169,13 +169,12 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
             return check_spec(value)
         if value.lower() in OFFLINE:
             raise ValueError(
-                f"{value} trains on given answers, this project on those that the policy samples; use TRL for {value}, "
-                f"or choose one of {', '.join(names)}"
+                f"{value} trains on given answers, but this project on answers that the policy samples; use TRL for "
+                f"{value}, or choose one of {', '.join(names)}"
             )
         near = difflib.get_close_matches(value.lower(), names)
-        near.sort(
-            key=lambda name: sorted(name) != sorted(value.lower())
-        )  # first those with the same letters: grpo for gpro
+        # Names with the same letters first: grpo for gpro.
+        near.sort(key=lambda name: sorted(name) != sorted(value.lower()))
         valid = ", ".join(map(repr, names)) + (f", or {FILE}" if or_file else "")
         raise ValueError(f"Input should be one of {valid}" + (f"; did you mean {near[0]}?" if near else ""))
 

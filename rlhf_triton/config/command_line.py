@@ -39,17 +39,17 @@ def add_accept_changes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="resume although reward, environment, algorithm or policy differ from those of the earlier start",
+        help="resume although reward, environment, algorithm or policy have changed since the last start",
     )
 
 
 def log_to_stderr(process: str, run: RunSection, *, gpus: str = "") -> None:
     """Log INFO and above to stderr, one line each, as text or JSON; `rlhf-triton run` parses both.
 
-    Of several ranks of one job, those after the first log only warnings and errors, with their number.
+    Ranks other than 0 log only warnings and errors, with their rank.
 
     Args:
-        gpus: `RunConfig.gpu_precisions`, logged at the start.
+        gpus: `RunConfig.gpu_precisions`, which is logged first.
     """
     rank = int(os.environ.get("RANK", "0"))
     level, name = (logging.WARNING, f"rank {rank}: ") if rank else (logging.INFO, "")
@@ -68,13 +68,13 @@ def limit_access(run: RunSection) -> None:
 
 
 def interrupt_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
-    """Raise KeyboardInterrupt for these signals, even if a background job inherited SIGINT as ignored."""
+    """Make these signals raise KeyboardInterrupt, even if a background job inherited SIGINT as ignored."""
     for number in numbers:
         signal.signal(number, signal.default_int_handler)
 
 
 def report(error: BaseException, code: int = 2) -> int:
-    """Print the error to stderr and return the exit code; 2: the command could not do what it was started for."""
+    """Print the error to stderr; return `code`, the exit code. 2 means that the command could not do its work."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "; make room, and start again" if is_full else ""
     with contextlib.suppress(OSError):  # stderr may be a log on a full disk
@@ -83,7 +83,7 @@ def report(error: BaseException, code: int = 2) -> int:
 
 
 def reporting(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Make the `main` of a command print a `REPORTED` error and return 2, instead of raising it."""
+    """Decorator: make a command's `main` print a `REPORTED` error and return 2 instead of raising it."""
 
     @functools.wraps(main)
     def run(*args: Arguments.args, **keywords: Arguments.kwargs) -> int:

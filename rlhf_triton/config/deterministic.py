@@ -1,6 +1,6 @@
 """Settings that `run.deterministic` fixes, so that two runs are bit-identical.
 
-The results can still differ with nondeterministic reward functions, another processor or another torch version.
+Results can still differ with nondeterministic reward functions, on another processor, or with another torch version.
 """
 
 from typing import Any, TypeVar
@@ -20,22 +20,22 @@ FIXED: dict[str, Any] = {
 
 
 def with_fixed_values(config: AnySection) -> AnySection:
-    """Return the configuration with the values in `FIXED`, and with numbers for what depends on the machine.
+    """Return the configuration with the values in `FIXED` and machine-independent values for `threads`.
 
-    Each row has a forward pass of its own, whatever `token_budget` is.
+    Sets `token_budget` to 1, so that each row gets its own forward pass.
 
     Raises:
-        ValueError: a key in `FIXED` was set to another value; the message names key, value and what to do.
+        ValueError: a key in `FIXED` was set to another value; the message names key, value and remedy.
     """
     for key, value in FIXED.items():
         config = _with_setting(config, key.split("."), value, key)
     for role in MODELS:
         section = getattr(config, role)
-        settled = {
+        fixed = {
             "threads": section.threads or 1,
             "token_budget": 1,  # a row's last bits depend on the other rows of its forward pass
         }
-        config = config.model_copy(update={role: section.model_copy(update=settled)})
+        config = config.model_copy(update={role: section.model_copy(update=fixed)})
     return config
 
 

@@ -1,4 +1,4 @@
-"""The YAML's `environment`: what answers the turns of an agent, and the limits of a trajectory."""
+"""The YAML's `environment` section: the environment of an agent, and limits of a trajectory."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 
 class EnvironmentSection(Section):
-    """An environment of agents: a Python class in worker processes, or an agent that calls the policy."""
+    """An environment for agents: a Python class in worker processes, or an agent that calls the policy."""
 
     class_: FunctionSpec | None = Field(default=None, alias="class")
-    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or for TRL's
-    `environment_factory`; one instance per trajectory. For an OpenEnv server see docs/environments.md."""
+    """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or one for TRL's
+    `environment_factory`; one instance per trajectory. For an OpenEnv server, see docs/environments.md."""
     agent: FunctionSpec | None = None
-    """An agent, in place of `class`: `run(base_url, task)`, which calls the policy at `base_url` as OpenAI's or
-    Anthropic's API. See docs/environments.md."""
+    """An agent instead of `class`: a function `run(base_url, task)` that calls the policy at `base_url` through
+    OpenAI's or Anthropic's API. See docs/environments.md."""
     options: Options = Field(default={})
     """Keyword arguments of the class or agent."""
     reward: FunctionSpec | None = None
     """Function with TRL's signature, `f(environments, **columns)`, that scores trajectories."""
     max_turns: Count = 8
-    """Turns of the policy in a trajectory; an agent's calls of the policy."""
+    """Maximum turns of the policy in a trajectory; for an agent, its calls of the policy."""
     max_tokens: Count = 4096
-    """Tokens of a trajectory: prompt, turns and observations."""
+    """Maximum tokens of a trajectory: prompt, turns and observations."""
     timeout_s: Seconds = 600.0
-    """Timeout for a trajectory, which is then truncated. A single call that takes longer fails it, and its worker is
-    killed."""
+    """Timeout of a trajectory, which is then truncated. If a single call takes longer, the trajectory fails and its
+    worker is killed."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
-    """Trajectories that reach a limit: `mask` leaves them out, `bootstrap` adds the critic's value of the end, `score`
-    takes the rewards so far."""
+    """What to do with trajectories that reach a limit: `mask` excludes them, `bootstrap` adds the critic's value of the
+    end, `score` uses the rewards so far."""
     workers: Count = 1
     """Worker processes per rank; each holds many instances."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> EnvironmentSection:
         if (self.class_ is None) == (self.agent is None):
-            raise ValueError("give class or agent, one of them")
+            raise ValueError("set either class or agent")
         if self.agent is not None and self.reward is not None:
             raise ValueError("reward scores environments, but an agent returns its reward itself; remove one of them")
         return self
@@ -53,8 +53,8 @@ def check_environment(environment: EnvironmentSection, actor: ActorSection) -> N
     algorithm = actor.algorithm
     if environment.max_tokens <= actor.prompts.max_tokens:
         raise ValueError(
-            f"environment.max_tokens ({environment.max_tokens}), which a whole trajectory may have, must be above "
-            f"actor.prompts.max_tokens ({actor.prompts.max_tokens})"
+            f"environment.max_tokens ({environment.max_tokens}), the limit of a whole trajectory, must be above "
+            f"actor.prompts.max_tokens ({actor.prompts.max_tokens}), the limit of its prompt"
         )
     if environment.truncated == "bootstrap" and not algorithm.uses_critic:
         raise ValueError(

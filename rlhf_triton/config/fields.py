@@ -11,7 +11,7 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Host = Annotated[str, Field(min_length=1)]  # to bind; an empty one would be every address of the machine
+Host = Annotated[str, Field(min_length=1)]  # an address to bind; "" would bind all addresses of the machine
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
 LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
@@ -37,11 +37,11 @@ def _compiled(value: str) -> str:
 
 
 Patterns = tuple[Annotated[str, Field(min_length=1), AfterValidator(_compiled)], ...]
-"""Regular expressions, each of which is searched for in the names of a model's parameters."""
+"""Regular expressions that are searched in the names of a model's parameters."""
 
 
 def _by_device(value: object, info: ValidationInfo) -> object:
-    """Resolve `auto`: float32 on a CPU; on a GPU bfloat16, whose matrix products are about ten times as fast."""
+    """Resolve `auto`: float32 on a CPU, bfloat16 on a GPU, where its matrix products are about ten times as fast."""
     if value != "auto":
         return value
     return "float32" if info.data.get("device", "cpu") == "cpu" else "bfloat16"
@@ -64,9 +64,9 @@ def _budget_of_device(value: object, info: ValidationInfo) -> object:
 TokenBudget = Annotated[
     int, BeforeValidator(_budget_of_device, json_schema_input_type=Count), Field(ge=1, validate_default=True)
 ]
-"""As above: the default depends on `device`."""
+"""The default depends on the section's `device`, which must be declared first."""
 BUDGET_OF_DEVICE: Any = None
-AUTO_PRECISION: Any = "auto"  # default of such a field; a value that was read is never `auto`
+AUTO_PRECISION: Any = "auto"  # default of a `Precision` field; a validated value is never `auto`
 
 
 class Section(BaseModel):
@@ -79,11 +79,11 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _home(cls, value: Any) -> Any:
-        """Expand the `~` of a path, as a shell does."""
+        """Expand a leading `~` in paths, as a shell does."""
         return value.expanduser() if isinstance(value, Path) and value.parts[:1] == ("~",) else value
 
 
-# Server addresses in the YAML: `host:port`, or `dns:name:port` for every address that the name resolves to.
+# A server address is `host:port`, or `dns:name:port` for every address that the name resolves to.
 
 
 DNS_PREFIX = "dns:"
@@ -91,7 +91,7 @@ Address = Annotated[str, Field(pattern=r"^(dns:)?[^\s/]+:\d+$")]
 
 
 def resolve(address: str) -> list[str]:
-    """Return the `host:port` of each server, sorted. A plain `host:port` is returned unchanged.
+    """Return the `host:port` of all servers at an address, sorted. A plain `host:port` is returned unchanged.
 
     Raises:
         OSError: the name cannot be resolved.

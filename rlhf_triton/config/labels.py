@@ -1,4 +1,4 @@
-"""Which of a reward model's labels is the reward: the user's choice, in the order of the model's names."""
+"""Resolves the setting that says which of a reward model's labels is the reward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhf_triton.config.yaml_file import read_yaml
 
 
 def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"] | None:
-    """Return `reward.attribute_weights`, numbers in the order of the model's labels; None if they are not given.
+    """Return `reward.attribute_weights` as numbers in the order of the model's labels; None if they are not set.
 
     Raises:
-        CheckpointError: the folder is no reward model; names or numbers of the weights do not fit its labels; or it has
-            more than one label, and nothing says which of them is the reward.
+        CheckpointError: the folder is not a reward model; the weights do not fit its labels; or it has several labels,
+            and no setting says which is the reward.
     """
     given = reward.attribute_weights
     if given == "separate":
         return "separate"
     if reward.logit is not None or (given is None and not (reward.model / "config.json").is_file()):
-        return None  # no labels are read; or the committed repository, which is rendered without a checkpoint
+        return None  # no labels needed, or the committed repository, which is rendered without a checkpoint
     info = inspect_checkpoint(reward.model)
     count, names = reward_head(info).num_labels, info.label_names
     listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
@@ -35,12 +35,12 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
         else:
             is_open = count > 1
         if is_open:
-            raise CheckpointError(f"{listed}, and nothing says which of them is the reward: set {' or '.join(ways)}")
+            raise CheckpointError(f"{listed}, but no setting says which is the reward; set {' or '.join(ways)}")
         return None
     if not isinstance(given, dict):
         if len(given) != count:
             raise CheckpointError(
-                f"{listed}, but reward.attribute_weights has {len(given)} numbers; give one for each, in this order, "
+                f"{listed}, but reward.attribute_weights has {len(given)} numbers; give one per label, in this order "
                 "or by name"
             )
         return given
@@ -56,10 +56,10 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
 
 
 def choices(names: Sequence[str], good: str) -> list[str]:
-    """Return the settings that say what the reward of a model with these labels is, each with its meaning.
+    """Return the settings that can define the reward of a model with these labels, each with its meaning.
 
     Args:
-        good: the label whose log-odds are proposed if there are two.
+        good: if there are two labels, the one whose log-odds to propose.
     """
     is_pair = len(set(names)) == len(names) == 2
     pairs = (f"{_quoted(name)}: {-1 if is_pair and name != good else 1}" for name in names)
@@ -71,5 +71,5 @@ def choices(names: Sequence[str], good: str) -> list[str]:
 
 
 def _quoted(name: str) -> str:
-    """Return a label as YAML has it."""
+    """Return a label as a YAML key, in quotes if necessary."""
     return name if re.fullmatch(r"[A-Za-z][\w-]*", name) and read_yaml(name) == name else json.dumps(name)

@@ -1,4 +1,4 @@
-"""The models that are served from versions of their weights."""
+"""The models that are served from weights stores."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LIVE_MODELS = ("critic", "reward")
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model that is served from versions."""
+    """A model that is served from a weights store."""
 
     name: str
-    """Its section in the configuration."""
+    """The model's section in the configuration."""
     store: Path
-    """Folder of its weights store."""
+    """Folder of the weights store."""
     served_as: str
-    """Name of the model on the servers whose instances follow the store."""
+    """Name of the Triton model whose instances follow the store."""
     reload: Literal["swap", "triton"]
     """How instances switch to a published version."""
 
@@ -37,11 +37,11 @@ def live_model(config: RunConfig, name: str) -> LiveModel:
 
 
 def reward_is_live(config: RunConfig) -> bool:
-    """Return whether a reward model is served from versions."""
+    """Return whether the reward model is served from a weights store."""
     return config.reward.store and config.uses_reward_model
 
 
 def live_models(config: RunConfig) -> list[LiveModel]:
-    """Return the models that are served from versions."""
+    """Return the models that are served from weights stores."""
     is_live = {"critic": config.serves_critic, "reward": reward_is_live(config)}
     return [live_model(config, name) for name in LIVE_MODELS if is_live[name]]

@@ -12,7 +12,7 @@ class OptimizerSection(Section):
     """AdamW and its learning-rate schedule."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit`: moments take 2 instead of 8 bytes a weight; needs CUDA and bitsandbytes."""
+    """`adamw_8bit`: moments take 2 instead of 8 bytes per weight; needs CUDA and bitsandbytes."""
     lr: Annotated[float, Field(gt=0)] = 9e-7
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] | None = None

@@ -33,26 +33,26 @@ WAYS_OUT = {
 
 
 def check_files(config: RunConfig, *, server: bool = False, actor: bool = False) -> None:
-    """Check the models, prompts and reward functions that the server (`server`), the actor (`actor`) or both read.
+    """Check the models, prompts and reward functions that the server, the actor, or both will read.
 
     Raises:
-        ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
+        ConfigError: the message has one line per missing or unusable file, with key, value and remedy.
     """
-    _raise((_of_server(config, whole_run=actor) if server else {}) | (_of_actor(config) if actor else {}))
+    _raise((_server_problems(config, whole_run=actor) if server else {}) | (_actor_problems(config) if actor else {}))
 
 
 def check_devices(config: RunConfig, *roles: str) -> None:
-    """Check that torch can use the GPUs of these roles, such as `reward` or `actor.policy`; default: of all.
+    """Check that torch can use the GPUs of these roles, such as `reward` or `actor.policy`; default: all roles.
 
     Raises:
-        ConfigError: the message has one line for each GPU that is missing.
+        ConfigError: the message has one line per role with a missing GPU.
     """
     if problems := missing_gpus(config, *roles):
         raise ConfigError("\n".join(problems))
 
 
 def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
-    """Return a line for each role, of these or all, whose GPUs torch cannot use. Imports torch only if one has any."""
+    """Return a message for each of these roles (default: all) whose GPUs torch cannot use. Imports torch if needed."""
     places = [
         place for place in config.places if place.cards and (not roles or place.key.removesuffix(".device") in roles)
     ]
@@ -61,10 +61,10 @@ def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
     torch = importlib.import_module("torch")
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = (
-        f"torch, built for CUDA {torch.version.cuda}, can use {usable}: update the driver if nvidia-smi shows a lower "
+        f"torch, built for CUDA {torch.version.cuda}, can use {usable}; update the driver if nvidia-smi shows a lower "
         "version"
         if torch.version.cuda
-        else "this torch is built for the CPU: install one that is built for CUDA"
+        else "this torch is built for the CPU; install one that is built for CUDA"
     )
     needed = {place: int(place.cards[-1].partition(":")[2]) + 1 for place in places}
     return [
@@ -83,26 +83,28 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def check_critic(config: RunConfig) -> None:
-    """Check that the sidecar has a critic to train, a published version or a checkpoint. Raises ConfigError if not."""
+    """Check that the sidecar has a critic to train, from a published version or a checkpoint. Raises ConfigError."""
     if not config.actor.algorithm.uses_critic:
         raise ConfigError(
             f"actor.algorithm.name: {config.actor.algorithm.name} has no critic, so there is nothing to train; do not "
             "start the sidecar, or set actor.algorithm.name to ppo"
         )
     if not config.serves_critic:
-        raise ConfigError("critic.model: the YAML has no section `critic`, so there is nothing to train; add it")
+        raise ConfigError(
+            "critic.model: the YAML has no section `critic`, so there is nothing to train; add the section"
+        )
     problems = {"trainer.optimizer.kind": missing_package(config.trainer.optimizer)}
     if not (config.run.weights_dir / "CURRENT").exists():
-        problems["critic.model"] = _of_checkpoint(config.critic.model, WAYS_OUT["critic"])
+        problems["critic.model"] = _checkpoint_problem(config.critic.model, WAYS_OUT["critic"])
     _raise(problems)
 
 
 def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the tokenizer that decodes tokens for reward functions.
 
-    If the reward model is served, this is its folder. Otherwise it is the policy's, or, if that has no
-    tokenizer because another trainer owns the policy, the critic's (which has the same vocabulary) or
-    `reward.model`. Where none of them has one, another trainer's functions receive texts alone, and this is None.
+    If the reward model is served, this is its folder. Otherwise it is the first folder with a tokenizer among those of
+    the policy, the critic (which has the same vocabulary) and `reward.model`. If there is none, it is the policy's
+    folder or, if another trainer owns the policy, None: functions then receive only texts.
     """
     if config.uses_reward_model:
         return config.reward.model
@@ -116,18 +118,18 @@ def _raise(problems: Mapping[str, str | None]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
+def _server_problems(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     problems: dict[str, str | None] = {}
     for role, section in config.served_sections.items():
         is_language = role == "reference" or (role == "reward" and config.reward.logit is not None)
-        problem = _of_checkpoint(section.model, WAYS_OUT.get(role, ""), is_language=is_language)
-        problem = problem or _refused(load_tokenizer, section.model.absolute())
+        problem = _checkpoint_problem(section.model, WAYS_OUT.get(role, ""), is_language=is_language)
+        problem = problem or _problem_of(load_tokenizer, section.model.absolute())
         if problem is None:
-            problems[f"{role}.max_length"] = _of_max_length(section)
+            problems[f"{role}.max_length"] = _max_length_problem(section)
             if role == "reward":
-                problem = _of_reward(config.reward, whole_run=whole_run) or _refused(_of_store, config)
+                problem = _reward_problem(config.reward, whole_run=whole_run) or _problem_of(_check_store, config)
             if section.tensor_parallel > 1 and problem is None:
-                problem = _refused(check_tensor_parallel, section.model, section.tensor_parallel)
+                problem = _problem_of(check_tensor_parallel, section.model, section.tensor_parallel)
         problems[f"{role}.model"] = problem
     folder = tokenizer_folder(config)
     if config.functions and not config.uses_reward_model and folder is not None and not has_tokenizer(folder):
@@ -137,22 +139,20 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         )
     gate = config.reward.gate
     if gate is not None and not gate.is_file():
-        problems["reward.gate"] = f"{gate} does not exist; give a JSONL file of pairs{_start_of(gate)}"
+        problems["reward.gate"] = f"{gate} does not exist; give a JSONL file of pairs{_relative_hint(gate)}"
     specs = {f"rewards.{name}.function": str(term.function) for name, term in config.functions.items()}
-    return problems | _of_functions(specs)
+    return problems | _function_problems(specs)
 
 
-def _of_max_length(section: ModelSection) -> str | None:
+def _max_length_problem(section: ModelSection) -> str | None:
     most = inspect_checkpoint(section.model).max_positions
     if section.max_length is None or most is None or section.max_length <= most:
         return None
-    return (
-        f"{section.max_length} is more than the {most} positions of {section.model}; set {most} or less, or remove it"
-    )
+    return f"{section.max_length} exceeds the {most} positions of {section.model}; set {most} or less, or remove it"
 
 
-def _of_store(config: RunConfig) -> None:
-    """Raise CheckpointError if `reward.model` would not be served because the store has versions of another model."""
+def _check_store(config: RunConfig) -> None:
+    """Raise CheckpointError if the store has versions of another model, so that `reward.model` would not be served."""
     store = WeightsStore(config.run.reward_weights_dir)
     current = store.current() if config.reward.store else None
     if current is None:
@@ -160,17 +160,17 @@ def _of_store(config: RunConfig) -> None:
     wanted = fingerprint_weights(config.reward.model)
     if wanted not in (fingerprint_weights(store.folder(version)) for version in (current, 0)):
         raise CheckpointError(
-            f"{config.reward.model} has other weights than versions 0 and {current} in {store.root}, from which "
-            "reward.store serves, so it would not be served; publish it with `rlhf-triton weights publish --model "
-            "reward FOLDER`, set reward.model back, or start in another folder (run.dir)"
+            f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose versions 0 and "
+            f"{current} have other weights; publish it with `rlhf-triton weights publish --model reward FOLDER`, "
+            "restore reward.model, or start in another folder (run.dir)"
         )
 
 
-def _of_actor(config: RunConfig) -> dict[str, str | None]:
+def _actor_problems(config: RunConfig) -> dict[str, str | None]:
     actor = config.actor
     problems = {
-        "actor.policy.model": _of_checkpoint(actor.policy.model, is_language=True),
-        **{key: _of_prompts(path) for key, path in actor.prompts.paths.items()},
+        "actor.policy.model": _checkpoint_problem(actor.policy.model, is_language=True),
+        **{key: _prompts_problem(path) for key, path in actor.prompts.paths.items()},
     }
     if problems["actor.policy.model"] is None and not has_tokenizer(actor.policy.model):
         problems["actor.policy.model"] = (
@@ -178,18 +178,19 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
             "tokenizer.save_pretrained(folder)"
         )
     if actor.validation.prompts is not None and actor.validation.size:
-        problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
-    if lacking := [name for name in actor.trackers if importlib.util.find_spec(name) is None]:
-        install = f"pip install {' '.join(lacking)} 'numpy<2' 'protobuf<5'"
-        problems["actor.trackers"] = f"{' and '.join(lacking)} is not installed; {install}, or remove it"
+        problems["actor.validation.prompts"] = _prompts_problem(actor.validation.prompts)
+    if missing := [name for name in actor.trackers if importlib.util.find_spec(name) is None]:
+        install = f"pip install {' '.join(missing)} 'numpy<2' 'protobuf<5'"
+        verb = "are" if len(missing) > 1 else "is"
+        problems["actor.trackers"] = f"{' and '.join(missing)} {verb} not installed; {install}, or remove it"
     own = {"report": config.report} if config.report else {}
-    problems |= _of_functions(actor.algorithm.own_functions | own)
+    problems |= _function_problems(actor.algorithm.own_functions | own)
     return problems | {"actor.optimizer.kind": missing_package(actor.optimizer)}
 
 
-def _of_checkpoint(folder: Path, way_out: str = "", *, is_language: bool = False) -> str | None:
-    problem = _refused(check_language_model if is_language else _check_model, folder)
-    return problem if problem is None or folder.is_dir() else f"{problem}{_start_of(folder)}{way_out}"
+def _checkpoint_problem(folder: Path, way_out: str = "", *, is_language: bool = False) -> str | None:
+    problem = _problem_of(check_language_model if is_language else _check_model, folder)
+    return problem if problem is None or folder.is_dir() else f"{problem}{_relative_hint(folder)}{way_out}"
 
 
 def _check_model(folder: Path) -> None:
@@ -197,20 +198,24 @@ def _check_model(folder: Path) -> None:
     check_pickles(folder)
 
 
-def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
+def _reward_problem(reward: RewardSection, *, whole_run: bool) -> str | None:
     folder = reward.model
     if reward.logit is None and (
-        problem := _refused(lambda: reward_head(inspect_checkpoint(folder))) or _refused(attribute_weights, reward)
+        problem := _problem_of(lambda: reward_head(inspect_checkpoint(folder)))
+        or _problem_of(attribute_weights, reward)
     ):
         return problem
     is_separate = reward.attribute_weights == "separate"
     if whole_run and is_separate and (count := len(inspect_checkpoint(folder).label_names)) > 1:
         return (
-            f"{folder} would give {count} rewards per row, but the run needs one; set reward.attribute_weights to one "
-            "weight per label"
+            f"{folder} would return {count} rewards per row, but the run needs one; set reward.attribute_weights to "
+            "one weight per label"
         )
     if (reward.logit or reward.process) and not has_tokenizer(folder):
-        return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"
+        return (
+            f"{folder} has no tokenizer, which reward.logit and reward.process need; save the model's tokenizer into "
+            "it with tokenizer.save_pretrained(folder)"
+        )
     if whole_run and not has_tokenizer(folder):
         return (
             f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
@@ -219,8 +224,8 @@ def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
     return None
 
 
-def _refused(check: Callable[..., object], *arguments: Any) -> str | None:
-    """Return the message of the CheckpointError that `check` raises; None if it raises none."""
+def _problem_of(check: Callable[..., object], *arguments: Any) -> str | None:
+    """Call `check`; return the message of the CheckpointError that it raises, or None."""
     try:
         check(*arguments)
     except CheckpointError as error:
@@ -228,16 +233,16 @@ def _refused(check: Callable[..., object], *arguments: Any) -> str | None:
     return None
 
 
-def _of_functions(specs: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the problem with each user's function that is in a file, by configuration key."""
+def _function_problems(specs: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the problem, or None, with each user's function that is in a file, by configuration key."""
     found = {key: FILE_SPEC.fullmatch(spec) for key, spec in specs.items()}
-    return {key: _of_function(Path(file["file"]), file["name"]) for key, file in found.items() if file}
+    return {key: _function_problem(Path(file["file"]), file["name"]) for key, file in found.items() if file}
 
 
-def _of_function(file: Path, name: str) -> str | None:
-    """Return the problem with a user's function, or None; reads the file's symbol table without running the file."""
+def _function_problem(file: Path, name: str) -> str | None:
+    """Return the problem with a user's function, or None. Parses the file but does not run it."""
     if not file.is_file():
-        return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
+        return f"{file} does not exist; give the path of a Python file{_relative_hint(file)}"
     try:
         code = file.read_text(encoding="utf-8")
         symbols = symtable.symtable(code, str(file), "exec").get_symbols()
@@ -250,16 +255,16 @@ def _of_function(file: Path, name: str) -> str | None:
     return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no functions'}"
 
 
-def _of_prompts(path: Path) -> str | None:
+def _prompts_problem(path: Path) -> str | None:
     if path.exists():
         return None
-    return f'{path} does not exist; give a file of prompts, such as JSONL of {{"text": …}}{_start_of(path)}'
+    return f'{path} does not exist; give a file of prompts, such as JSONL of {{"text": …}}{_relative_hint(path)}'
 
 
-def _start_of(path: Path) -> str:
+def _relative_hint(path: Path) -> str:
     return "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether the folder has files of a tokenizer: without any, transformers may make one up."""
+    """Return whether the folder has tokenizer files; without them, transformers may construct a tokenizer itself."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)

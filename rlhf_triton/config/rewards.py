@@ -28,7 +28,7 @@ FunctionSpec = Annotated[str, AfterValidator(check_spec)]
 def _for_a_call(value: dict[str, Any]) -> dict[str, Any]:
     wrong = next((name for name in value if not name.isidentifier() or name == TIMEOUT_OPTION), None)
     if wrong is not None:
-        why = "use the section's own timeout" if wrong == TIMEOUT_OPTION else "not the name of an argument"
+        why = "set timeout_s of the section instead" if wrong == TIMEOUT_OPTION else "not a valid argument name"
         raise ValueError(f"{wrong!r}: {why}")
     try:
         json.dumps(value, allow_nan=False)
@@ -42,18 +42,18 @@ Options = Annotated[dict[str, Any], AfterValidator(_for_a_call)]
 
 
 class RewardTerm(Section):
-    """One of the rewards whose weighted sum counts: `model`, of the section `reward`, or a Python function."""
+    """A term of the weighted sum of rewards: `model`, the model of the section `reward`, or a Python function."""
 
     weight: float = 1.0
-    """Factor of the score; 0: the score is only charted, and its failure masks nothing."""
+    """Weight of the score in the sum; 0: the score is only charted, and its failure does not mask a row."""
     function: FunctionSpec | None = None
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     groupwise: bool = False
-    """The function receives all responses to a prompt and returns a number for each."""
+    """True: the function receives all responses to a prompt and returns one number per response."""
     options: Options = Field(default={})
-    """Keyword arguments for the function, or for a class's constructor, as JSON."""
+    """Keyword arguments of the function, or of the class's constructor; must be expressible in JSON."""
     timeout_s: Seconds = 2.0
-    """Timeout for one sample or group; on expiry the worker is killed, and none of them has a reward."""
+    """Timeout for one sample or group; on expiry, the worker is killed, and the sample or group gets no reward."""
     workers: Count = 2
     """Worker processes."""
 
@@ -66,8 +66,8 @@ def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentS
     weights = {f"rewards.{name}.weight": term.weight for name, term in (terms or {}).items()}
     if environment is None and weights and not any(weights.values()):
         raise ValueError(
-            f"{' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} 0, so every reward would be 0; set one "
-            "that counts to another weight"
+            f"{' and '.join(weights)} {'is' if len(weights) == 1 else 'are'} 0, so every reward would be 0; set "
+            "at least one weight to another value"
         )
 
 
@@ -76,27 +76,25 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
     for name, term in terms.items():
         if not TERM_NAME.fullmatch(name):
             raise ValueError(
-                f"rewards.{name}: a name has 1 to 40 characters from a-z, 0-9 and _, beginning with a letter"
+                f"rewards.{name}: a name must have 1 to 40 characters from a-z, 0-9 and _, and start with a letter"
             )
         fields = {key: field.default for key, field in RewardTerm.model_fields.items() if key != "weight"}
         wrong = sorted(key for key, default in fields.items() if getattr(term, key) != default)
         if name == MODEL_TERM and wrong:
             raise ValueError(
-                f"rewards.{MODEL_TERM}.{wrong[0]}: {MODEL_TERM!r} is the model of the reward section and takes "
-                "only a weight; give a function a different name"
+                f"rewards.{MODEL_TERM}.{wrong[0]}: {MODEL_TERM!r} is the model of the section `reward` and accepts "
+                "only a weight; give a function another name"
             )
         if name != MODEL_TERM and term.function is None:
             raise ValueError(
-                f"rewards.{name}.function is missing: only {MODEL_TERM!r}, the model of the reward section, needs none"
+                f"rewards.{name}.function is missing; set it (only {MODEL_TERM!r}, the model of the section `reward`, "
+                "has none)"
             )
 
 
 def function_terms(terms: dict[str, RewardTerm]) -> dict[str, RewardTerm]:
     """Return the terms that are functions."""
     return {name: term for name, term in terms.items() if name != MODEL_TERM}
-
-
-# Settings of rewards that are read at single tokens: process rewards, and next-token logits of a causal LM.
 
 
 TokenNames = list[str | int]
@@ -106,9 +104,11 @@ class LogitSection(Section):
     """A reward read from the next-token logits of a causal LM after a row's last token, without generation."""
 
     tokens: Annotated[TokenNames, Field(min_length=1)]
-    """Tokens that count for the response: a text that is one token, such as "yes", a vocabulary entry, or an id."""
+    """Tokens that count for the response, each as a text that is one token, such as "yes", a vocabulary entry, or an
+    id."""
     against: TokenNames = Field(default=[])
-    """Tokens that count against it: the score is log p(tokens) - log p(against). Without: the logit of `tokens`."""
+    """Tokens that count against the response: the score is log p(tokens) - log p(against). Default: none; the score is
+    the logit of `tokens`."""
 
     @field_validator("tokens", "against", mode="before")
     @classmethod
@@ -125,19 +125,19 @@ class ProcessSection(Section):
     """A reward for every step or token of a response."""
 
     granularity: Literal["step", "token"] = "step"
-    """`step`: one reward at the end of each step; `token`: one at each token."""
+    """`step`: one reward at the end of each step; `token`: one reward at each token."""
     separator: str | None = Field(default=None, min_length=1)
     """Text that ends a step; default: each row's `step_ends`."""
     mark: str | None = Field(default=None, min_length=1)
-    """Text that the model expects behind each step, put in place of `separator`; the model then receives texts.
-    Default: `separator`."""
+    """Text that the model expects after each step, instead of `separator`; requests must then send texts. Default:
+    `separator`."""
 
 
 class TokenRewardSettings(Section):
     """Settings of the section `reward` for rewards read at single tokens."""
 
     template: str | None = None
-    """Jinja template, or its file, that makes the text to score. See docs/process-rewards.md."""
+    """Jinja template, or its file, that renders the text to score. See docs/process-rewards.md."""
     generation_prompt: bool = False
     """End a chat with the chat template's prompt for the next reply."""
     logit: LogitSection | None = None
@@ -161,7 +161,7 @@ def check_token_rewards(reward: RewardSection) -> None:
         _need(reward, "reward.logit", attribute_weights=None, tensor_parallel=1)
         if reward.score == "probability" and not logit.against:
             raise ValueError(
-                "reward.score is probability, but one logit has no probability; set reward.logit.against, or remove "
+                "reward.score: probability needs tokens to compare with; set reward.logit.against, or remove "
                 "reward.score"
             )
     elif process is None:
@@ -175,7 +175,7 @@ def check_token_rewards(reward: RewardSection) -> None:
 
 
 def read_template(template: str) -> str:
-    """Return the text of a template: the setting, or the content of the file that it names.
+    """Return the template's source: the setting itself, or the content of the file that it names.
 
     Raises:
         ValueError: the file cannot be read.
@@ -187,12 +187,12 @@ def read_template(template: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = reason_of(error).removeprefix(f"{template}: ")
         raise ValueError(
-            f"reward.template: {template!r} is neither a Jinja template nor a file that can be read ({reason})"
+            f"reward.template: {template!r} is neither a Jinja template nor a readable file ({reason}); correct it"
         ) from error
 
 
 def text_parameters(reward: RewardSection) -> dict[str, str]:
-    """Return the model parameters that say which text is scored, and how its score is read; without those unset.
+    """Return the model parameters that define which text is scored and how, without unset ones.
 
     Raises:
         ValueError: the template's file cannot be read.
@@ -212,7 +212,7 @@ def text_parameters(reward: RewardSection) -> dict[str, str]:
 
 
 def client_parameters(reward: RewardSection) -> dict[str, str | None]:
-    """Return the parameters that a client needs: what the reward replies with, and what it takes."""
+    """Return the model parameters that clients need, about inputs and outputs; None: not set."""
     process = reward.process
     return {
         PROCESS: None if process is None else process.granularity,

@@ -30,45 +30,40 @@ from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.config.rewards import TokenRewardSettings
 from rlhf_triton.config.trained import Resume, TrainedSection
 
-# Section `monitoring` of the YAML configuration.
-
 
 class MonitoringSection(Section):
-    """Prometheus metrics of actor and sidecar. Those of the server are on `server.metrics_port`."""
+    """Prometheus metrics of actor and sidecar. The server's metrics are on `server.metrics_port`."""
 
     host: Host = "127.0.0.1"
     """Address to bind. There is no authentication: beyond loopback, let only Prometheus connect."""
     actor_port: Port | None = None
-    """Port of the actor's metrics; 0: a free one, which the log names; default: no metrics."""
+    """Port of the actor's metrics; 0: a free port, which is logged; default: no metrics."""
     trainer_port: Port | None = None
     """Port of the sidecar's metrics, as `actor_port`."""
 
 
-# Section `gateway` of the YAML configuration.
-
-
 class ServedPolicySection(Section):
-    """The policy for agents, whose calls the gateway records as trajectories to train on; see docs/gateway.md."""
+    """A policy for agents: the gateway records their calls of it as trajectories to train on; see docs/gateway.md."""
 
     model: Path
     """Hugging Face folder with the policy's tokenizer and chat template."""
     servers: Annotated[tuple[Address, ...], Field(min_length=1)]
-    """HTTP addresses of vLLM servers with the policy (docs/vllm.md), as in `actor.client.servers`."""
+    """HTTP addresses of the policy's vLLM servers (docs/vllm.md), as in `actor.client.servers`."""
     export: Path | None = None
-    """JSONL file to which a session's trajectories are appended when it ends; default: they are only returned."""
+    """JSONL file to which trajectories are appended when a session ends; default: they are only returned."""
 
 
 class GatewaySection(Section):
-    """The HTTP gateway for other trainers (`rlhf-triton gateway`). It sends requests as `actor.client` says."""
+    """The HTTP gateway for other trainers (`rlhf-triton gateway`). Its requests use the settings of `actor.client`."""
 
     host: Host = "127.0.0.1"
     """Address to bind. Beyond loopback, set `key_env` and use a TLS proxy."""
     port: Port = 8100
-    """Port; 0 selects a free one, which the gateway prints."""
+    """Port; 0: a free port, which the gateway prints."""
     key_env: str | None = None
     """Environment variable with the key that every request must carry; default: no key."""
     policy: ServedPolicySection | None = None
-    """The policy for agents; default: rewards only."""
+    """A policy for agents; default: the gateway serves only rewards."""
 
 
 class RunSection(Section):
@@ -81,7 +76,7 @@ class RunSection(Section):
     access: Literal["owner", "group"] = "owner"
     """Who can read and write the run's files: `owner` (umask 077) or also the `group` (umask 007)."""
     log_format: Literal["text", "json"] = "text"
-    """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway; `json`: one object a line."""
+    """Format of the log lines of actor, sidecar, `rlhf-triton serve` and gateway; `json`: one object per line."""
     trace_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`. Needs the extra `tracing`; default: no
     tracing."""
@@ -102,7 +97,7 @@ class RunSection(Section):
     @classmethod
     def _safe_name(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
-            raise ValueError("use 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+            raise ValueError("use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit")
         return value
 
     @property
@@ -140,7 +135,8 @@ class ServerSection(Section):
     """The tritonserver process. A port of 0 selects a free one (`rlhf-triton run`, `rlhf-triton serve`)."""
 
     host: Host = "127.0.0.1"
-    """Address to bind, IPv4 or a name for one. Beyond loopback, use a proxy with TLS and authentication."""
+    """Address to bind: IPv4, or a name that resolves to it. Beyond loopback, use a proxy with TLS and
+    authentication."""
     http_port: Port = 8000
     """HTTP port, for inference."""
     grpc_port: Port = 8001
@@ -148,8 +144,8 @@ class ServerSection(Section):
     metrics_port: Port = 8002
     """Port for Prometheus metrics."""
     dir: Path | None = None
-    """Folder of the rendered model repository and log; default: `run.dir`. Servers that share a `run.dir` need one
-    each."""
+    """Folder of the rendered model repository and the log; default: `run.dir`. Servers that share a `run.dir` need a
+    separate folder each."""
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
@@ -158,8 +154,8 @@ class ServerSection(Section):
     """How long a request may wait for its first forward pass before it gets a 503; its own `timeout` takes precedence.
     0: no limit."""
     max_request_tokens: Count = 4_000_000
-    """Maximum tokens of one request, padding included, and of a critic's response; and maximum UTF-8 bytes of its
-    sentences and metadata."""
+    """Maximum tokens of one request, including padding, and of a critic's response; also the maximum UTF-8 bytes of a
+    request's sentences and metadata."""
     training_key_env: str | None = None
     """Environment variable with the key that critic_train and critic_save require; default: no key."""
 
@@ -187,27 +183,28 @@ class ModelSection(Section):
     device: Device = "cpu"
     """`cpu`, `cuda:N`, or `cuda`: a copy of the model on every visible GPU, with one shared queue."""
     instances: Count = 1
-    """Processes that serve the model, per GPU, each with a row queue of its own and one forward pass at a time. On a
-    CPU they share the weights' memory."""
+    """Processes that serve the model, per GPU, each with its own row queue and one forward pass at a time. On a CPU,
+    they share the weights' memory."""
     tensor_parallel: Count = 1
-    """Devices over which one instance is split, from `device` on; on a CPU, processes. Needs `instances: 1`."""
+    """Number of devices over which one instance is split, starting with `device`; on a CPU, number of processes. Needs
+    `instances: 1`."""
     threads: Count | None = None
     """Torch threads per instance; default: an equal share of the cores, and 1 on a GPU."""
     token_budget: TokenBudget = BUDGET_OF_DEVICE
     """Maximum tokens in one forward pass, padding included; a longer row runs alone. Default: 1024 on a CPU, 16384 on a
     GPU."""
     max_length: Count | None = None
-    """Maximum tokens of a row; a longer one is refused, never truncated. Default: the model's limit, or 32768."""
+    """Maximum tokens of a row; a longer row is refused, never truncated. Default: the model's limit, or 32768."""
     dtype: Precision = AUTO_PRECISION
     """Data type of the body; `auto`: bfloat16 on a GPU, float32 on a CPU. The head computes in float32."""
 
 
 def check_ranks(key: str, model: ModelSection) -> None:
-    """Raise ValueError if the section `key` has several instances of a model that is split over several devices."""
+    """Raise ValueError if the section `key` asks for several instances of a model that is split over devices."""
     if model.tensor_parallel > 1 and model.instances > 1:
         raise ValueError(
-            f"{key}.instances is {model.instances}, but {key}.tensor_parallel ({model.tensor_parallel}) needs 1: all "
-            f"devices run each forward pass together; remove {key}.instances"
+            f"{key}.instances is {model.instances}, but {key}.tensor_parallel ({model.tensor_parallel}) needs 1: "
+            f"all devices run each forward pass together; remove {key}.instances"
         )
 
 
@@ -221,44 +218,46 @@ class Standardization(Section):
 
 
 def constants_of(setting: str | Standardization) -> Any:
-    """Convert a standardisation setting to the form that the models take: `model`, `off` or (mean, std)."""
+    """Convert a standardisation setting to the form that the models' loaders accept: `model`, `off` or (mean, std)."""
     return (setting.mean, setting.std) if isinstance(setting, Standardization) else setting
 
 
 class RewardSection(ModelSection, TokenRewardSettings):
-    """The reward model: any with a trained classification or value head of one or more labels."""
+    """The reward model: any model with a trained classification or value head of one or more labels."""
 
     model: Path = Path("checkpoints/reward")
     """Folder of a Hugging Face model (safetensors)."""
     standardization: Literal["model", "off"] | Standardization = "model"
-    """Constants of `(score - mean) / std`: `model` (from its config.json, if any), `off`, or {mean, std}."""
+    """Constants of `(score - mean) / std`: `model` (from the model's config.json, if any), `off`, or {mean, std}."""
     pooling: Pooling = "auto"
-    """Pooling of a linear head: `last`, `mean`, or `auto` (`last`, without padding in `sentences`). Encoders with a
-    pooled head take only `auto`; other heads on encoders need `last` or `mean`."""
+    """Pooling of a linear head: `last`, `mean`, or `auto` (`last`, ignoring padding in `sentences`). Encoders with a
+    pooled head accept only `auto`; other heads on encoders need `last` or `mean`."""
     attribute_weights: Literal["separate"] | list[float] | dict[str, float] | None = None
     """Weights of a model's A labels in the reward: a list, or by label, such as {NEGATIVE: -1, POSITIVE: 1}; or
-    `separate`: a reward for each label, [B, A]. Several labels need one of these."""
+    `separate`: one reward per label, [B, A]. Required if there are several labels."""
     text: Literal["joined", "pair"] = "joined"
-    """What the model was trained on: `joined`, prompt and response as one text or chat; `pair`, as `tokenizer(prompt,
-    response)`."""
+    """Input format that the model was trained on: `joined`, prompt and response as one text or chat; `pair`,
+    `tokenizer(prompt, response)`."""
     add_special_tokens: bool = True
-    """Add the tokenizer's special tokens to `sentences` that lack them; a chat has its template's alone. `false`: none,
-    as NeMo-Aligner's server."""
+    """Add the tokenizer's special tokens to `sentences` that lack them; a chat gets only its template's. `false`: add
+    none, as NeMo-Aligner's server."""
     append_eos: bool = False
-    """End `sentences` other than chats with the end-of-sequence token, as TRL's RewardTrainer does."""
+    """Append the end-of-sequence token to `sentences` other than chats, as TRL's RewardTrainer does."""
     store: bool = False
-    """Serve the model from a weights store, whose versions can be replaced. See docs/live-reward.md."""
+    """Serve the model from a weights store, so that new versions can replace it. See docs/live-reward.md."""
     gate: Path | None = None
-    """With `store`: JSONL with `chosen`, `rejected` and optionally `prompt`, texts or lists of chat messages. A new
-    version must rank at least as large a share of these pairs right as the served one, minus 0.01; default: no test."""
+    """With `store`: JSONL file of preference pairs with `chosen`, `rejected` and optionally `prompt`, each a text or a
+    list of chat messages. A new version's accuracy on these pairs must be at least the served version's minus 0.01;
+    default: no test."""
 
     @model_validator(mode="after")
     def _weighted(self) -> RewardSection:
         given = self.attribute_weights
-        if given is not None and not any(
-            given.values() if isinstance(given, dict) else given
-        ):  # of `separate`, letters
-            raise ValueError(f"reward.attribute_weights ({given}) are all 0, so every reward would be 0")
+        weights = given.values() if isinstance(given, dict) else given
+        if given not in (None, "separate") and not any(weights or ()):
+            raise ValueError(
+                f"reward.attribute_weights ({given}) are all 0, so every reward would be 0; set one to another value"
+            )
         return self
 
     @model_validator(mode="after")
@@ -272,17 +271,17 @@ class CriticSection(ModelSection):
     """The critic. Version 0 is made from `model`; the sidecar publishes later versions."""
 
     model: Path = Path("checkpoints/critic")
-    """Folder of a token classification model with one label, or of any other model, whose body is taken."""
+    """Folder of a token classification model with one label, or of any other model, of which only the body is used."""
     standardization: Literal["model", "off"] | Standardization = "model"
     """Standardisation of the values, as in `reward.standardization`; stored in version 0."""
     reload: Literal["swap", "triton"] = "swap"
-    """How instances switch to a version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
+    """How instances switch to a version: `swap`, in place within milliseconds; `triton`, through Triton's load API."""
     pretrain: tuple[Path, ...] = ()
-    """Train the critic before step 1 on folders of earlier runs and JSONL files. See docs/live-critic.md."""
+    """Folders of earlier runs and JSONL files on which to train the critic before step 1. See docs/live-critic.md."""
 
 
 class ReferenceSection(ModelSection):
-    """The frozen policy that the KL is measured against; served only if `actor.kl.reference` is `triton`."""
+    """The frozen policy from which the KL is measured; served only if `actor.kl.reference` is `triton`."""
 
     model: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; default: `actor.policy.model`."""
@@ -294,12 +293,12 @@ class PublishSection(Section):
     """When and how weights versions are written."""
 
     every: Count = 1
-    """Publish after every n-th critic_train. Scores may then lag by n-1 updates, whatever `max_staleness` says."""
+    """Publish after every n-th critic_train. Scores may then lag by n-1 updates, regardless of `max_staleness`."""
     keep: Count = 3
-    """Newest versions to keep, besides version 0 and those being served."""
+    """Number of newest versions to keep, in addition to version 0 and the served ones."""
     format: Literal["merged", "adapter"] = "merged"
-    """A version trained with LoRA: `merged`, all weights; `adapter`, adapters and value head, merged into version 0 by
-    each instance."""
+    """Content of a version trained with LoRA: `merged`, all weights; `adapter`, only adapters and value head, which
+    each instance merges into version 0."""
 
 
 class TrainerSection(TrainedSection):
@@ -318,14 +317,14 @@ class TrainerSection(TrainedSection):
     threads: Annotated[Count, Resume.ROUNDING] = 1
     """Torch threads."""
     checkpoint_every: Annotated[Count, Resume.FREE] = 20
-    """Steps between checkpoints, besides those of critic_save."""
+    """Steps between checkpoints, in addition to those that critic_save requests."""
     servers: Annotated[list[Address], Resume.FREE] = Field(default=[])
-    """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for every address of the name; default:
-    that of `server`."""
+    """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default:
+    the address of `server`."""
     publish: Annotated[PublishSection, Resume.FREE] = PublishSection()
     """Publishing of weights versions."""
 
     @property
     def changes_the_model(self) -> bool:
-        """Whether the model in training is built in another way than the served one."""
+        """Whether the model in training is constructed differently from the served one."""
         return bool(self.precision != "float32" or self.gradient_checkpointing or self.lora_rank)

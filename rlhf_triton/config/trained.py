@@ -1,4 +1,4 @@
-"""The settings that the policy and the critic in training share, and which of them may change when a run resumes."""
+"""Settings that policy and critic in training share, and marks for settings that may change when a run resumes."""
 
 from enum import Enum
 from typing import Annotated, Any
@@ -16,9 +16,9 @@ from rlhf_triton.config.fields import (
 
 
 class Resume(Enum):
-    """Marks a setting of a model in training by what a resume with another value changes.
+    """Mark of a setting: what changes if a run resumes with another value.
 
-    A setting without a mark decides the weights that follow.
+    A setting without a mark affects the weights that training produces.
     """
 
     FIXED = "refused: checkpoints cannot be loaded with another value"
@@ -27,28 +27,28 @@ class Resume(Enum):
 
 
 class TrainedSection(Section):
-    """A model in training: how it computes, and which of its weights are trained."""
+    """A model in training: precision, devices and memory, and which weights are trained."""
 
     token_budget: Annotated[Count, Resume.ROUNDING] = 4096
     """Maximum tokens in one forward pass, padding included; does not change the result. 1024 to 2048 is faster on
     CPUs."""
     device: Annotated[Device, Resume.ROUNDING] = "cpu"
-    """Device that the model trains on; further ranks take the next GPUs."""
+    """Device on which the model is trained; further ranks use the next GPUs."""
     precision: Precision = AUTO_PRECISION
     """Compute type of forward passes (autocast) and of frozen matrices; `auto`: bfloat16 on a GPU, float32 on a CPU.
     Trained weights and log-probs stay in float32."""
     gradient_checkpointing: Annotated[bool, Resume.ROUNDING] = False
     """Recompute activations in the backward pass: less memory, same result."""
     lora_rank: Annotated[CountOrZero, Resume.FIXED] = 0
-    """Train only LoRA adapters of this rank, and the value head of a critic; 0: all weights."""
+    """Train only LoRA adapters of this rank, and a critic's value head; 0: train all weights."""
     lora_alpha: Annotated[Count, Resume.FIXED] = 16
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: Annotated[LoraTargets, Resume.FIXED] = "all-linear"
-    """Linear layers with adapters: all except the output layer, or by the last parts of their names, such as [q_proj,
-    v_proj]."""
+    """Linear layers with adapters: all except the output layer, or a list of the last parts of their names, such as
+    [q_proj, v_proj]."""
     freeze: Annotated[Patterns, Resume.FIXED] = ()
-    """Regular expressions, searched in parameter names (of a critic, as in `weights/critic/0`); matches are not
-    trained: [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
+    """Regular expressions; parameters in whose name one is found are not trained (for a critic, names as in
+    `weights/critic/0`): [embed_tokens], or ['layers\\.[0-9]\\.'] for the first ten layers."""
 
 
 def decisive_settings(key: str, section: Section) -> dict[str, Any]:

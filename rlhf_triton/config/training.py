@@ -1,4 +1,4 @@
-"""Checks of the settings that the policy and the critic in training share."""
+"""Checks of the settings that policy and critic in training share."""
 
 import importlib.util
 
@@ -22,20 +22,21 @@ def check_training(
     if min_lr is not None and min_lr > lr:
         raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
     if warmup > total_steps:
-        what = f"{key}.max_steps" if isinstance(optimizer, CriticOptimizerSection) else "those of the whole run"
-        raise ValueError(f"{key}.warmup_steps ({warmup}) is more than {what} ({total_steps})")
+        what = f"{key}.max_steps" if isinstance(optimizer, CriticOptimizerSection) else "the run's optimizer steps"
+        raise ValueError(f"{key}.warmup_steps ({warmup}) is above {what} ({total_steps}); lower it")
     if kind != "adamw" and ranks > 1:
         raise ValueError(f"{key}.kind: {kind} is not supported with {key.partition('.')[0]}.ranks above 1; set adamw")
     if kind == "adamw_8bit" and trained.device == "cpu":
         raise ValueError(f"{key}.kind: adamw_8bit needs CUDA, and {section}.device is cpu; set it to adamw")
     if not trained.lora_rank and trained.lora_targets != "all-linear":
         raise ValueError(
-            f"{section}.lora_targets ({trained.lora_targets}) need {section}.lora_rank above 0; set it, or remove them"
+            f"{section}.lora_targets ({trained.lora_targets}) needs {section}.lora_rank above 0; set it, or remove "
+            f"{section}.lora_targets"
         )
 
 
 def missing_package(optimizer: OptimizerSection) -> str | None:
-    """Return the problem with `kind` if it needs a package which is not installed; otherwise None."""
+    """Return an error message if `kind` needs a package that is not installed; otherwise None."""
     if optimizer.kind != "adamw_8bit" or importlib.util.find_spec("bitsandbytes") is not None:
         return None
-    return "needs the package bitsandbytes, which is not installed; install it, or set adamw"
+    return "adamw_8bit needs the package bitsandbytes, which is not installed; install it, or set adamw"

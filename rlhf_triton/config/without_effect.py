@@ -1,4 +1,6 @@
-"""Keys that the user wrote, but that have no effect in this run: said once, because a YAML may serve several runs."""
+"""Finds keys that the user set but that have no effect in this run. They are logged, not refused, because a YAML may
+serve several runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from rlhf_triton.config import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...]]
-"""Whether it applies, why the keys have no effect then, and the keys or sections."""
+"""Whether the rule applies, why its keys then have no effect, and its keys or sections."""
 DISCOUNTING = (
     "rlhf_triton.actor.algorithms.ppo:advantage",
     "rlhf_triton.actor.algorithms.reinforce_plus_plus:advantage",
@@ -20,19 +22,19 @@ DISCOUNTING = (
 
 
 def effect_line(config: RunConfig) -> str:
-    """Return `without_effect` as a line for the log; "" if each setting has an effect."""
+    """Return `without_effect` as a log line; "" if every setting has an effect."""
     found = without_effect(config)
     return f"settings without effect in this run: {'; '.join(found)}" if found else ""
 
 
 def without_effect(config: RunConfig) -> list[str]:
-    """Return the keys that the YAML or the command line sets without effect, as `keys (why)`, a text for each reason.
+    """Return the keys that the YAML or the command line sets without effect, as one text `keys (why)` per reason.
 
-    Settings that contradict each other are refused when the configuration is loaded; these are harmless, unless they
-    were meant for something else, such as `trainer.optimizer.lr` for the policy.
+    Contradictory settings are refused when the configuration is loaded. Settings without effect are harmless, unless
+    the user meant something else, such as the policy by `trainer.optimizer.lr`.
     """
     left, found = sorted(config.written), []
-    for applies, why, keys in (*_of_served(config), *(_of_actor(config) if config.has_actor else ())):
+    for applies, why, keys in (*_serving_rules(config), *(_actor_rules(config) if config.has_actor else ())):
         named = [key for key in left if applies and any(f"{key}.".startswith(f"{each}.") for each in keys)]
         if named:
             found.append(f"{', '.join(named)} ({why})")
@@ -40,8 +42,8 @@ def without_effect(config: RunConfig) -> list[str]:
     return found
 
 
-def _of_served(config: RunConfig) -> Iterator[Rule]:
-    """Yield the rules of models, servers and sidecar."""
+def _serving_rules(config: RunConfig) -> Iterator[Rule]:
+    """Yield the rules for models, servers and sidecar."""
     algorithm = config.actor.algorithm
     reward = config.reward
     monitoring = config.monitoring
@@ -50,7 +52,7 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     yield not config.serves_critic, why, ("critic", "trainer", *keys, "server.training_key_env")
     yield not config.uses_reward_model, "no reward model is served", ("reward",)
     why = "actor.kl.reference is actor: the initial policy" if config.actor.kl.uses_reference else "no KL is measured"
-    # How fast it would be served cannot be meant for anything else.
+    # Not `reference`'s other keys: settings about speed cannot be meant for anything else.
     yield not config.actor.kl.serves_reference, why, ("reference.model", "reference.dtype")
     is_token = reward.process is not None and reward.process.granularity == "token"
     yield is_token, "reward.process.granularity is token", ("reward.process.separator",)
@@ -65,13 +67,13 @@ def _of_served(config: RunConfig) -> Iterator[Rule]:
     yield config.run.deterministic, "with run.deterministic, each row is scored alone", rows
 
 
-def _of_actor(config: RunConfig) -> Iterator[Rule]:
-    """Yield the rules of the training loop."""
+def _actor_rules(config: RunConfig) -> Iterator[Rule]:
+    """Yield the rules for the training loop."""
     actor = config.actor
     kl, rewards, validation, generation = actor.kl, actor.rewards, actor.validation, actor.generation
     keys = _in("actor.kl", "reference", "penalty_in", "estimator")
     yield not kl.uses_reference, "actor.kl.coef is 0", keys
-    yield from _of_algorithm(actor)
+    yield from _algorithm_rules(actor)
     yield not rewards.overlong_tokens, "actor.rewards.overlong_tokens is 0", ("actor.rewards.overlong_penalty",)
     keys = _in("actor.validation", "every", "greedy", "prompts", "size")
     yield not validation.size, "actor.validation.size is 0", keys[:3]
@@ -81,12 +83,12 @@ def _of_actor(config: RunConfig) -> Iterator[Rule]:
     yield not actor.policy.lora_rank, "actor.policy.lora_rank is 0", ("actor.policy.lora_alpha",)
 
 
-def _of_algorithm(actor: ActorSection) -> Iterator[Rule]:
-    """Yield the rules of `actor.algorithm`; a user's own advantage function or loss may use every setting."""
+def _algorithm_rules(actor: ActorSection) -> Iterator[Rule]:
+    """Yield the rules for `actor.algorithm`; a user's own advantage function or loss may use every setting."""
     algorithm = actor.algorithm
     advantage, name = algorithm.defaults.advantage, algorithm.name
     is_ours = algorithm.advantage == "auto"
-    bootstraps = algorithm.uses_critic  # with an environment, truncated trajectories are discounted
+    bootstraps = algorithm.uses_critic  # with an environment, the values of truncated trajectories are discounted
     keys = _in("actor.algorithm", "lam")
     yield is_ours and not algorithm.defaults.needs_critic, f"{name}'s advantages have no lambda", keys
     is_undiscounted = is_ours and advantage not in DISCOUNTING and not bootstraps

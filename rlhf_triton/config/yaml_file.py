@@ -1,4 +1,4 @@
-"""Reads YAML without its silent surprises: a key given twice, a number that is read as another one or as text."""
+"""Reads YAML strictly: rejects duplicate keys, and reads numbers as in YAML 1.2."""
 
 import re
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the numbers of YAML 1.2: `1e-6` is one, and `1:30`, in YAML 1.1 the number 90, none."""
+    """PyYAML's safe loader with the numbers of YAML 1.2: `1e-6` is a number; `1:30` (90 in YAML 1.1) is not."""
 
     def construct_number(self, node: yaml.ScalarNode) -> int:
         """Return an integer. Raises ConstructorError if it has leading zeros: YAML 1.1 reads 010 as 8, 1.2 as 10."""
         if re.match(r"[-+]?0[0-9_]", node.value):
             raise yaml.constructor.ConstructorError(
-                problem=f"{node.value} begins with 0, which some read as octal; write the number without it, or a "
-                "text in quotes",
+                problem=f"{node.value} starts with 0, which YAML 1.1 reads as octal; write the number without it, or "
+                "a text in quotes",
                 problem_mark=node.start_mark,
             )
         return self.construct_yaml_int(node)
@@ -38,7 +38,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 
 
 def read_yaml(text: str) -> Any:
-    """Return the one document in `text`, None if it is empty.
+    """Return the content of `text`, a single YAML document; None if it is empty.
 
     Raises:
         ValueError: the text is not valid YAML, or a key is given twice or is not text; the message names the line.
@@ -55,16 +55,16 @@ def read_yaml(text: str) -> Any:
         if "\\t" in str(problem):
             problem = f"{problem}; indent with spaces"
         elif "another document" in str(problem):
-            problem = "a second document begins here, which would not be read; remove one of the two"
+            problem = "a second document starts here, which would be ignored; remove one of the two"
         raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem) from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:
-        raise ValueError("its values are nested too deeply") from error
+        raise ValueError("the values are nested too deeply") from error
 
 
 def _check_keys(node: yaml.Node, path: Sequence[str], around: Sequence[yaml.Node] = ()) -> None:
-    """Raise ValueError if a key below `node` is given twice or is not text, or if an alias stands inside its anchor."""
+    """Raise ValueError if a key below `node` is duplicate or not text, or if an alias is inside its own anchor."""
     if node in around:
         raise ValueError(f"line {node.start_mark.line + 1}: {'.'.join(path)} contains itself; remove its alias")
     around = [*around, node]
@@ -84,6 +84,6 @@ def _check_keys(node: yaml.Node, path: Sequence[str], around: Sequence[yaml.Node
             )
         if name in lines:
             remedy = "write <<: [*a, *b]" if key.tag == _MERGE else "keep one of them"
-            raise ValueError(f"line {line}: {where} is given twice, first in line {lines[name]}; {remedy}")
+            raise ValueError(f"line {line}: {where} occurs twice, first in line {lines[name]}; {remedy}")
         lines[name] = line
         _check_keys(value, path if key.tag == _MERGE else [*path, name], around)

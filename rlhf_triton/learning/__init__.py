@@ -1,1 +1,1 @@
-"""A model in training, for policy and critic alike: optimizer, schedule, ranks, and sharded weights and files."""
+"""Training of policy and critic models: optimizer, schedule, ranks, and sharded weights and files."""

@@ -1,7 +1,7 @@
 """`python -m rlhf_triton.learning.agent RANKS MODULE ARGUMENTS...`: torchrun on this machine, for `launch`.
 
-Restarts all ranks if one dies. On SIGINT or SIGTERM it lets rank 0 finish. Its exit code is that of rank 0, or 1 if the
-ranks died more often than MAX_RESTARTS allows.
+Restarts all ranks if one dies. On SIGINT or SIGTERM, it lets rank 0 finish. Its exit code is rank 0's, or 1 if ranks
+died more often than MAX_RESTARTS.
 """
 
 import contextlib
@@ -18,17 +18,18 @@ MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks, restart them as needed, and return the exit code of the job."""
+    """Start the ranks, restart them as needed, and return the job's exit code."""
     ranks, module, *arguments = argv
     with tempfile.TemporaryDirectory(prefix="rlhf-ranks-") as root:
         folder = AgentFolder(Path(root))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: folder.stop())
         os.environ[FOLDER], os.environ[AGENT] = root, str(os.getpid())
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # if a rank dies, the others print a stack trace of C++
+        # Otherwise ranks print a C++ stack trace when another one dies.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns otherwise; the ranks set their own number
-        # By default the ranks share the store of torchrun's agent. A restart then often fails, because a new rank
-        # connects to the port of the one that died.
+        # By default the ranks share the store of torchrun's agent. Restarts then often fail, because a new rank
+        # connects to the port of the dead one.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

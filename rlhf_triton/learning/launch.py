@@ -1,9 +1,9 @@
-"""Starts the ranks of a training process, and agrees with them when the job ends. Imports no torch.
+"""Starts the ranks of a training process and coordinates the end of their job. Imports no torch.
 
-The trainer's and the actor's processes replace themselves by the agent (module `agent`) if their `ranks` setting is
-above 1 and no launcher has started them. The agent is torchrun with two additions: a signal to stop reaches rank 0
-only, and the exit code of rank 0 becomes the agent's. Under another launcher, such as torchrun itself, Slurm or
-Kubernetes, the ranks find their number in the environment, too.
+The trainer and actor processes replace themselves by the agent (module `agent`) if their `ranks` setting is above 1 and
+no launcher has started them. The agent is torchrun with two additions: a stop signal reaches only rank 0, and rank 0's
+exit code becomes the agent's. Under another launcher, such as torchrun itself, Slurm or Kubernetes, the ranks also read
+their number from the environment.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ AGENT = "RLHF_AGENT_PID"  # environment variable: the process id of that agent
 def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str) -> None:
     """Replace this process by an agent if `ranks` is above 1 and no launcher has started it; otherwise return.
 
-    A rank that an agent started ends here if the job has ended already, and is killed if the agent is.
+    A rank of an agent exits here if the job has already ended; it is killed when the agent ends.
 
     Args:
         key: configuration key of `ranks`, for the error message.
@@ -40,7 +40,7 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
             goes_on = die_with_parent(int(os.environ[AGENT])) and AgentFolder(Path(os.environ[FOLDER])).enter()
             if not goes_on:
                 sys.exit(0)
-        if os.environ["RANK"] != "0":  # they leave when rank 0 does
+        if os.environ["RANK"] != "0":  # other ranks end when rank 0 does
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if FOLDER not in os.environ:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,15 +50,16 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this process to finish its work and end.
+    """Return the signals on which this process should finish its work and end.
 
-    To a rank of our agent, SIGTERM means that another rank has died: it dies at once, and the agent restarts all.
+    For a rank of our agent, SIGTERM means that another rank has died: it dies at once, and the agent restarts all
+    ranks.
     """
     return (signal.SIGINT,) if FOLDER in os.environ else (signal.SIGINT, signal.SIGTERM)
 
 
 def ended(code: int) -> int:
-    """On rank 0, do what `end_job` does; return the code."""
+    """Call `end_job` on rank 0; return the code."""
     return end_job(code) if os.environ.get("RANK") == "0" else code
 
 
@@ -70,23 +71,23 @@ def end_job(code: int) -> int:
 
 
 class AgentFolder:
-    """Files in which an agent and its ranks record the process id of rank 0 and the end of the job."""
+    """Files through which an agent and its ranks share rank 0's process id and the end of the job."""
 
     def __init__(self, root: Path) -> None:
         self._first, self._end = root / "rank-0", root / "end"
 
     def enter(self) -> bool:
-        """Record this process as rank 0 if it is; return whether the job continues."""
+        """If this process is rank 0, record its process id. Returns False if the job has already ended."""
         if os.environ["RANK"] == "0":
             self._first.write_text(str(os.getpid()))
         return not self._end.exists()
 
     def stop(self) -> None:
-        """End the job: ask rank 0 to finish, and let ranks that start later end at once."""
+        """End the job: signal rank 0 to finish; ranks that start later exit at once."""
         if self.exit_code() is None:
             self.end(0)
-        # Rank 0 writes its number before it looks for the end: one of the two is seen. It may have died, too; the next
-        # one ends at once.
+        # Rank 0 writes its process id before it checks for the end, so one side sees the other. If rank 0 has died, its
+        # successor exits at once.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int(self._first.read_text()), signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Tensors that ranks send one another through their store: unlike a collective, no rank waits for another."""
+"""Sends tensors between ranks through their store: unlike in a collective, no rank waits for another."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ ERROR = "error"
 
 
 class Mailbox:
-    """The messages between this rank and the others; each is read once, in the order in which it was sent."""
+    """Messages between this rank and the others; each is read once, in the order of sending."""
 
     def __init__(self, rank: int, store: Any) -> None:
         self._rank, self._store = rank, store
@@ -46,7 +46,7 @@ class Mailbox:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Return a value as JSON, uint8 `[bytes]`; dataclasses become objects, arrays lists, and all else texts."""
+    """Encode a value as JSON in a uint8 tensor; dataclasses become objects, arrays lists, other types strings."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, np.ndarray):
@@ -57,5 +57,5 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def value_of(tensor: Tensor) -> Any:
-    """Return the value of a tensor that `as_tensor` has made."""
+    """Decode a tensor that `as_tensor` returned."""
     return json.loads(tensor.numpy().tobytes())

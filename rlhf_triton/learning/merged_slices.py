@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rlhf_triton.python_backend.models.adapters import MergedWeights, wide
+from rlhf_triton.python_backend.models.adapters import MergedWeights, at_least_float32
 from rlhf_triton.python_backend.models.sharded_tensors import sharded_like, whole
 
 
 class MergedSlices(MergedWeights):
     """The weights of a sharded model with its adapters merged in, as this rank's slices (`DTensor`s).
 
-    They have the bits of `MergedWeights` on one process. Each tensor is computed when it is read, without
-    communication, so that ranks may read in any order.
+    They are bit-identical to `MergedWeights` in one process. Each tensor is computed when it is read, without
+    communication, so ranks may read in any order.
     """
 
     def __init__(self, *args: Any) -> None:
-        """Gather the adapters of all layers, which are small; collective. Arguments as of `MergedWeights`."""
+        """Gather the adapters of all layers, which are small; collective. Arguments: see `MergedWeights`."""
         super().__init__(*args)
         self._gathered = {
             name: {path: whole(p.detach()) for path, p in layer.named_parameters() if path.startswith("lora_")}
@@ -31,13 +31,13 @@ class MergedSlices(MergedWeights):
         if name not in self.adapted:
             return tensor.to(self.dtype(name))
         adapters = {f"layer.{path}": adapter for path, adapter in self._gathered[name].items()}
-        # Rows of the whole product rather than a product of rows, whose rounding would depend on the number of ranks.
+        # Slice the full product: the rounding of a product of slices would depend on the number of ranks.
         delta = functional_call(_Delta(self.adapted[name]), adapters, ())
-        return (wide(tensor) + sharded_like(delta, tensor)).to(self.dtype(name))
+        return (at_least_float32(tensor) + sharded_like(delta, tensor)).to(self.dtype(name))
 
 
 class _Delta(nn.Module):
-    """The change of one weight by its adapters, as a module, in which `functional_call` can replace these."""
+    """The adapters' change to one weight, as a module, so that `functional_call` can substitute gathered adapters."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

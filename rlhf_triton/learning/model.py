@@ -1,4 +1,4 @@
-"""Prepares a model for training as its settings say: adapters, frozen parameters, precision."""
+"""Prepares a model for training according to its settings: adapters, frozen parameters, precision."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from rlhf_triton.python_backend.models.precision import use_bfloat16
 
 
 def prepare(model: Any, settings: TrainedSection, section: str, head: nn.Module, *, task: str | None = None) -> Any:
-    """Prepare a model for training, in place; return peft's wrapper of it if it has adapters, otherwise the model.
+    """Prepare a model for training, in place; return peft's wrapper if it has adapters, otherwise the model.
 
-    Call it on the CPU, so that the device holds frozen matrices in bfloat16 only.
+    Call this while the model is on the CPU, so that the device only ever holds frozen matrices in bfloat16.
 
     Args:
-        section: key of `settings`, for the errors.
+        section: key of `settings`, for error messages.
         head: the output layer, which gets no adapter and is not rounded.
-        task: peft's task type; None for a critic, whose head is trained beside its adapters.
+        task: peft's task type; None for a critic, whose head is trained in addition to its adapters.
 
     Raises:
         CheckpointError: the model does not support one of the settings.
@@ -55,13 +55,13 @@ def _lora(settings: TrainedSection, section: str) -> Lora:
 
 
 def freeze(model: Any, patterns: Sequence[str], key: str) -> None:
-    """Exclude parameters from training: those in whose name one of the regular expressions is found.
+    """Exclude parameters from training if one of the regular expressions is found in their name.
 
-    Names are those without adapters; an adapter is frozen with the weight that it changes. Call it before frozen
-    matrices are rounded and weights are sharded.
+    Names are without adapters; an adapter is frozen with the weight that it changes. Call this before frozen matrices
+    are rounded and weights are sharded.
 
     Args:
-        key: the configuration key of the patterns, for the errors.
+        key: the configuration key of the patterns, for error messages.
 
     Raises:
         CheckpointError: a pattern matches no parameter, or leaves none to train.
@@ -78,5 +78,5 @@ def freeze(model: Any, patterns: Sequence[str], key: str) -> None:
         if not matched or not any(each.requires_grad for each in model.parameters()):
             problem = "leaves no parameter to train" if matched else "matches no parameter"
             raise CheckpointError(
-                f"{key}: {pattern!r} {problem}; the names of {type(model).__name__} are {examples}, …"
+                f"{key}: {pattern!r} {problem}; names of {type(model).__name__}'s parameters are {examples}, …"
             )

@@ -1,9 +1,9 @@
-"""The processes (ranks) that train one model: one controller, which announces operations that all ranks execute.
+"""The processes (ranks) that train one model: rank 0 announces operations, which all ranks execute.
 
-Rank 0 is the controller: it alone talks to the journal, the servers and the user. It announces each operation as JSON
-in a store that it hosts, and then executes its own part; the other ranks poll the store and execute theirs. Waiting for
-the next operation is no collective, so that an idle job never runs into the timeout of its process group. If rank 0
-dies, its store dies with it, and the other ranks leave; if another rank dies, the next collective of rank 0 fails.
+Only rank 0, the controller, communicates with the journal, the servers and the user. It announces each operation as
+JSON in a store that it hosts and then executes its own part; the other ranks poll the store and execute theirs. Waiting
+for the next operation is not a collective, so an idle job never runs into its process group's timeout. If rank 0 dies,
+its store dies with it, and the other ranks leave; if another rank dies, rank 0's next collective fails.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from torch import Tensor
 
 from rlhf_triton.errors import REPORTED, RankFailed, RlhfError
 from rlhf_triton.learning.launch import end_job
-from rlhf_triton.python_backend.models.card import RankOutOfMemory
+from rlhf_triton.python_backend.models.out_of_memory import RankOutOfMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# The longest time that one rank may be behind the others, e.g. because its responses are longer. A rank that died is
-# noticed at once on a CPU; on GPUs torchrun, which watches the processes, ends the others.
+# The longest time that a rank may lag behind the others, e.g. because its responses are longer. On a CPU, a dead rank
+# is noticed at once; on GPUs, torchrun watches the processes and ends the others.
 GROUP_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(minutes=2)
 POLL_S = 0.002
-LEAVE_S = 2.0  # for which rank 0 waits at the end; a rank that died will never say that it leaves
-KEPT = 1000  # newest operations in the store: no rank is ever that far behind
+LEAVE_S = 2.0  # how long rank 0 waits for the others at the end; a dead rank never confirms that it leaves
+KEPT = 1000  # number of newest operations kept in the store; no rank is ever that far behind
 END = "end"
 LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
 
 
 class RankLost(Exception):
-    """Rank 0 has ended, and with it the job; not an error that a user can fix, torchrun restarts the ranks."""
+    """Rank 0 has ended, and the job with it. Not an error for the user: torchrun restarts the ranks."""
 
 
 class OneRank:
-    """What `Ranks` offers, for a process that trains alone: there is no other rank to wait for."""
+    """The interface of `Ranks` for a process that trains alone."""
 
     rank, size = 0, 1
 
     def announce(self, name: str, **arguments: Any) -> None:
         """Do nothing: no other rank executes operations."""
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Execute `work`."""
         return work()
 
@@ -61,15 +61,15 @@ class OneRank:
         return record
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of this rank."""
+        """Return a list of this rank's value."""
         return [value]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return the values of this rank."""
+        """Return the values unchanged."""
         return values
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the loss."""
+        """Accumulate the gradient of the loss."""
         loss.backward()
 
 
@@ -88,13 +88,13 @@ class Ranks:
         """Join the process group that the launcher's environment variables describe.
 
         Args:
-            device: of this process, `cpu` or `cuda:N`; it becomes the current one of this thread.
-            timeout: of one collective.
+            device: this process's device, `cpu` or `cuda:N`; becomes the current device of this thread.
+            timeout: timeout of one collective.
         """
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         own = torch.device(device)
         if own.type == "cuda":
-            torch.cuda.init()  # a mesh of GPUs that are not initialised chooses this process's GPU anew
+            torch.cuda.init()  # otherwise creating a device mesh would select another GPU
             torch.cuda.set_device(own)
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun without our launcher
         store = dist.TCPStore(
@@ -104,7 +104,8 @@ class Ranks:
             is_master=rank == 0 and not agent_hosts,
             timeout=STORE_TIMEOUT,
         )
-        # The store of torchrun's agent outlives a restart. The count may differ between hosts: only look at it there.
+        # The store of torchrun's agent outlives a restart, so each attempt needs its own keys. Not with our store: the
+        # count may differ between hosts.
         attempt = (
             dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store) if agent_hosts else store
         )
@@ -120,23 +121,22 @@ class Ranks:
         return cls(rank, size, attempt, own)
 
     def announce(self, name: str, **arguments: Any) -> None:
-        """On rank 0, let the other ranks execute operation `name`; on the others, which execute it, do nothing."""
+        """On rank 0, make the other ranks execute operation `name`; on the others, do nothing."""
         if self.rank == 0:
             self.operations.announce(name, **arguments)
 
     def connection(self, name: str) -> Any:
-        """Return a further connection to the store, with separate keys, for another thread to wait on."""
+        """Return another connection to the store, with separate keys, for use in another thread."""
         return dist.PrefixStore(name, self._store.clone())
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Execute local `work` on every rank; if it fails on one of them, raise on all.
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Execute local `work`; if it fails on any rank, raise on all. Every rank must call this.
 
-        Call it on every rank, around work without collectives whose failure must stop all ranks together, such as
-        writing a file.
+        For work without collectives whose failure must stop all ranks, such as writing a file.
 
         Raises:
-            OSError: of this rank or of another.
-            RlhfError: of this rank; or RankFailed, of another.
+            OSError: `work` raised it on this rank or on another.
+            RlhfError: `work` raised it on this rank; RankFailed if on another.
         """
         error: RlhfError | OSError | None = None
         failure = None
@@ -155,7 +155,7 @@ class Ranks:
         return result
 
     def broadcast(self, record: T | None) -> T:
-        """Return the record of rank 0 on all ranks; the other ranks pass None. Collective."""
+        """Return rank 0's record on all ranks; the other ranks pass None. Collective."""
         box = [record]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         received = box[0]
@@ -163,27 +163,27 @@ class Ranks:
         return received
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values that the ranks pass, by rank; collective."""
+        """Return the values of all ranks, by rank; collective."""
         found = [None] * self.size
         dist.all_gather_object(found, value)
         return found
 
     def summed(self, values: Tensor) -> Tensor:
-        """Replace CPU values by their sums over all ranks, and return them; collective."""
+        """Sum CPU values over all ranks, in place, and return them; collective."""
         dist.all_reduce(values)
         return values
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's part of the loss; FSDP averages gradients over the ranks."""
+        """Accumulate the gradient of this rank's part of the loss, scaled because FSDP averages over the ranks."""
         (loss * self.size).backward()
 
     @classmethod
     @contextlib.contextmanager
     def joined(cls, device: str) -> Iterator[Ranks]:
-        """Join the process group as in `join` for a `with` block, at whose end rank 0 ends the job.
+        """Join the process group, as `join` does, for a `with` block; at its end, rank 0 ends the job.
 
-        If another rank dies, this process exits with code 1, and the launcher restarts all ranks. If memory is short on
-        this one, it exits with code 2 and our agent restarts none: each would meet the same error.
+        If another rank dies, this process exits with code 1, and the launcher restarts all ranks. If this rank runs out
+        of GPU memory, it exits with code 2, and our agent restarts none, because the error would recur.
         """
         ranks = cls.join(device)
         try:
@@ -203,7 +203,7 @@ class Ranks:
         ranks.close()
 
     def close(self) -> None:
-        """End the job: on rank 0 let the other ranks leave; on all ranks leave the process group.
+        """Leave the process group; rank 0 first ends the job for the other ranks.
 
         Rank 0 waits until the others have read that the job has ended, because its store ends with its process.
         """
@@ -219,7 +219,7 @@ AnyRanks = OneRank | Ranks
 
 
 def dealt(lengths: Tensor, size: int) -> list[Tensor]:
-    """Deal rows to `size` ranks, so that each gets rows of similar lengths; return their indices, by rank."""
+    """Distribute rows over `size` ranks with similar length distributions; return the row indices of each rank."""
     order = lengths.argsort(stable=True)
     return [order[rank::size] for rank in range(size)]
 
@@ -231,16 +231,16 @@ class Operations:
         self._rank, self._store, self._number = rank, store, 0
 
     def announce(self, name: str, **arguments: Any) -> None:
-        """Let the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""
+        """Make the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""
         self._store.set(str(self._number), json.dumps([name, arguments]))
         self._store.delete_key(str(self._number - KEPT))
         self._number += 1
 
     def follow(self, handlers: Mapping[str, Callable[..., object]]) -> None:
-        """Execute the operations that rank 0 announces until it ends the job. All ranks but rank 0.
+        """Execute the operations that rank 0 announces until it ends the job. For all ranks except rank 0.
 
-        An RlhfError or OSError of a handler is logged only: rank 0 meets the same error, see `Ranks.together`, and
-        decides how the job continues.
+        An RlhfError or OSError of a handler is only logged: rank 0 gets it as well, through `Ranks.run_on_all_ranks`,
+        and decides how to continue.
 
         Raises:
             RankLost: rank 0 has died.

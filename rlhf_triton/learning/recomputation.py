@@ -1,8 +1,8 @@
 """Gradient checkpointing: layers keep only their inputs and recompute their activations in the backward pass.
 
-transformers checkpoints a layer only in training mode, and such a layer cannot use a cache, so generation needs eval
-mode. Layers are therefore put into training mode only within `recomputing`; the computation itself stays
-in eval mode (see `_compute_again`).
+transformers checkpoints a layer only in training mode, but a layer in training mode cannot use a cache, which
+generation needs. Layers are therefore in training mode only within `recomputing`, and even there they compute in eval
+mode (see `_compute_in_eval_mode`).
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 
 
 def checkpoint_gradients(model: Any, key: str) -> None:
-    """Make the layers recompute their activations in the backward pass, but only within a `recomputing` block.
+    """Enable gradient checkpointing for backward passes within a `recomputing` block.
 
     Args:
-        key: the configuration key that asked for it, for the error.
+        key: the configuration key that enables it, for the error message.
 
     Raises:
         CheckpointError: transformers has no gradient checkpointing for this model.
@@ -31,7 +31,7 @@ def checkpoint_gradients(model: Any, key: str) -> None:
     enable()
     for layer in _checkpointed_layers(model):
         layer._gradient_checkpointing_func = functools.partial(
-            _compute_again, layer, layer._gradient_checkpointing_func
+            _compute_in_eval_mode, layer, layer._gradient_checkpointing_func
         )
 
 
@@ -53,7 +53,7 @@ def _checkpointed_layers(model: Any) -> list[Any]:
     return [module for module in modules if module.gradient_checkpointing]
 
 
-def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+def _compute_in_eval_mode(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
     """Call `checkpoint(forward, *args)`; `forward` runs with the layer in eval mode, so that dropout stays off."""
 
     def evaluated(*inputs: Any) -> Any:

@@ -32,16 +32,16 @@ def shard(
 ) -> None:
     """Shard the weights of a transformers model over all ranks, in place; collective.
 
-    Each transformer layer is gathered and freed on its own; embeddings, final norm and head are gathered for the whole
-    forward pass, which keeps tied embeddings one parameter.
+    Each transformer layer is gathered and freed separately; embeddings, final norm and head are gathered for the whole
+    forward pass, which keeps tied embeddings a single parameter.
 
     Args:
-        model: with its head and adapters in place, and with the same weights on every rank.
-        methods: names of methods of `model` that call its parts without going through `forward`.
-        prepare: called with each layer before it is sharded, and with the model at the end. What it allocates for a
-            layer is reduced to a slice before the next one.
-        precision: in `bfloat16` GPUs gather the weights of layers as autocast would cast them, and add up gradients in
-            float32. Embeddings, final norm and head stay in float32.
+        model: a complete model, including head and adapters, with the same weights on every rank.
+        methods: names of `model`'s methods that call its parts without going through `forward`.
+        prepare: called with each layer before it is sharded, and with the model at the end. Memory that it allocates
+            for a layer is reduced to a slice before the next layer.
+        precision: with `bfloat16`, GPUs gather the layers' weights in bfloat16, as autocast would cast them, and sum
+            gradients in float32. Embeddings, final norm and head stay in float32.
     """
     # Without a mesh, the ranks of a CPU run would shard onto the GPUs of a machine that has some.
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -56,10 +56,10 @@ def shard(
         register_fsdp_forward_method(model, name)
 
 
-def hollow(model: Any, device: torch.device | str) -> Any:
-    """Return a copy of a model on `device` whose weights have no content yet; tied ones stay tied.
+def copy_with_empty_weights(model: Any, device: torch.device | str) -> Any:
+    """Return a copy of a model on `device` with uninitialised weights; tied weights stay tied.
 
-    On `meta` the copy shares the model's buffers, since their values are computed, not loaded.
+    On `meta`, the copy shares the model's buffers, because their values are computed, not loaded.
     """
     memo: dict[int, Tensor] = {
         id(buffer): buffer if device == "meta" else buffer.to(device, copy=True) for buffer in model.buffers()
@@ -75,10 +75,10 @@ def is_sharded(model: Any) -> bool:
 
 
 def sync_gradients(model: Any, *, is_last: bool) -> None:
-    """Reduce gradients over the ranks in the next backward pass; on GPUs only in the last micro-batch's.
+    """Set whether the next backward pass reduces gradients over the ranks: on GPUs, only in the last micro-batch.
 
-    Until then each rank holds gradients of all trained weights. Where these take more than MOST_UNREDUCED, and on a
-    CPU, every backward pass adds them up. No effect on a model that is not sharded.
+    Until then, each rank holds gradients of all trained weights. If these take more than MOST_UNREDUCED, and on a CPU,
+    every backward pass reduces them. No effect on a model that is not sharded.
     """
     if not is_sharded(model):
         return
@@ -89,10 +89,10 @@ def sync_gradients(model: Any, *, is_last: bool) -> None:
 
 @contextlib.contextmanager
 def gathered_as_stored(model: Any) -> Iterator[None]:
-    """Run forward passes with the weights of layers as they are stored, not cast to bfloat16; collective, for checks.
+    """Run forward passes with the layers' weights in their stored dtype, not cast to bfloat16; collective, for checks.
 
-    FSDP cannot change the dtype in which it gathers, so that each layer gathers once more what was cast. After the
-    block each rank holds its slices alone. No effect on a model that is not sharded.
+    FSDP cannot change the dtype in which it gathers, so each layer gathers cast weights a second time. After the block,
+    each rank holds only its slices. No effect on a model that is not sharded.
     """
     if not is_sharded(model):
         yield

@@ -1,4 +1,4 @@
-"""Reads and writes sharded weights as safetensors: slices of several ranks, and Hugging Face checkpoints."""
+"""Reads and writes sharded weights as safetensors, in one file per rank or as a Hugging Face checkpoint."""
 
 import contextlib
 import json
@@ -22,12 +22,12 @@ from rlhf_triton.digests import digest_of
 from rlhf_triton.learning.ranks import AnyRanks, Ranks
 from rlhf_triton.store.durable import errno_of, sync_file
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process has no group
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process has no process group
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache
 
 
 def write_slices(tensors: Mapping[str, Tensor], folder: Path, ranks: AnyRanks) -> None:
-    """Write sharded tensors to `folder`, each rank its slices to files of its own; collective.
+    """Write sharded tensors to `folder`; each rank writes its slices to its own files. Collective.
 
     Any number of ranks can read them with `read_tensors`. Raises OSError on all ranks if one cannot write.
     """
@@ -38,7 +38,7 @@ def write_slices(tensors: Mapping[str, Tensor], folder: Path, ranks: AnyRanks) -
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: AnyRanks) -> None:
-    """Fill `tensors`, whole or sharded, from what any number of ranks wrote with `write_slices`; collective.
+    """Fill `tensors`, sharded or not, with what any number of ranks wrote with `write_slices`; collective.
 
     Raises OSError on all ranks if one cannot read.
     """
@@ -49,7 +49,7 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: AnyRanks) -
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Convert the error of torch.distributed.checkpoint, which is no Exception, into the OSError that caused it."""
+    """Convert torch.distributed.checkpoint's error, which is not an Exception, to the OSError that caused it."""
     try:
         yield
     except dcp.api.CheckpointException as failed:
@@ -58,7 +58,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def stored_shapes(folder: Path) -> dict[str, torch.Size]:
-    """Return the names and shapes of the whole tensors in the safetensors files in `folder`."""
+    """Return the names and unsharded shapes of the tensors in the safetensors files in `folder`."""
     stored = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: tensor.size for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
@@ -71,13 +71,13 @@ def write_checkpoint(
 ) -> dict[str, str]:
     """Write sharded tensors as a Hugging Face checkpoint with one file per rank and an index; collective.
 
-    A slice of rows is a range of bytes in a file, so that each rank writes its slices of all tensors to their places,
-    without gathering any tensor. The same tensors give the same bytes. Returns the digest of each file; each rank has
-    hashed one.
+    A slice of rows is a range of bytes in a file, so each rank writes its slices of all tensors directly to their
+    places, without gathering any tensor. Equal tensors give byte-identical files. Returns the digest of each file; each
+    rank hashes one.
 
     Args:
-        shapes: dtype and whole shape of each tensor, by name.
-        tensor_of: returns a sharded tensor by its name, without communication: each rank has an order of its own.
+        shapes: dtype and unsharded shape of each tensor, by name.
+        tensor_of: returns a sharded tensor by name, without communication, because each rank calls it in another order.
 
     Raises:
         OSError: one of the ranks could not write.
@@ -96,19 +96,19 @@ def write_checkpoint(
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
     def write() -> None:
-        for i in range(ranks.size):  # from its own on: two writers of a file would wait for each other
+        for i in range(ranks.size):  # starting with the rank's own file: writers of the same file wait for each other
             part = (ranks.rank + i) % ranks.size
             _write_rows(paths[part], tensor_of, layouts[part][1], plain=ranks.rank == 0)
 
-    ranks.together(create)
-    ranks.together(write)
+    ranks.run_on_all_ranks(create)
+    ranks.run_on_all_ranks(write)
     mine = [paths[ranks.rank], *([folder / INDEX_FILE] if ranks.rank == 0 else [])]
-    parts = ranks.gather(ranks.together(lambda: {path.name: _sync_and_hash(path) for path in mine}))
+    parts = ranks.gather(ranks.run_on_all_ranks(lambda: {path.name: _sync_and_hash(path) for path in mine}))
     return {name: digest for part in parts for name, digest in part.items()}
 
 
 def _write_rows(path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[str, int], *, plain: bool) -> None:
-    """Write this rank's slices to their places in a file; tensors that are not sharded only if `plain`."""
+    """Write this rank's slices to their places in a file; write unsharded tensors only if `plain`."""
     with path.open("r+b") as file:
         for name, start in starts.items():
             tensor = tensor_of(name)
@@ -119,7 +119,7 @@ def _write_rows(path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[
 
 
 def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
-    """Return the bytes of this rank's slice of a tensor, and their offset in those of the whole one."""
+    """Return the byte offset of this rank's slice in the full tensor, and the slice's bytes."""
     tensor, offset = tensor.detach(), 0
     if isinstance(tensor, DTensor):
         (slice_,) = tensor.__create_chunk_list__()
@@ -129,18 +129,18 @@ def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
 
 
 def _sync_and_hash(path: Path) -> str:
-    with ThreadPoolExecutor(1, "sync") as beside:  # the disk writes while the processor hashes
-        synced = beside.submit(sync_file, path)
+    with ThreadPoolExecutor(1, "sync") as executor:  # the disk writes while the processor hashes
+        synced = executor.submit(sync_file, path)
         digest = digest_of(path)
         synced.result()
     return digest
 
 
 def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return the rank with the file of each tensor: the largest first, each to the rank with the fewest bytes so far.
+    """Assign each tensor to a rank's file: largest tensors first, each to the rank with the fewest bytes so far.
 
     Args:
-        sizes: of the tensors, in bytes.
+        sizes: size of each tensor in bytes, by name.
         size: number of ranks.
     """
     load = [0] * size
@@ -152,10 +152,10 @@ def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
     return owners
 
 
-def differing(tensors: Mapping[str, Tensor], stored: CheckpointInfo) -> list[str]:
-    """Return the names of the sharded tensors of which this rank's slice is not, bit for bit, in a checkpoint.
+def different_tensors(tensors: Mapping[str, Tensor], stored: CheckpointInfo) -> list[str]:
+    """Return the names of tensors whose slice on this rank is not bit-identical to a checkpoint's.
 
-    A tensor that is missing on one side, or has another dtype or shape, differs.
+    Includes tensors that exist only on one side, or that have another dtype or shape.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -167,7 +167,7 @@ def differing(tensors: Mapping[str, Tensor], stored: CheckpointInfo) -> list[str
             with path.open("rb") as file:
                 same |= {name for name in own if _is_stored(tensors[name], stored.tensors[name], file)}
         except OSError as error:
-            raise CheckpointError(f"{stored.folder}: unreadable {path.name}: {error}") from error
+            raise CheckpointError(f"{stored.folder}: {path.name} cannot be read: {error}") from error
     return sorted({*tensors, *stored.tensors} - same)
 
 
@@ -176,7 +176,7 @@ def _is_stored(tensor: Tensor, info: TensorInfo, file: BufferedReader) -> bool:
         return False
     offset, rows = _own_rows(tensor)
     file.seek(info.start + offset)
-    # Reads the file, which takes less time than the page faults of a mapped one, and mapped pages count as memory.
+    # Read, not map, the file: page faults take longer, and mapped pages count as the process's memory.
     block = bytearray(min(COMPARED_AT_ONCE, len(rows)))
     for start in range(0, len(rows), COMPARED_AT_ONCE):
         part = rows[start : start + COMPARED_AT_ONCE]

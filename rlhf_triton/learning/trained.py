@@ -1,7 +1,7 @@
-"""A model in training, of policy and critic alike: gradients, optimizer steps, and checkpoints.
+"""A model in training, policy or critic: gradients, optimizer steps, and checkpoints.
 
-All ranks have the same objects and call the same methods in the same order. Rank 0 announces `save`, `verify` and
-`load`, which the others execute; its owner announces what calls `accumulate` and `step`.
+All ranks have the same objects and call the same methods in the same order. `save`, `verify` and `load` announce
+themselves from rank 0 to the others; the code that calls `accumulate` and `step` must do so itself.
 """
 
 import functools
@@ -24,16 +24,16 @@ from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
 from rlhf_triton.learning.sharding import sync_gradients
 from rlhf_triton.learning.slices import read_tensors, stored_shapes, write_slices
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.card import Halving
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 
 BETAS = (0.9, 0.95)
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
 Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
-"""Returns, for the rows of a micro-batch, its share of the minibatch's loss, and its statistics.
+"""Returns, for the rows of a micro-batch, their share of the minibatch's loss, and statistics.
 
-The flag is False for a row that must not count, in a forward pass that only takes part in those of other ranks.
+The flag is False if the row must not count: the forward pass then only takes part in the other ranks' collectives.
 """
 
 
@@ -52,7 +52,7 @@ class Trained:
     ) -> None:
         """
         Args:
-            model: prepared, on its device, and sharded if there are several ranks.
+            model: prepared with `learning.model.prepare`, on its device, and sharded if there are several ranks.
             section: key of `settings`.
             total_steps: length of the learning-rate schedule.
 
@@ -66,15 +66,15 @@ class Trained:
         self._schedule, self._total_steps = optimizer, total_steps
         owner = section.partition(".")[0]
         self.settings = decisive_settings(section, settings) | decisive_settings(f"{owner}.optimizer", optimizer)
-        """What decides the weights that follow, by full key; checkpoints keep it."""
-        self.memory = Halving(
+        """Settings that affect training, by full key; checkpoints store them."""
+        self.memory = MemoryBudget(
             f"{section}.token_budget",
             settings.token_budget,
             remedy="lower actor.generation.max_new_tokens"
             + f" or set {section}.gradient_checkpointing" * (not settings.gradient_checkpointing),
             alone=ranks.size == 1,
         )
-        """How many tokens of a micro-batch fit into the GPU's memory."""
+        """Token budget of a micro-batch; halved when the GPU runs out of memory."""
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(self.parameters, optimizer)
         self.optimizer_step = 0
@@ -84,7 +84,7 @@ class Trained:
         return plan_micro_batches(lengths, token_budget=self.memory.size, max_rows=MAX_ROWS)
 
     def micro_batches(self, lengths: Tensor) -> list[list[int]]:
-        """Return this rank's micro-batches, as many as every other rank has; an empty one stands for no row."""
+        """Return this rank's micro-batches of row indices, padded with empty ones to the same number on all ranks."""
         plans = [
             [rows[chunk].tolist() for chunk in self.plan(lengths[rows].tolist())]
             for rows in dealt(lengths, self.ranks.size)
@@ -95,21 +95,21 @@ class Trained:
     def accumulate(
         self, lengths: Tensor, loss: Loss, progress: Callable[[], object] = lambda: None
     ) -> dict[str, float]:
-        """Replace the gradients by those of a minibatch; return its `loss` and statistics, summed over all rows.
+        """Compute the gradients of a minibatch; return its `loss` and statistics, summed over all rows.
 
-        If the GPU runs out of memory, all of it is repeated in smaller micro-batches.
+        If the GPU runs out of memory, repeats the whole minibatch in smaller micro-batches.
 
         Args:
             lengths: number of tokens of each row of the minibatch, int64 `[B]`.
             progress: called after each micro-batch.
         """
         longest = int(lengths.max())
-        return self.memory.repeat(
+        return self.memory.run(
             lambda _: self._accumulate(lengths, loss, progress), least=longest, most=longest * len(lengths)
         )
 
     def _accumulate(self, lengths: Tensor, loss: Loss, progress: Callable[[], object]) -> dict[str, float]:
-        self.drop_gradients()  # of an attempt that ran out of memory
+        self.drop_gradients()  # from an attempt that ran out of memory
         parts: list[dict[str, Tensor]] = []
         chunks = self.micro_batches(lengths)
         for number, chunk in enumerate(chunks, 1):
@@ -119,8 +119,8 @@ class Trained:
                 self.ranks.backward(share)
             parts.append({**statistics, "loss": share.detach()})
             progress()
-        # One copy from the device for the whole minibatch: each would wait until the device is idle.
-        # Added one by one: from Python 3.12 on, `sum` rounds differently.
+        # A single copy from the device per minibatch, because each copy waits until the device is idle.
+        # Not `sum`, which rounds differently from Python 3.12 on.
         values = torch.stack([torch.stack([part[name] for name in parts[0]]) for part in parts]).tolist()
         sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
         totals = self.ranks.summed(torch.tensor(sums, dtype=torch.float64)).tolist()
@@ -155,7 +155,7 @@ class Trained:
         return self._schedule.learning_rate(max(0, self.optimizer_step - 1), total_steps=self._total_steps)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state as `<key>/<parameter name>` tensors, sharded as the parameters are."""
+        """Return the optimizer's state as tensors named `<key>/<parameter name>`, sharded like the parameters."""
         return {
             f"{key}/{name}": torch.as_tensor(value).detach()  # bitsandbytes counts steps in an int
             for name, parameter in self.parameters.items()
@@ -167,27 +167,27 @@ class Trained:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def save(self, folder: Path | str) -> dict[str, str]:
-        """Write trained weights and optimizer, each rank its slices; return the digest of each file below `folder`.
+        """Write trained weights and optimizer state, each rank its slices; return each file's digest by relative path.
 
         Any number of ranks can load them, bit-identically. Raises OSError on all ranks if one cannot write.
         """
         ranks, folder = self.ranks, Path(folder)
         ranks.announce("trained.save", folder=str(folder))
         write_slices({**self.weights(), **self.state()}, folder, ranks)
-        own = ranks.together(lambda: hashes(folder, part=ranks.rank, parts=ranks.size))
+        own = ranks.run_on_all_ranks(lambda: hashes(folder, part=ranks.rank, parts=ranks.size))
         return {name: digest for part in ranks.gather(own) for name, digest in part.items()}
 
     def verify(self, folder: Path | str) -> None:
-        """Verify that every file of a checkpoint is as it was written. Raises DamagedCheckpoint."""
+        """Verify the digest of every file of a checkpoint. Raises DamagedCheckpoint."""
         ranks, folder = self.ranks, Path(folder)
         ranks.announce("trained.verify", folder=str(folder))
         try:
-            ranks.together(lambda: verify_folder(folder, part=ranks.rank, parts=ranks.size))
+            ranks.run_on_all_ranks(lambda: verify_folder(folder, part=ranks.rank, parts=ranks.size))
         except RankFailed as error:
             raise DamagedCheckpoint(str(error)) from error
 
     def load(self, folder: Path | str, optimizer_step: int) -> None:
-        """Load what `save` wrote on any number of ranks, and continue at this optimizer step."""
+        """Load a checkpoint that `save` wrote on any number of ranks; continue at `optimizer_step`."""
         folder = Path(folder)
         self.ranks.announce("trained.load", folder=str(folder), optimizer_step=optimizer_step)
         self.load_weights(folder)
@@ -206,7 +206,7 @@ class Trained:
         read_tensors(self.weights(), folder, self.ranks)
 
     def _empty_state(self, folder: Path) -> dict[str, Tensor]:
-        """Return a tensor to read into for each of the optimizer's that `save` wrote; none before the first step."""
+        """Return empty tensors to read the saved optimizer state into; {} if it was saved before the first step."""
         names = [name for name in stored_shapes(folder) if "/" in name]
         return {
             name: torch.zeros(())
@@ -222,7 +222,7 @@ class Trained:
             saved: the `settings` of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: a setting differs with which the checkpoint cannot be loaded.
+            CheckpointError: the checkpoint cannot be loaded because a `Resume.FIXED` setting differs.
         """
         found = []
         for key, now in self.settings.items():
@@ -239,7 +239,7 @@ class Trained:
 
 
 def operations(current: Callable[[], Trained]) -> dict[str, Callable[..., object]]:
-    """Return the handlers of what a `Trained` announces; `current` returns that of this rank."""
+    """Return the handlers of a `Trained`'s operations, by name; `current` returns this rank's `Trained`."""
     return {
         "trained.save": lambda **given: current().save(**given),
         "trained.verify": lambda **given: current().verify(**given),
@@ -256,7 +256,7 @@ def make_adamw(parameters: Mapping[str, nn.Parameter], settings: OptimizerSectio
         {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if settings.kind == "adamw_8bit":  # its state consists of plain tensors; torchao's are of its own tensor classes
+    if settings.kind == "adamw_8bit":  # not torchao's, whose state has its own tensor classes instead of plain tensors
         from bitsandbytes.optim import AdamW8bit  # not a dependency
 
         return AdamW8bit(groups, lr=settings.lr, betas=BETAS)

@@ -1,4 +1,4 @@
-"""Log lines as JSON: one object a line, with the run, the step and the weights version that it belongs to."""
+"""Writes log lines as JSON: one object per line, with run, step and weights version."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ _PREFIXES = {"error: ": logging.ERROR, "warning: ": logging.WARNING}
 def set_log_position(*, step: int | None = None, version: int | None = None) -> None:
     """Set the step and the critic's weights version of later log lines; None leaves a value unchanged.
 
-    A process has one position, not one per thread or task: all of them work on the same step, or for the next one.
+    The position belongs to the process, not to a thread or task: all of them work on the current step or the next one.
     """
     known = {"step": step, "version": version}
     _position.update({name: value for name, value in known.items() if value is not None})
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
         self._origin: dict[str, Any] = {"process": process, "run": run, **({"rank": rank} if rank else {})}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, in ASCII, so that it survives any encoding of stderr."""
+        """Return the line in ASCII, so that it is valid in any encoding of stderr."""
         moment = datetime.fromtimestamp(record.created, timezone.utc)
         line = {
             "time": moment.isoformat(timespec="milliseconds"),
@@ -71,7 +71,7 @@ def is_json() -> bool:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print `text` to `file`, stdout by default; where lines are JSON, log it at the level that its prefix names."""
+    """Print `text` to `file` (default: stdout), or, if this process logs JSON, log it at the level of its prefix."""
     if not is_json():
         print(text, file=file, flush=True)
         return
@@ -90,5 +90,5 @@ def parsed(line: str) -> tuple[str, str] | None:
 
 
 def as_text(line: str) -> str:
-    """Return a line of a log as text, also one that `JsonFormatter` wrote."""
+    """Return a log line as text; converts lines of `JsonFormatter`."""
     return " ".join(parsed(line) or [line])

@@ -1,4 +1,4 @@
-"""The metrics of actor, sidecar and gateway, a row each: for exporters, `rlhf-triton status`, dashboards and docs.
+"""The table of metrics of actor, sidecar and gateway, for exporters, `rlhf-triton status`, dashboards and docs.
 
 `python deploy/monitoring/generate.py` writes the dashboards.
 """
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """Declaration of a metric. The exporter puts its prefix before `name`, and `_total` after that of a counter."""
+    """Declaration of a metric. The exporter adds its prefix to `name`, and the suffix `_total` to a counter."""
 
     name: str
     help: str
     kind: Literal["gauge", "counter", "histogram"] = "gauge"
-    label: str = ""  # several, of the gateway: with commas
+    label: str = ""  # label name; several (gateway) are separated by commas
     unit: str = "short"  # Grafana's name of the unit
-    key: str = ""  # in metrics.jsonl; of a counter, what a step adds to it
-    panel: str = ""  # title of the dashboard's panel that shows it
+    key: str = ""  # key in metrics.jsonl; for a counter, of the amount that a step adds
+    panel: str = ""  # title of the dashboard panel that shows the metric
     legend: str = ""
-    query: str = "{}"  # for the panel; {} is the exported name
-    status: str = ""  # what `rlhf-triton status` calls it
+    query: str = "{}"  # the panel's query; {} is the exported name
+    status: str = ""  # name in `rlhf-triton status`
 
 
 RATE, INCREASE = "rate({}[$__rate_interval])", "increase({}[5m])"
 _ROLLOUT = "train_rollouts/"
 
-CARD = (  # as in `rlhf_triton.python_backend.models.card.card_bytes`, which names them alike
+CARD = (  # the keys of `rlhf_triton.python_backend.models.out_of_memory.card_bytes`
     MetricSpec("card_bytes", "Memory of the GPU that the process's tensors take.", key="card_bytes"),
     MetricSpec("card_peak_bytes", "Largest card_bytes of the process so far.", key="card_peak_bytes"),
     MetricSpec(
@@ -301,24 +301,22 @@ GATEWAY = (  # served at its own /metrics
 TABLES = {"rlhf_actor_": ACTOR, "rlhf_trainer_": TRAINER, "rlhf_gateway_": GATEWAY}  # by prefix
 
 
-# Serves the metrics of a process to Prometheus. A gauge is absent until it has a value; a counter starts at 0.
-
-
 logger = logging.getLogger(__name__)
 LEVELS = ("warning", "error")
 Values = Mapping[str, float | Mapping[str, float]]  # by name; with a label, by the label's value
 
 
 class Exporter:
-    """The metrics of one process, as a collector of prometheus_client. Thread-safe.
+    """Exports the metrics of one process to Prometheus, as a collector of prometheus_client. Thread-safe.
 
-    prometheus_client is imported only here and only to serve: `trainer --init-only` runs where it is not installed.
+    A gauge is absent until it has a value; a counter starts at 0. prometheus_client is imported only when needed,
+    because `trainer --init-only` runs without it.
     """
 
     def __init__(
         self, prefix: str, metrics: Sequence[MetricSpec], run_dir: Path, *, live: Callable[[], Values] = dict
     ) -> None:
-        """`live` returns further values at each scrape. After an OSError or RlhfError they are absent."""
+        """`live`: returns further values at each scrape; if it raises OSError or RlhfError, they are absent."""
         self.metrics = metrics
         self._prefix, self._run_dir, self._live = prefix, run_dir, live
         self._lock = threading.RLock()  # garbage collection inside it may log an error, which is counted
@@ -330,7 +328,7 @@ class Exporter:
             self.count("log_messages", 0.0, level)
 
     def show(self, values: Values) -> None:
-        """Set metrics; a mapping of label values replaces those of before."""
+        """Set metrics; a mapping by label value replaces all previous values of its metric."""
         with self._lock:
             self._values |= {name: _by_label(value) for name, value in values.items()}
 
@@ -341,13 +339,13 @@ class Exporter:
             counts[label] = counts.get(label, 0.0) + amount
 
     def logged(self, level: str) -> None:
-        """Count a message of the log, "warning" or "error", and note the time."""
+        """Count a log message of `level` "warning" or "error", and record the time."""
         self.count("log_messages", 1.0, level)
         with self._lock:
             self._values.setdefault("last_problem_timestamp_seconds", {})[level] = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that have a value (called by prometheus_client at each scrape)."""
+        """Yield the metrics that have a value; prometheus_client calls this at each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = self._all()
@@ -360,9 +358,9 @@ class Exporter:
                 yield shown
 
     def serve(self, host: str, port: int | None) -> None:
-        """Serve these and the process's metrics in a thread until the process ends; no-op if `port` is None.
+        """Serve the metrics in a thread until the process ends; no-op if `port` is None.
 
-        If the port is in use, log a warning and serve no metrics: a run must not fail for that.
+        If the port is in use, logs a warning instead of failing the run.
         """
         if port is None:
             return
@@ -395,7 +393,7 @@ class Exporter:
 
 
 class _LogCounter(logging.Handler):
-    """Counts warnings and errors of the log for an exporter."""
+    """Counts logged warnings and errors for an exporter."""
 
     def __init__(self, exporter: Exporter) -> None:
         super().__init__(logging.WARNING)

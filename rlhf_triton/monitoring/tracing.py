@@ -1,4 +1,4 @@
-"""Spans of training steps, sent to an OpenTelemetry collector as OTLP over HTTP with JSON.
+"""Sends spans of training steps to an OpenTelemetry collector, as OTLP over HTTP with JSON.
 
 Without `run.trace_endpoint`, opentelemetry is not imported and every function here does nothing. The trace of a step
 crosses processes as a W3C `traceparent`: a header of each request, then metadata of the journal's entry.
@@ -15,7 +15,7 @@ from rlhf_triton.errors import RlhfError
 
 logger = logging.getLogger(__name__)
 Attribute = str | int | float
-STOP_S = 2.0  # longest wait at the end of the process for spans that are not sent yet
+STOP_S = 2.0  # how long the end of the process waits for unsent spans
 TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -71,7 +71,7 @@ class _Tracer:
     def stop(self) -> None:
         for step in list(self._steps):
             self.end_step(step)
-        # A daemon thread, as the SDK itself waits up to 30 s for a collector that does not answer.
+        # In a daemon thread, because the SDK waits up to 30 s for a collector that does not answer.
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-shutdown", daemon=True)
         closing.start()
         closing.join(STOP_S)
@@ -96,7 +96,7 @@ def start(process: str, endpoint: str | None, run: str) -> None:
 
 
 def stop() -> None:
-    """End all spans and send them, for at most STOP_S."""
+    """End all spans and send them; waits at most STOP_S."""
     global _tracer
     tracer, _tracer = _tracer, None
     if tracer is not None:
@@ -105,7 +105,7 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def tracing(process: str, endpoint: str | None, run: str) -> Iterator[None]:
-    """Call `start`, and `stop` at the end of the block. Raises RlhfError."""
+    """Call `start`, and at the end of the block `stop`. Raises RlhfError as `start`."""
     start(process, endpoint, run)
     try:
         yield
@@ -120,9 +120,9 @@ def span(
     """Record the block as a span.
 
     Args:
-        parent: `traceparent` of the parent, which may be of another process; None: the current span.
-        of_step: training step, which becomes the attribute `step`; without a current span, the parent is the step's own
-            span, which lasts until `end_step`.
+        parent: `traceparent` of the parent, perhaps from another process; None: the current span.
+        of_step: training step, recorded as the attribute `step`. Without a parent and a current span, the parent is the
+            step's own span, which lasts until `end_step`.
     """
     if _tracer is None:
         yield
@@ -137,7 +137,7 @@ def is_tracing() -> bool:
 
 
 def traceparent() -> str | None:
-    """Return the `traceparent` of the current span; None without one."""
+    """Return the `traceparent` of the current span; None if there is none."""
     return None if _tracer is None else _tracer.traceparent()
 
 
@@ -153,7 +153,7 @@ def parsed_traceparent(text: str | None) -> str | None:
 
 
 def _warn_once(exporter: Any, endpoint: str) -> Any:
-    """Return the exporter with one warning, instead of the SDK's repeated ones, when spans begin to get lost."""
+    """Make the exporter log one warning when it starts losing spans, instead of the SDK's repeated ones; return it."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     export = exporter.export
     is_failing = False
@@ -163,7 +163,7 @@ def _warn_once(exporter: Any, endpoint: str) -> Any:
         result = export(spans)
         failed = result.name != "SUCCESS"
         if failed and not is_failing:
-            logger.warning("run.trace_endpoint: %s does not accept spans; they are dropped meanwhile", endpoint)
+            logger.warning("run.trace_endpoint: %s does not accept spans; they are dropped until it does", endpoint)
         is_failing = failed
         return result
 

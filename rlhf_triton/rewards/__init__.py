@@ -1,4 +1,4 @@
-"""Reward functions: a function takes a `Sample`, or all samples of a group, and returns a number for each."""
+"""Reward functions: a function receives a `Sample`, or all samples of a group, and returns one number per sample."""
 
 from rlhf_triton.rewards.function import Sample, count
 

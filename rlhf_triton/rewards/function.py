@@ -21,19 +21,16 @@ from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
 
-# Counters of a reward function, which the server adds to its Prometheus metrics.
-
-
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _counts: dict[str, float] = collections.defaultdict(float)
-_lock = threading.Lock()  # a function may have threads of its own
+_lock = threading.Lock()  # a function may use its own threads
 
 
 def count(name: str, amount: float = 1) -> None:
     """Add to the counter `name` of this function: `rlhf_reward_function_total{counter="name"}` in the metrics.
 
-    The server receives it with the result of the sample that is being scored; counts of a worker process that is killed
-    while it scores a sample are lost.
+    The server receives the count with the result of the sample being scored. If a worker process is killed while it
+    scores a sample, that sample's counts are lost.
 
     Raises ValueError if `name` is not 1 to 40 characters of a-z, 0-9 and _, or `amount` is negative or not finite.
     """
@@ -53,27 +50,25 @@ def take_counts() -> dict[str, float]:
     return taken
 
 
-PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, of a chat its messages
+PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores prompt (or a chat's messages) and response there
 RESPONSE_KEY = "response"
 MESSAGES_KEY = "messages"
-REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, what followed the prompt
+REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, all messages after the prompt
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
 COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
 TRL_ARGUMENTS = ("prompts", COMPLETIONS)
-# Further arguments in TRL, not here: the server does not know which tokens are the response.
+# Arguments that TRL's trainer passes but this project cannot: the server does not know the response's tokens.
 OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments", "completion_ids")
-TIMEOUT_OPTION = "timeout_s"  # parameter by which a class receives the time limit of its calls
-KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the variable that has it
-
-
-NOT_APPLICABLE = object()  # a function's score of a sample that it leaves out of the sum
-Function = Callable[[Any], Any]  # of a `Sample`; a groupwise function, of a list of them
+TIMEOUT_OPTION = "timeout_s"  # parameter through which a class receives the time limit of its calls
+KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the key's environment variable
+NOT_APPLICABLE = object()  # score of a sample to which the function does not apply
+Function = Callable[[Any], Any]  # receives a `Sample`; a groupwise function receives a list of samples
 
 
 class BadScore(RlhfError, ValueError):
-    """What a user's function or environment returned is not valid."""
+    """A user's function or environment returned an invalid value."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +78,20 @@ class Sample:
     text: str
     """Prompt and response as one text; for a chat prompt only the response."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768.
+    """Token ids as sent; for a sentence, ids from the reward's tokenizer without added special tokens, at most 32768.
 
-    None if the server has no tokenizer, which may be where another trainer sends texts to functions alone.
+    None if the server has no tokenizer, which is possible if another trainer sends texts to functions only.
     """
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Columns of the prompt's line in the prompt file. The actor adds `response`, and `prompt` or (chats) `messages`.
+    """Columns of the prompt's row. The actor adds `response`, and `prompt` or (chats) `messages`.
 
-    `reply_messages` are those of a chat with an environment, from the first reply on; or the reply's message, if it has
-    more than its content.
+    `reply_messages` contains a chat's messages from the first reply on, if there is an environment, or the reply's
+    message, if it has more than content.
     """
 
     @property
     def prompt(self) -> str | None:
-        """The prompt's text; for a chat, the content of its last message; None if the caller did not send it."""
+        """Text of the prompt, or content of a chat's last message; None if the caller did not send it."""
         messages = self.metadata.get(MESSAGES_KEY)
         if not isinstance(messages, list):
             return self.metadata.get(PROMPT_KEY)
@@ -104,12 +99,12 @@ class Sample:
 
     @property
     def response(self) -> str | None:
-        """The response's text; None if the caller did not send it."""
+        """Text of the response; None if the caller did not send it."""
         return self.metadata.get(RESPONSE_KEY)
 
 
 def reply_start(messages: list[Any]) -> int:
-    """Return the index at which the messages of a chat's last reply begin, the length if there is no reply."""
+    """Return the index of the first message of a chat's last reply; the number of messages if there is no reply."""
     end = len(messages)
     while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") in ("assistant", "tool"):
         end -= 1
@@ -117,10 +112,11 @@ def reply_start(messages: list[Any]) -> int:
 
 
 def split_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
-    """Return the messages of a chat before its reply, and the message of the reply; None if there is none.
+    """Return a chat's messages before its reply, and the reply's message or None.
 
-    A client sends the reply as the row's text, an empty one as `response` in the metadata, and what else its message
-    has, such as tool calls, as `reply_messages`; or as the last of the messages, without a text or with the same one.
+    A client sends the reply as the row's text (an empty reply as `response` in the metadata) and other keys of its
+    message, such as tool calls, in `reply_messages`. Alternatively, it sends the reply as the last of the messages,
+    with no text or the same one.
     """
     response = metadata.get(RESPONSE_KEY)
     last = messages[-1] if messages and _has_role(messages[-1], "assistant") else None
@@ -141,10 +137,10 @@ def _has_role(message: Any, role: str) -> bool:
 
 
 def with_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the text and the metadata of a chat as a run sends them, however a client has sent its reply.
+    """Convert a chat's text and metadata to the form that the actor sends, however the client sent the reply.
 
-    The text is the reply's content, also under `response`; `messages` are those before it. If the reply's message has
-    more than its content, `reply_messages` has that message.
+    The text is the reply's content, also under `response`; `messages` are the messages before it. If the reply's
+    message has more than content, it is in `reply_messages`.
     """
     before, reply = split_reply(messages, text, metadata)
     if reply is None:
@@ -163,7 +159,7 @@ def check_spec(spec: str) -> str:
 
 
 def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
-    """Return a file spec with its path replaced by `place(path)`; return a module spec unchanged."""
+    """Replace the path of a file spec by `place(path)`; return a module spec unchanged."""
     found = FILE_SPEC.fullmatch(spec)
     return f"{place(Path(found['file']))}:{found['name']}" if found else spec
 
@@ -175,14 +171,14 @@ def load_function(
     timeout_s: float = 0.0,
     columns: Collection[str] | None = None,
 ) -> Function:
-    """Import what `spec` names, and return it as a function of one argument.
+    """Import the function or class that `spec` names; return it as a function of one argument.
 
-    A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
-    `options`, and called; a parameter `timeout_s` receives the time limit of a call. A function with TRL's signature is
-    called as TRL calls it. An awaitable result is awaited.
+    A function receives `options` as keyword arguments of every call. A class is instantiated once with `options`, and
+    the instance is called; its constructor's parameter `timeout_s`, if any, receives the time limit of a call. A
+    function with TRL's signature is called as TRL calls it. Awaitable results are awaited.
 
-    Raises FunctionError if that fails for any reason, an option is unknown or missing, or a function with TRL's
-    signature needs an argument that is none of `columns`; None: any may be a column.
+    Raises FunctionError if any of this fails, an option is unknown or missing, or a function with TRL's signature needs
+    an argument that is not in `columns` (None: any column may exist).
     """
     return _of_samples(spec, configured(spec, import_function(spec), dict(options or {}), timeout_s), columns)
 
@@ -193,7 +189,7 @@ def import_function(spec: str) -> Callable[..., Any]:
     source, _, name = spec.rpartition(":")
     try:
         module = _import_file(Path(source)) if FILE_SPEC.fullmatch(spec) else importlib.import_module(source)
-    except KeyboardInterrupt:  # Ctrl-C while it is imported
+    except KeyboardInterrupt:  # Ctrl-C during the import
         raise
     except BaseException as error:  # user code may even call sys.exit
         raise FunctionError(f"{spec} cannot be imported: {describe(error)}") from error
@@ -207,7 +203,7 @@ def import_function(spec: str) -> Callable[..., Any]:
 
 
 def configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:
-    """Return a function with its options, or one instance of a class. Raises FunctionError as `load_function` does."""
+    """Bind a function's options, or instantiate a class with them. Raises FunctionError as `load_function`."""
     is_class = isinstance(function, type)
     if not is_class and not options:
         return function  # whatever its signature
@@ -230,7 +226,7 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
 
 
 def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:
-    """Return a function with TRL's signature as one of samples, and any other as it is; both await what it returns."""
+    """Wrap a function: convert samples to the arguments of TRL's signature, if it has that, and await its results."""
     call = functools.partial(_awaited, function)
     try:
         parameters = inspect.signature(function).parameters
@@ -244,19 +240,19 @@ def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str
     if COMPLETIONS not in parameters and "completion_ids" not in needed:
         return call
     if trainers := [name for name in needed if name in OF_THE_TRAINER]:
-        raise FunctionError(f"{spec}: {trainers[0]}: only TRL's trainer has it; give the parameter a default")
-    absent = [name for name in needed if columns is not None and name not in (*columns, *TRL_ARGUMENTS)]
-    if absent:
+        raise FunctionError(f"{spec}: only TRL's trainer can pass {trainers[0]}; give the parameter a default")
+    missing = [name for name in needed if columns is not None and name not in (*columns, *TRL_ARGUMENTS)]
+    if missing:
         known = ", ".join(columns or ()) or "none"
         raise FunctionError(
-            f"{spec}: {absent[0]}: no column of the prompts, which have {known}; rename the parameter, or give it a "
-            "default"
+            f"{spec}: {missing[0]} is not a column of the prompts (columns: {known}); rename the parameter, or give it "
+            "a default"
         )
     return TrlFunction(call, parameters, needed)
 
 
 def _awaited(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Return a function's result; as in TRL, coroutines are awaited on one event loop for all calls."""
+    """Call a function and return its result; as in TRL, one event loop awaits the coroutines of all calls."""
     found = function(*arguments, **named)
     return _event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
 
@@ -269,18 +265,18 @@ def _event_loop() -> Any:
 
 
 class TrlFunction:
-    """A function with TRL's signature, `(prompts, completions, **columns)`, called with a sample or a group of them."""
+    """Adapter that calls a function with TRL's signature, `(prompts, completions, **columns)`, for samples."""
 
     def __init__(
         self, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], needed: Sequence[str]
     ) -> None:
-        """`needed`: parameters without a default, which are None for a row that lacks the column, as in TRL."""
+        """`needed`: parameters without a default; as in TRL, they are None for rows without the column."""
         self._function, self._needed = function, needed
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         self._names = None if takes_all else parameters.keys()
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
-        """Return the score, or NOT_APPLICABLE for None; for a list of samples, a list of them."""
+        """Return the score of a sample, or a list of scores for a list of samples; None becomes NOT_APPLICABLE."""
         samples = given if isinstance(given, list) else [given]
         prompts, completions = zip(*map(_texts, samples), strict=True)
         found = {name for sample in samples for name in sample.metadata}
@@ -298,7 +294,7 @@ class TrlFunction:
 
 
 def _texts(sample: Sample) -> tuple[Any, Any]:
-    """Return prompt and completion, each a text or the messages of a chat."""
+    """Return a sample's prompt and completion, each a text or a list of chat messages."""
     messages, text = sample.metadata.get(MESSAGES_KEY), sample.text if sample.response is None else sample.response
     if not isinstance(messages, list):
         return sample.prompt, text
@@ -314,7 +310,7 @@ def last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def group_scores(value: Any, size: int) -> list[Any]:
-    """Return what a groupwise function returned as a list of `size`; raise BadScore unless it has one item per row."""
+    """Convert the result of a groupwise function to a list. Raises BadScore unless it has `size` items, one per row."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise BadScore(f"the function returned {value!r:.80}, but it must return {size} numbers, one per response")
     scores = list(value)
@@ -332,7 +328,7 @@ def checked(value: Any) -> float:
     except (TypeError, ValueError) as error:
         raise BadScore(f"the function returned {value!r:.80}, but it must return a number") from error
     if not math.isfinite(number):
-        raise BadScore(f"returned {number}, must be finite")
+        raise BadScore(f"the function returned {number}, but it must return a finite number")
     return number
 
 
@@ -353,7 +349,8 @@ def _import_file(path: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or found is None or found.loader is None:
         raise FileNotFoundError(f"{path} does not exist")
-    sys.path.insert(0, str(path.parent.absolute()))  # as `python file.py` does, so that it can import its neighbours
+    # As `python file.py` does, so that the file can import its neighbours.
+    sys.path.insert(0, str(path.parent.absolute()))
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Groups of the rows that a groupwise reward function receives together: the responses to one prompt."""
+"""Groups the rows that a groupwise reward function receives in one call: the responses to one prompt."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,12 +7,12 @@ from typing import Any
 from rlhf_triton.rewards.function import PROMPT_KEY, reply_start
 from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
-GROUP_KEY = "group"  # reserved metadata key if a reward function is groupwise
+GROUP_KEY = "group"  # metadata key, reserved if a reward function is groupwise
 GroupKey = tuple[str, str | int]
 
 
 def group_key(metadata: Mapping[str, Any]) -> GroupKey:
-    """Return what the rows of one group of a request have in common: the group's id, or else the prompt.
+    """Return the key that the rows of one group share: the group's id or, without an id, the prompt.
 
     Raises ContractError if the row has neither, or the id is not a string or an integer.
     """
@@ -21,13 +21,13 @@ def group_key(metadata: Mapping[str, Any]) -> GroupKey:
         return GROUP_KEY, group
     if group is not None:
         raise ContractError(f"{METADATA}.{GROUP_KEY}: {group!r:.80}, must be a string or an integer")
-    messages = metadata.get(MESSAGES)  # the gateway leaves a reply there that is not one text
+    messages = metadata.get(MESSAGES)  # may end with a reply, if it is not a single text (gateway)
     chat = messages[: reply_start(messages)] or None if isinstance(messages, list) else None
     prompt = metadata.get(PROMPT_KEY, chat)
     if prompt is None:
         raise ContractError(
-            f"{METADATA} has neither {GROUP_KEY} nor {PROMPT_KEY}; a groupwise function needs one of them: rows of a "
-            "request with the same value are a group"
+            f"{METADATA} has neither {GROUP_KEY} nor {PROMPT_KEY}, but a groupwise function groups a request's rows "
+            "by one of them; send one"
         )
     try:
         return PROMPT_KEY, json.dumps(prompt, sort_keys=True)
@@ -36,7 +36,7 @@ def group_key(metadata: Mapping[str, Any]) -> GroupKey:
 
 
 def grouped(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[int]], dict[int, str]]:
-    """Return the rows of each group, given the metadata of all rows, and the error of each row without a group."""
+    """Return the row indices of each group, given all rows' metadata, and the error of each row without a group."""
     groups: dict[GroupKey, list[int]] = {}
     errors = {}
     for i, metadata in enumerate(rows):

@@ -1,6 +1,6 @@
-"""Pool of worker processes for one reward function; killing a worker loses only the group that it was scoring.
+"""Pool of worker processes for one reward function; a killed worker loses only the group that it was scoring.
 
-A group is the list of samples that the function receives at once: one, unless the function is groupwise.
+A group is the list of samples that the function receives in one call: a single one, unless the function is groupwise.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from rlhf_triton.workers.pool import Workers
 class ScoreOutcome:
     """Result of one sample: a score with an empty `error`, or NaN with the reason in `error`.
 
-    NaN without a reason: the function does not apply to the sample.
+    NaN without an error means that the function does not apply to the sample.
     """
 
     score: float = float("nan")
@@ -27,22 +27,22 @@ class ScoreOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """How a function is called."""
+    """A function and the settings with which it is called."""
 
     spec: str
     timeout_s: float
-    """Time limit for one group, counted from when a worker starts to score it."""
+    """Time limit for one group, from when a worker starts to score it."""
     groupwise: bool = False
-    """Whether it receives all samples of a group as one list."""
+    """Whether the function receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
     hidden_variables: Sequence[str] = ()
-    """Environment variables that its processes do not inherit, besides the secrets of every run."""
+    """Environment variables that the workers do not inherit, in addition to the secrets of every run."""
     columns: Sequence[str] | None = None
-    """Columns that rows may have; a function with TRL's signature takes its arguments from them. None: any."""
+    """Columns that rows may have, which a function with TRL's signature receives as arguments. None: any."""
 
 
 class WorkerPool:
-    """A fixed number of workers for one function, on an event loop in a thread of its own."""
+    """A fixed number of workers for one function, on an event loop in a separate thread."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class WorkerPool:
         most_waiting: float = float("inf"),
         counted: Callable[[Mapping[str, float]], None] = lambda counts: None,
     ) -> None:
-        """Start the workers and return when each has imported the function.
+        """Start the workers; return once each has imported the function.
 
         Args:
-            most_waiting: number of samples that may wait for a worker.
-            counted: receives what the function counted while it scored a group, before the request's outcomes are
-                reported, in the pool's thread.
+            most_waiting: maximum number of samples that wait for a worker.
+            counted: called in the pool's thread with the function's counts for a group, before the request's outcomes
+                are reported.
 
         Raises:
             FunctionError: the function cannot be imported or refuses its options; no process is left running.
@@ -85,14 +85,14 @@ class WorkerPool:
             raise
 
     def submit(self, groups: Sequence[list[Sample]]) -> Future[list[list[ScoreOutcome]]]:
-        """Score the groups of one request, in turn with those of other requests; return the outcomes of each.
+        """Score the groups of one request, interleaved with other requests' groups; return the outcomes of each group.
 
-        The result raises RuntimeError if too many samples would wait.
+        The future raises RuntimeError if too many samples would wait.
         """
         return asyncio.run_coroutine_threadsafe(self._score(groups), self._loop)
 
     def close(self) -> None:
-        """Kill all workers at once; groups without scores get errors. Does nothing if the pool is closed."""
+        """Kill all workers; groups without scores get errors. No effect if the pool is already closed."""
         if self._loop.is_closed():
             return
         self._run(self._close())
@@ -119,7 +119,7 @@ class WorkerPool:
         outcomes: dict[int, list[ScoreOutcome]] = {}
         waiting = iter(enumerate(groups))
 
-        async def score_in_turn() -> None:  # not all at once, so that other requests come in between
+        async def score_in_turn() -> None:  # not all groups at once, so that other requests' groups run in between
             for i, group in waiting:
                 outcomes[i] = await self._score_group(group)
 
@@ -136,7 +136,7 @@ class WorkerPool:
                     answer = await worker.ask({"samples": [vars(sample) for sample in group]}, self._limit_s)
                 finally:
                     worker.load -= 1
-            except Exception as error:  # of a sample that JSON cannot express, or of a worker that does not start
+            except Exception as error:  # a sample that JSON cannot express, or a worker that does not start
                 answer = {"error": str(error) or type(error).__name__}
         if "error" in answer:
             return [ScoreOutcome(error=str(answer["error"]))] * len(group)
@@ -145,9 +145,9 @@ class WorkerPool:
             outcomes = [ScoreOutcome(**result) for _, result in zip(group, answer["results"], strict=True)]
         except (LookupError, TypeError, ValueError):  # user code can write to the socket
             worker.kill()
-            return [ScoreOutcome(error=f"the worker process sent no result for each of {len(group)} samples")] * len(
-                group
-            )
+            return [
+                ScoreOutcome(error=f"the worker process did not send one result for each of {len(group)} samples")
+            ] * len(group)
         if counts:
             self._counted(counts)
         return outcomes

@@ -1,9 +1,9 @@
 """Worker process of a reward function: `python -m rlhf_triton.rewards.worker SPEC FD`.
 
-Receives the function's settings over the socket `FD`, then groups of samples, one group at a time (a group has one
-sample unless the function is groupwise), and replies with what the function has counted and, for each sample, with
-`{"score": …}`, `{"error": …}`, or `{}` if the function does not apply to it. A reply repeats the message's number. Ends
-when its parent ends. The function runs in the main thread and may crash the process; the pool then starts another one.
+Receives the function's settings over the socket `FD`, then one group of samples at a time (a single sample unless the
+function is groupwise). Replies with the function's counts and, for each sample, `{"score": …}`, `{"error": …}`, or `{}`
+if the function does not apply to it. A reply repeats the message's number. Ends when its parent ends. The function runs
+in the main thread and may crash the process; the pool then starts another one.
 """
 
 import sys
@@ -24,7 +24,7 @@ from rlhf_triton.workers.child import Parent, receive_frame
 
 
 def score_group(function: Function, samples: list[Sample], *, groupwise: bool) -> list[dict[str, Any]]:
-    """Return the score or the error of each sample."""
+    """Return `{"score": …}`, `{"error": …}` or `{}` for each sample."""
     try:
         scores = group_scores(function(samples), len(samples)) if groupwise else [function(samples[0])]
     except BaseException as error:  # process edge: anything the function raises, even SystemExit, fails these samples
@@ -35,7 +35,7 @@ def score_group(function: Function, samples: list[Sample], *, groupwise: bool) -
 def _result(score: Any) -> dict[str, Any]:
     try:
         return {} if score is NOT_APPLICABLE else {"score": checked(score)}
-    except Exception as error:  # process edge: the score may be an object of the user's
+    except Exception as error:  # process edge: the score may be any object of the user's code
         return {"error": describe(error)}
 
 

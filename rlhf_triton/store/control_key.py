@@ -1,6 +1,6 @@
-"""The key that protects tritonserver's model-control API, through which a client can run code in the server.
+"""The key for tritonserver's model-control API, which would let any client run code in the server.
 
-It is stored beside the critic's weights, because the sidecar and all servers of one critic share that folder.
+It is stored next to the critic's weights, because the sidecar and all servers of a critic share that folder.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import staged_file
 
 VARIABLE = "TRITON_CONTROL_KEY"
-TRAINING_VARIABLE = "TRAINING_KEY"  # the image's name for what `server.training_key_env` names elsewhere
+TRAINING_VARIABLE = "TRAINING_KEY"  # the container image's variable for `server.training_key_env`
 FILE = "control.key"
 HEADER = "rlhf-control-key"
 GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver matches gRPC headers with this prefix
@@ -22,13 +22,13 @@ SHORTEST_KEY = 16  # characters
 
 
 def control_key(weights_dir: Path) -> str:
-    """Return the key from the environment variable or from the file beside `weights_dir`, which is created if missing.
+    """Return the key from the environment, or from the file next to `weights_dir`, which is created if missing.
 
-    Only the owner of the file has access to it.
+    Only the file's owner can read it.
 
     Raises:
         OSError: the file cannot be read or written.
-        RlhfError: the file contains less than a key.
+        RlhfError: the file does not contain a valid key.
     """
     return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
 
@@ -38,19 +38,19 @@ def key_in(path: Path) -> str:
 
     Raises:
         OSError: the file cannot be read or written.
-        RlhfError: the file contains less than a key. An empty key would admit clients that send none.
+        RlhfError: the key in the file is too short; an empty key would admit clients without a key.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # link(2) is atomic: if several processes start together, all use the key of the first one to link its file.
+        # link(2) is atomic: if several processes start at once, all use the key of the first one to link its file.
         key = secrets.token_hex(32).encode()
         with staged_file(path.parent, [key], mode=0o600) as fresh, contextlib.suppress(FileExistsError):
             os.link(fresh, path)
     found = path.read_text().strip()
     if len(found) < SHORTEST_KEY:
         raise RlhfError(
-            f"{path} contains a key of {len(found)} characters, at least {SHORTEST_KEY} are needed; "
-            "delete the file, and the next start makes a new key"
+            f"{path} contains a key of {len(found)} characters, must be at least {SHORTEST_KEY}; delete the file, and "
+            "the next start creates a new key"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Crash-safe file writes: a file or folder is complete or absent, and on disk when the call returns."""
+"""Crash-safe file writes: a file or folder is either complete or absent, and on disk when the call returns."""
 
 import contextlib
 import errno
@@ -62,14 +62,13 @@ def staged_file(
 ) -> Iterator[Path]:
     """Write `parts` to a temporary file in `folder` and yield its path; the `with` block can link or rename the file.
 
-    The temporary file is deleted when the block ends. Until then it is locked (flock), so that `sweep_files` can tell
-    the file of a live writer from one that a crash left behind.
+    The temporary file is deleted when the block ends. Until then it is locked (flock), so that `sweep_files` can
+    distinguish a live writer's file from one that a crash left behind.
 
     Args:
-        first: called after `parts` are synced. The bytes that it returns replace the first part, so they must have the
-            same length.
+        first: called after `parts` are synced; the returned bytes replace the first part and must have the same length.
         durable: whether to fsync the content.
-        mode: permissions of the file, from which the umask takes some away.
+        mode: permissions of the file, before the umask.
     """
     path, descriptor = _locked_temporary(folder, mode)
     try:
@@ -126,16 +125,16 @@ def staged_folder(parent: Path) -> Iterator[Path]:
 def write_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
     """Fill a temporary folder by calling `fill`, sync it, and rename it to `folder`, replacing an existing folder.
 
-    Without `durable` it is not synced, and may be incomplete after a crash of the machine.
-    After a crash between the two renames, `sweep` puts the old folder back. (One call can swap two folders, but NFS
-    lacks it.)
+    Without `durable`, the folder is not synced and may be incomplete after a crash of the machine. After a crash
+    between the two renames, `sweep` restores the old folder. (Linux can exchange two folders in one call, but NFS
+    cannot.)
     """
     with staged_folder(folder.parent) as staging:
         with disk_errors(folder):
             fill(staging)
-        for file in staging.rglob("*"):  # safetensors makes files that only their owner may read
-            if file.is_file() and not file.is_symlink():  # what a link points to is somebody else's
-                file.chmod(staging.stat().st_mode & 0o666)  # what the umask leaves
+        for file in staging.rglob("*"):  # safetensors creates files that only their owner may read
+            if file.is_file() and not file.is_symlink():  # do not change a link's target
+                file.chmod(staging.stat().st_mode & 0o666)  # the permissions that the umask allows
         if durable:
             sync_tree(staging)
         _finish_replacement(folder)
@@ -163,11 +162,11 @@ def _finish_replacement(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder` if it exists. It is renamed first, so that a crash cannot leave a partial folder under its name.
+    """Delete `folder` if it exists. Renames it first, so that a crash cannot leave a partial folder under its name.
 
-    Files that NFS keeps for processes that have them open (`.nfs...`) stay until a later `sweep`.
+    Files that NFS keeps while processes have them open (`.nfs...`) stay until a later `sweep`.
     """
-    for doomed in (_replaced(folder), folder):  # in this order: `sweep` would put the former in the latter's place
+    for doomed in (_replaced(folder), folder):  # in this order: otherwise `sweep` would restore the replaced folder
         if doomed.exists():
             aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
             doomed.rename(aside)
@@ -178,8 +177,8 @@ def remove_folder(folder: Path) -> None:
 def sweep(root: Path) -> None:
     """Finish operations on `root` that a crash interrupted: writes, replacements, removals, temporary files.
 
-    Folders are not locked, so only the process that writes the folders in `root` may call this. Temporary files are
-    locked by their writers: those of live writers are kept.
+    Folders are not locked, so only the process that writes them may call this. Temporary files of live writers are
+    locked and kept.
     """
     for old in root.glob(f"{REPLACED}*"):
         _finish_replacement(root / old.name.removeprefix(REPLACED))
@@ -192,7 +191,8 @@ def sweep(root: Path) -> None:
 def read_if_there(path: Path) -> bytes | None:
     """Return the content of `path`, or None if there is no such file.
 
-    An NFS client remembers a missing name for up to a minute unless its folder is opened: a miss is looked up again.
+    If the file seems to be missing, opens the folder and tries again: otherwise an NFS client may cache the miss for a
+    minute.
     """
     try:
         return path.read_bytes() if path.exists() or changed_at(path.parent) else None
@@ -203,7 +203,7 @@ def read_if_there(path: Path) -> bytes | None:
 def changed_at(folder: Path) -> int | None:
     """Return the mtime of `folder` in ns, which changes with every new or removed name; None if it does not exist.
 
-    The folder is opened, because an NFS client may know its mtime and its missing names for up to a minute otherwise.
+    Opens the folder, because otherwise an NFS client may cache its mtime and missing names for a minute.
     """
     try:
         with os.scandir(folder):
@@ -214,7 +214,7 @@ def changed_at(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
-    """Hold an exclusive lock (flock) on the file `path`, which is created if missing.
+    """Hold an exclusive lock (flock) on the file `path`; create the file if it is missing.
 
     Raises:
         TimeoutError: another process held the lock for all of `patience_s`.
@@ -237,7 +237,7 @@ def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process on this host, or one that shares file locks, holds `exclusive_lock` on `path`."""
+    """Return whether a process on this host, or on one that shares file locks, holds `exclusive_lock` on `path`."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -292,7 +292,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the errno of an error; of Rust's I/O errors, from the text, which alone has it. None if it has none."""
+    """Return the errno of an error, None if it has none. Errors from Rust contain it only in their text."""
     found = re.search(r"os error (\d+)", str(error))
     return error.errno if isinstance(error, OSError) else int(found[1]) if found else None
 

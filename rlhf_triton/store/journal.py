@@ -9,8 +9,8 @@ Imports numpy and safetensors but not torch, because processes of tritonserver u
     <root>/<run_id>/ACCEPT                        flock held while an entry is linked
     <root>/{LOCK, EPOCH, heartbeat.json}
 
-States of an entry: accepted (link(2) of a synced file) -> trained -> published -> served -> result recorded ->
-covered by a checkpoint -> removed; docs/live-critic.md describes each of them. Steps start at 1 and have no gaps.
+States of an entry: accepted (link(2) of a synced file) -> trained -> published -> served -> result recorded -> covered
+by a checkpoint -> removed; docs/live-critic.md describes each state. Steps start at 1 and have no gaps.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ from rlhf_triton.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractEr
 from rlhf_triton.wire.training_payload import TrainPayload
 
 HEARTBEAT_FILE = "heartbeat.json"
-LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
-HEARTBEAT_TIMEOUT_S = 15.0  # without progress of the sidecar, after which callers of critic_train get a 503
+READ_EVERY_S = 0.1  # minimum time between two reads of the file
+HEARTBEAT_TIMEOUT_S = 15.0  # time without progress of the sidecar after which callers of critic_train get a 503
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,33 @@ class Heartbeat:
 class HeartbeatWatch:
     """Measures the time since a sidecar's heartbeat last changed, with the local monotonic clock.
 
-    Wall-clock changes on either machine do not affect the result: `Heartbeat.time` is compared for equality only.
+    Wall-clock changes on either machine do not affect the result, because `Heartbeat.time` is only compared for
+    equality.
     """
 
     def __init__(self, read: Callable[[], Heartbeat | None]) -> None:
         self._read = read
         self.last: Heartbeat | None = None
-        """The heartbeat that was read last; None if there was none."""
+        """The heartbeat from the last read; None if there was none."""
         self._since = time.monotonic()
-        self._look_at = 0.0
+        self._read_at = 0.0
 
     def silence_s(self) -> float:
-        """Return the seconds since the heartbeat last changed; reads the file at most every LOOK_EVERY_S."""
+        """Return the seconds since the heartbeat last changed; reads the file at most every READ_EVERY_S."""
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_EVERY_S
+        if now >= self._read_at:
+            self._read_at = now + READ_EVERY_S
             heartbeat = self._read()
             if heartbeat != self.last:
                 self.last, self._since = heartbeat, now
         return now - self._since
 
 
-DAMAGED = "damaged"  # stands in for a digest that cannot be read
+DAMAGED = "damaged"  # placeholder for an unreadable digest
 
 
 class JournalState:
-    """The journal of one run, read-only, as the writers inside tritonserver and the sidecar share it."""
+    """Read-only view of the journal of one run, which writers inside tritonserver and the sidecar share."""
 
     def __init__(self, root: Path, run_id: str) -> None:
         self.root = root
@@ -113,7 +114,7 @@ class JournalState:
         return read_training_file(self._entries / entry.name)
 
     def training_files(self) -> list[Path]:
-        """Return the files of the steps on disk, for `read_training_file`; archived ones first, without failed ones."""
+        """Return the files of all steps that have not failed, for `read_training_file`; archived steps first."""
         archived = [self._archive / entry.name for entry in sorted(entries_in(self._archive))]
         entries = ((entry, self.result(entry)) for entry in self.entries() if entry.kind == "train")
         return archived + [
@@ -121,7 +122,7 @@ class JournalState:
         ]
 
     def keep_steps(self, entry: Entry) -> list[int] | None:
-        """Return the steps whose checkpoints a save entry requests to keep; None if it has no such list.
+        """Return the steps whose checkpoints a save entry asks to keep; None if it has no such list.
 
         Raises DamagedEntry if the file is not JSON.
         """
@@ -137,7 +138,7 @@ class JournalState:
         if newest is None:
             return []
         result = read_json(self._result_path(newest))
-        with contextlib.suppress(FileNotFoundError, ValueError):  # the entry was finished meanwhile, or is damaged
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the entry has been finished since, or is damaged
             result = result or json.loads((self._entries / newest.name).read_bytes())
         return (result or {}).get("owners") or []
 
@@ -146,16 +147,16 @@ class JournalState:
         return self._result_path(entry).exists()
 
     def answered(self) -> set[Entry]:
-        """Return the entries that have a result, including entries that were removed."""
+        """Return the entries that have a result, including entries that have been removed."""
         return entries_in(self._results, RESULT_SUFFIX)
 
     def results(self) -> list[Result]:
-        """Return the results on disk, in order of their entries."""
+        """Return the results on disk, in the order of their entries."""
         found = [self.result(entry) for entry in sorted(self.answered())]
         return [result for result in found if result is not None]
 
     def result(self, entry: Entry) -> Result | None:
-        """Return the result of `entry`: None while it is pending, an error if a rewind has removed the entry."""
+        """Return the result of `entry`; None while it is pending; an error result if a rewind has removed the entry."""
         data = read_json(self._result_path(entry))
         if data is None and (changed_at(self._entries) is None or not (self._entries / entry.name).exists()):
             data = read_json(self._result_path(entry))  # finished and removed between the two calls
@@ -165,11 +166,12 @@ class JournalState:
 
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
-        known = self._known_entries()  # rewinds count, too: the results of the steps before them may have been removed
+        # Includes rewinds, because results of the steps before them may have been removed.
+        known = self._known_entries()
         return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
     def traceparent(self, entry: Entry) -> str | None:
-        """Return the trace context that a training entry's request had; None if it had none or the file is damaged."""
+        """Return the trace context of a training entry's request; None if it had none or the file is damaged."""
         return metadata_in(self._entries / entry.name, TRACEPARENT_HEADER)
 
     def heartbeat(self) -> Heartbeat | None:
@@ -184,32 +186,32 @@ class JournalState:
         """Return whether a sidecar on this host holds the journal's lock."""
         return is_locked(self.root / "LOCK")
 
-    def _rewind_under_way(self) -> Entry | None:
+    def _pending_rewind(self) -> Entry | None:
         rewinds = entries_in(self._entries, kind="rewind")
         return min((entry for entry in rewinds if self.result(entry) is None), default=None)
 
     def _digest(self, entry: Entry) -> str | None:
-        """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it was removed long ago."""
+        """Return the digest of a step's content; DAMAGED if it is unreadable; None if it was removed long ago."""
         data = read_json(self._result_path(entry))
         if data is None:
             try:
                 return metadata_in(self._entries / entry.name, DIGEST) or DAMAGED
-            except FileNotFoundError:  # finished and removed meanwhile
+            except FileNotFoundError:  # finished and removed since
                 data = read_json(self._result_path(entry))
         return None if data is None else data["digest"] or DAMAGED
 
     def _rewound(self, step: int) -> str:
-        """Return a clause for an error message, naming the rewind that made `step` invalid; "" if there was none."""
+        """Return the end of an error message that names the rewind that invalidated `step`; "" if there was none."""
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
-                    f"; the run was rewound from step {entry.step} to step {entry.target}: if this client has not done "
-                    "that, another one owns the run, and this one must stop"
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: unless this client did "
+                    "that, another one owns the run now, so stop this one"
                 )
         return ""
 
     def _newest_rewind(self) -> Entry | None:
-        # By rank: after a rewind from step 9 to 5, one that is accepted at step 7 is newer.
+        # By rank, not by step: after a rewind from step 9 to 5, one that is accepted at step 7 is newer.
         return max(self._known_rewinds(), key=lambda entry: (entry.rank, entry.step), default=None)
 
     def _known_rewinds(self) -> set[Entry]:
@@ -222,12 +224,12 @@ class JournalState:
         return self._results / f"{entry.name}{RESULT_SUFFIX}"
 
 
-KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, to respond to late repeats of requests
+KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, to answer late repeated requests
 ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer is suspended
 
 
 class Journal(JournalState):
-    """The journal of one run: tritonserver calls the methods `accept_...`, the sidecar the others."""
+    """The journal of one run: tritonserver calls the `accept_...` methods, the sidecar the others."""
 
     def accept_training(
         self,
@@ -242,12 +244,12 @@ class Journal(JournalState):
         """Write a training step durably and return its entry (the existing one if the step was sent before).
 
         `check` runs in another thread while the file is written. If it raises, the step is not accepted and the
-        exception propagates. `traceparent` is stored with the entry, but is not part of its content: a request that is
-        repeated under another trace is the same.
+        exception propagates. `traceparent` is stored with the entry but is not part of its content, so a request may be
+        repeated with another trace.
 
         Raises:
-            ContractError: `run_id` names another run; `step` was accepted with other content; `step` would leave a gap;
-                a rewind is in progress; or the run was rewound after the request was sent.
+            ContractError: `run_id` is another run's; `step` was accepted with other content or would leave a gap; a
+                rewind is in progress; or the run was rewound after the request was sent.
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
@@ -264,7 +266,7 @@ class Journal(JournalState):
         self._make_folders()
         with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
             refuse_superseded(sender, self.owners(), self.run_id)
-            # Checked again under the lock: another request or a rewind may have come in while the payload was written.
+            # Checked again under the lock: another request or a rewind may have arrived while the payload was written.
             known = self._known_step(file, step)
             if known is not None:
                 return known
@@ -274,7 +276,7 @@ class Journal(JournalState):
         return entry
 
     def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
-        """Return the existing entry if `step` was accepted with the same content before; None if it is the next step.
+        """Return the existing entry if `step` was already accepted with the same content; None if it is the next step.
 
         Raises ContractError for all other steps, and for the next step while a rewind is in progress.
         """
@@ -328,8 +330,8 @@ class Journal(JournalState):
     def accept_rewind(self, *, run_id: str | None, target: int, sender: Sender | None = None) -> Entry:
         """Request a rewind, after which `target` is the last step. A repeated request returns the pending entry.
 
-        A delayed duplicate may also arrive when the rewind is done and `sender` has trained further. It returns the old
-        entry and changes nothing.
+        A duplicate may arrive after the rewind is done and `sender` has trained further. It returns the old entry and
+        changes nothing.
 
         Raises ContractError if `run_id` names another run, `target` is beyond the last step, a rewind to another step
         is in progress, or the run was rewound after the request was sent.
@@ -338,12 +340,12 @@ class Journal(JournalState):
         with self._accepting():
             owners = self.owners()
             refuse_superseded(sender, owners, self.run_id)
-            # Same session and same count as the newest rewind: its duplicate, as a new request increments the count.
+            # Same session and count as the newest rewind: a duplicate, because a new request increments the count.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = self._newest_rewind()
                 if newest and newest.target == target and not self._has_failed(newest):
                     return newest
-            pending = self._rewind_under_way()
+            pending = self._pending_rewind()
             if pending is not None and pending.target == target:
                 return pending
             last = self.last_step()
@@ -358,25 +360,25 @@ class Journal(JournalState):
 
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
-        """Hold the journal's exclusive lock and yield the new epoch, which is one above the last.
+        """Hold the journal's exclusive lock; yield the new epoch, the previous one plus 1.
 
         Raises RlhfError if another sidecar holds the lock for all of `patience_s`.
         """
         self._make_folders()
         with contextlib.ExitStack() as held:
-            try:  # waits `patience_s`, because `is_followed` in a server takes the lock for an instant
+            try:  # waits, because `is_followed` in a server holds the lock briefly
                 held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
             except TimeoutError:
                 raise RlhfError(
-                    f"another sidecar follows the journal in {self.root}; a critic can have only one: "
-                    "stop the other one first"
+                    f"another sidecar follows the journal in {self.root}, but a critic can have only one; stop the "
+                    "other one first"
                 ) from None
             epoch = int((durable.read_json(self.root / "EPOCH") or {"epoch": 0})["epoch"]) + 1
             durable.write_json(self.root / "EPOCH", {"epoch": epoch})
             yield epoch
 
     def finish(self, entry: Entry, result: Result) -> None:
-        """Write the entry's result durably; the server that is waiting for it then responds to the caller."""
+        """Write the entry's result durably; the server that waits for it then responds to the caller."""
         self._make_folders()
         durable.write_json(self._result_path(entry), asdict(result))
 
@@ -387,9 +389,9 @@ class Journal(JournalState):
 
         Args:
             step: the step of a checkpoint.
-            base: the step of an older checkpoint. Training entries after it are kept, so that every step up to `step`
-                can be restored by replaying them from that checkpoint.
-            archive: how many of the newest trained steps are archived instead.
+            base: the step of an older checkpoint. Training entries after it are kept, so that replaying them from that
+                checkpoint can restore every step up to `step`.
+            archive: number of newest trained steps to archive instead of removing them.
         """
         for entry in self.entries():
             leads_on = base is not None and entry.kind == "train" and entry.step > base
@@ -407,9 +409,10 @@ class Journal(JournalState):
                 self._result_path(entry).unlink()
 
     def set_aside_after(self, rewind: Entry) -> Path:
-        """Move every entry and result after `rewind.target`, if any, to a new folder below set_aside/; return it.
+        """Move every entry and result after `rewind.target` to a new folder in set_aside/; return the folder.
 
-        The newest are moved first, so that a crash halfway leaves no gap between the remaining entries.
+        Moves the newest first, so that a crash halfway leaves no gap between the remaining entries. Creates the folder
+        only if there is something to move.
         """
         aside = self._next_aside()
         for folder, suffix in ((self._archive, ""), (self._entries, ""), (self._results, RESULT_SUFFIX)):
@@ -425,7 +428,7 @@ class Journal(JournalState):
     def set_aside_damaged(self, entry: Entry) -> None:
         """Copy a damaged entry to set_aside/ for inspection and truncate the original.
 
-        The empty file stays as the entry of its step: steps must not have gaps.
+        The empty file stays as the step's entry, because steps must not have gaps.
         """
         path = self._entries / entry.name
         if path.stat().st_size == 0:
@@ -437,12 +440,12 @@ class Journal(JournalState):
         durable.replace_file(path, b"")
 
     def forget_aside(self, *, keep: int) -> None:
-        """Remove all but the newest `keep` folders below set_aside/."""
+        """Remove all folders in set_aside/ except the newest `keep`."""
         for number in durable.numbers_in(self._set_aside)[:-keep]:
             durable.remove_folder(self._set_aside / str(number))
 
     def sweep(self) -> None:
-        """Delete temporary files of killed writers (mostly payloads); finish interrupted removals in set_aside/."""
+        """Delete temporary files of killed writers; finish interrupted removals in set_aside/."""
         durable.sweep(self._set_aside)
         for folder in (self.root, self._entries, self._results):
             durable.sweep_files(folder)
@@ -452,9 +455,9 @@ class Journal(JournalState):
         (self._entries / entry.name).unlink(missing_ok=True)
 
     def restore_results(self, saved: list[dict[str, Any]]) -> None:
-        """Write back results that are in a checkpoint but missing from the journal.
+        """Restore results that are in a checkpoint but missing from the journal.
 
-        Skips a step that has an entry in the journal, because it may have been sent again with other content.
+        Skips steps with an entry in the journal: they may have been sent again with other content.
         """
         present = {*self.answered(), *self.entries()}
         for data in saved:
@@ -462,19 +465,19 @@ class Journal(JournalState):
             if (entry := Entry.parse(result.entry)) not in present:
                 self.finish(entry, result)
 
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Write the heartbeat, without fsync: a lost one is replaced by the next one."""
+    def write_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Write the heartbeat, without fsync: the next one replaces a lost one."""
         durable.write_json(self.root / HEARTBEAT_FILE, asdict(heartbeat), durable=False)
 
     def _make_folders(self) -> None:
-        for folder in (self._entries, self._results):  # both at once: an NFS client may remember that one is missing
+        for folder in (self._entries, self._results):  # both at once: an NFS client may cache that one is missing
             durable.make_folder(folder)
 
     def _check_run(self, run_id: str | None) -> None:
         if run_id is not None and run_id != self.run_id:
             raise ContractError(
-                f"run_id: {run_id!r}, but this critic belongs to run {self.run_id!r}; give the actor "
-                "the same run.run_id, or start a separate critic for it"
+                f"run_id: {run_id!r}, but this critic belongs to run {self.run_id!r}; give the actor the same "
+                "run.run_id, or start a separate critic for it"
             )
 
     def _known(self, step: int, file: TrainingFile, last: int) -> Entry:
@@ -492,7 +495,7 @@ class Journal(JournalState):
         return self._set_aside / str(1 + max(durable.numbers_in(self._set_aside), default=0))
 
     def _refuse_during_rewind(self) -> None:
-        pending = self._rewind_under_way()
+        pending = self._pending_rewind()
         if pending is not None:
             raise ContractError(
                 f"a rewind of run {self.run_id!r} to step {pending.target} is in progress; wait for its result"
@@ -501,7 +504,7 @@ class Journal(JournalState):
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
         # Ranks start at 1, because the training entry of the step has rank 0 and is processed first.
         same = {entry for entry in self._known_entries() if entry.step == step}
-        earlier = same | self._known_rewinds() if kind == "rewind" else same  # a rewind ranks above all before it
+        earlier = same | self._known_rewinds() if kind == "rewind" else same  # a rewind ranks above all earlier entries
         rank = 1 + max((entry.rank for entry in earlier), default=0)
         entry = Entry(step, rank, kind, target)
         self._make_folders()
@@ -510,7 +513,7 @@ class Journal(JournalState):
 
     @contextlib.contextmanager
     def _accepting(self) -> Iterator[None]:
-        """Serialise writers: what the `with` block checks still holds when it links the entry."""
+        """Serialise writers, so that conditions checked in the `with` block still hold when it links the entry."""
         folder = self.root / self.run_id
         durable.make_folder(folder)
         with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):

@@ -1,4 +1,4 @@
-"""Journal entries and their file names, results, and the reader of training files."""
+"""Journal entries, their file names and results, and the format of training files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class DamagedEntry(RlhfError):
 class Entry:
     """One accepted request. Entries are processed in ascending order of their fields."""
 
-    step: int  # train: the step to train; save: the step to checkpoint; rewind: the last step accepted before it
-    rank: int  # 0 train, then 1, 2, … in order of acceptance
+    # Train: the step to train; save: the step to checkpoint; rewind: the last step accepted before the rewind.
+    step: int
+    rank: int  # train: 0; others: 1, 2, … in order of acceptance
     kind: Kind
     target: int = -1  # rewind only: the step to go back to
 
@@ -51,7 +52,7 @@ class Entry:
 
     @classmethod
     def parse(cls, name: str) -> Entry:
-        """Return the entry whose file is called `name`. Raises ValueError if `name` is not the name of an entry."""
+        """Return the entry with the file name `name`. Raises ValueError if it is not an entry's name."""
         found = NAME.fullmatch(name)
         if found:
             step, kind, rank, target = found.groups()
@@ -78,7 +79,7 @@ def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[
 
 @dataclass(frozen=True)
 class Result:
-    """Result of processing one journal entry, from which the response to its request is made."""
+    """Result of processing one journal entry; the server converts it to the response."""
 
     entry: str
     weights_version: int
@@ -86,7 +87,7 @@ class Result:
     digest: str | None = None
     error: str | None = None
     owners: list[str] | None = None  # rewind only: the owners of the run after the rewind, newest first
-    skipped_batches: list[int] = field(default_factory=list)  # of UpdateReport: a replay skips the same
+    skipped_batches: list[int] = field(default_factory=list)  # as in UpdateReport; a replay skips the same ones
 
 
 def read_training_file(path: Path) -> tuple[TrainPayload, str]:
@@ -105,12 +106,14 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
     if found != digest:
-        raise DamagedEntry(f"{path} is damaged: its content has digest {brief(found)}, its header says {brief(digest)}")
+        raise DamagedEntry(
+            f"{path} is damaged: its content has digest {brief(found)}, but its header says {brief(digest)}"
+        )
     return payload, digest
 
 
 def metadata_in(path: Path, name: str) -> str | None:
-    """Return a value of a training file's metadata; None if there is none or the header is damaged.
+    """Return a value from a training file's metadata; None if it is missing or the header is damaged.
 
     Raises FileNotFoundError if the file is missing.
     """
@@ -122,14 +125,14 @@ def metadata_in(path: Path, name: str) -> str | None:
 
 
 DTYPES = {"float32": "F32", "int64": "I64"}  # NumPy name -> safetensors name
-BESIDE = ThreadPoolExecutor(3, "journal-file")  # hashing and checks; the writing thread mostly waits for the disk
+BESIDE = ThreadPoolExecutor(3, "journal-file")  # for hashing and checks; the writing thread mostly waits for the disk
 
 
 class TrainingFile:
     """The safetensors file of one payload, with `digest` in its metadata.
 
-    Hashing takes about as long as writing, so the two overlap: the file starts with a placeholder header, and the
-    header with the digest replaces it at the end. The arrays are written from their own buffers, without a copy.
+    Hashing takes about as long as writing, so the two overlap: the file starts with a placeholder header, which the
+    header with the digest replaces at the end. The arrays are written from their own buffers, without a copy.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class TrainingFile:
     ) -> None:
         """Start hashing and `check`, which raises if the content is invalid, in background threads.
 
-        `more`: further metadata, not part of the digest.
+        `more`: further metadata that is not part of the digest.
         """
         self._more = more or {}
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
@@ -150,11 +153,11 @@ class TrainingFile:
         self._checked = BESIDE.submit(check)
 
     def check(self) -> None:
-        """Wait for the check; re-raise its exception."""
+        """Wait for the check; re-raise its exception, if any."""
         self._checked.result()
 
     def close(self) -> None:
-        """Wait until no thread reads the caller's arrays any more, then re-raise the check's exception, if any."""
+        """Wait until no thread reads the caller's arrays, then re-raise the check's exception, if any."""
         wait(self._digests.values())
         self.check()
 
@@ -175,7 +178,7 @@ class TrainingFile:
         ]
 
     def header(self) -> bytes:
-        """Return the final header, which is as long as the placeholder in `parts`. Re-raises the check's exception."""
+        """Return the final header, as long as the placeholder in `parts`. Re-raises the check's exception."""
         self.check()
         return header(self._arrays, {DIGEST: self.digest, **self._more})
 

@@ -1,4 +1,4 @@
-"""JSONL files: write, append, read, and follow a file while another process appends to it.
+"""Writes, appends to, reads and follows JSONL files.
 
 Readers yield one object at a time, because the files of a run of months do not fit in memory.
 """
@@ -17,7 +17,7 @@ from rlhf_triton.store.durable import replace_file
 
 
 def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file. A last line that a crash has truncated is skipped.
+    """Yield the objects in a file. Skips a last line that a crash has truncated.
 
     Args:
         required: raise FileNotFoundError if the file is missing; otherwise a missing file counts as empty.
@@ -30,16 +30,16 @@ def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]
 
 
 def read_jsonl(path: Path, *, required: bool = False) -> list[dict[str, Any]]:
-    """Return the objects of a small file as a list; see `each_line`."""
+    """Return the objects in a small file as a list; see `each_line`."""
     return list(each_line(path, required=required))
 
 
 def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) for each line of a user's file that is not empty.
+    """Yield (place, object) for each non-empty line of a user's file.
 
     Args:
-        key: configuration key of the file, for the errors.
-        fields: what an object should have, for the errors only.
+        key: configuration key of the file, for error messages.
+        fields: expected keys of the objects, for error messages only.
 
     Raises:
         RlhfError: the file is unreadable, or a line is not an object in JSON and UTF-8.
@@ -69,10 +69,10 @@ def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool
 
 
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON object per line. Writes all lines or none, because the next append would continue a partial line.
+    """Append one JSON object per line: all lines or none, because the next append would continue a partial line.
 
-    Drops an unterminated last line, which a crash of the machine has left. Processes that append to one file wait for
-    each other. Raises OSError if the disk is full.
+    Removes an incomplete last line that a machine crash has left. Processes that append to the same file wait for each
+    other. Raises OSError if the disk is full.
     """
     data = b"".join(map(_encoded, lines))
     with path.open("a+b", buffering=0) as file:
@@ -100,9 +100,9 @@ class NewLines:
         self._offset = 0
 
     def read(self) -> Iterator[bytes]:
-        """Yield the complete lines added since the last call, with their ends.
+        """Yield the complete lines added since the last call, including their newlines.
 
-        A file that was replaced or truncated is read from the start again.
+        Reads a replaced or truncated file from the start.
         """
         try:
             file = self._path.open("rb")
@@ -121,7 +121,7 @@ class NewLines:
                 yield line
 
     def read_objects(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that are JSON objects."""
+        """Yield the JSON objects among the new lines; skip other lines."""
         for line in self.read():
             with contextlib.suppress(ValueError):
                 if isinstance(row := json.loads(line), dict):
@@ -136,7 +136,7 @@ def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[
     """Yield each object with its raw line, newline included."""
     if not path.is_file():
         if required:
-            raise FileNotFoundError(f"{path} is missing: has the run written it already?")
+            raise FileNotFoundError(f"{path} is missing; has the run written it yet?")
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):

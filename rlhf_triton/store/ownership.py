@@ -1,8 +1,8 @@
 """Run ownership: the last actor to rewind a run owns it, and requests of earlier owners are rejected.
 
-A client identifies itself in a header as `<session>/<n>`, where n is the number of rewinds that it has requested. A
-request that was sent before the client's own last rewind and arrives after it is therefore rejected, too. Requests
-without the header are not checked.
+A client identifies itself in a header as `<session>/<n>`, where n is the number of rewinds that it has requested.
+Requests that it sent before its own last rewind but that arrive later are therefore rejected as well. Requests without
+the header are not checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlhf_triton.store.durable import is_number
 from rlhf_triton.wire.contract import ContractError
 
-KEPT_OWNERS = 8  # limits the size of the rewind entry; requests of still earlier owners are not recognised
+KEPT_OWNERS = 8  # limits the size of the rewind entry; requests of even earlier owners are not recognised
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ def owners_after(sender: Sender | None, owners: Sequence[str]) -> list[str]:
 
 
 def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str) -> None:
-    """Raise ContractError if `sender` is an earlier owner, or the owner but sent the request before its last rewind."""
+    """Raise ContractError if `sender` is an earlier owner, or sent the request before its own last rewind."""
     if sender is None or not owners:
         return
     newest, *before = (Sender.parse(owner) for owner in owners)
     rewound = f"run {run_id!r} was rewound after this request was sent"
     if newest is not None and newest.session == sender.session:
         if sender.rewinds < newest.rewinds:
-            raise ContractError(f"{rewound}, by the same client: send what follows the rewind")
+            raise ContractError(f"{rewound}, by the same client; send the steps after the rewind instead")
     elif any(owner is not None and owner.session == sender.session for owner in before):
-        raise ContractError(f"{rewound}, by another client, which owns it now: this one must stop")
+        raise ContractError(f"{rewound}, by another client, which now owns it; stop this one")

@@ -1,6 +1,6 @@
-"""Locks on the folders of a run and of a server: two processes in one folder would overwrite each other's files.
+"""Locks on a run's and a server's folder, because two processes in one folder would overwrite each other's files.
 
-A second actor would also rewind the critic under the first one.
+A second actor would also rewind the critic while the first one trains it.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
 
 def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises RlhfError."""
+    """Hold the actor's exclusive lock on `run_dir`, on all hosts that share file locks. Raises RlhfError if taken."""
     return _hold_lock("actor", run_dir, LOCK_FILE)
 
 
 def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the exclusive lock of `rlhf-triton run` on `run_dir`, from preparation to report. Raises RlhfError."""
+    """Hold the exclusive lock of `rlhf-triton run` on `run_dir`. Raises RlhfError if it is taken."""
     return _hold_lock("`rlhf-triton run`", run_dir, RUN_LOCK_FILE)
 
 
 def only_server(server_dir: Path, key: str = "server.dir") -> contextlib.AbstractContextManager[None]:
-    """Hold the exclusive lock of a tritonserver's folder, which `key` sets. Raises RlhfError."""
+    """Hold the exclusive lock of a tritonserver's folder; `key` is its setting. Raises RlhfError if it is taken."""
     return _hold_lock("server", server_dir, SERVER_LOCK_FILE, key=key)
 
 
@@ -71,9 +71,9 @@ def _hold_lock(what: str, folder: Path, name: str, *, key: str = "run.dir") -> I
             path.write_text(_holder())
         except TimeoutError:
             raise RlhfError(
-                f"another {what} is running in {folder} ({path.read_text()}); stop it first, or give this one its own "
-                f"folder ({key})"
+                f"another {what} is running in {folder} ({path.read_text()}); stop it first, or use another folder for "
+                f"this one ({key})"
             ) from None
         except OSError as error:
-            raise RlhfError(f"{key}: {folder} cannot be used: {error.strerror}; name another folder") from error
+            raise RlhfError(f"{key}: {folder} cannot be used: {error.strerror}; choose another folder") from error
         yield

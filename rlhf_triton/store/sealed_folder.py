@@ -1,4 +1,4 @@
-"""Folders whose state.json holds the digest of every other file and of its own content, to detect damage."""
+"""Folders that detect damage: state.json has the digests of all other files and of its own content."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rlhf_triton.errors import reason_of
 from rlhf_triton.store.durable import numbers_in
 
 STATE_FILE = "state.json"
-DIGEST = "digest"  # the content's own
+DIGEST = "digest"  # key of the digest of state.json's own content
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -24,7 +24,7 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Return the digest of every file below `folder`, or of every `parts`-th of them, by relative path."""
+    """Return the digest of every file below `folder`, or of every `parts`-th one from `part` on, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): digest_of(path) for path in paths[part::parts]}
 
@@ -52,9 +52,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """Verify the digest of each file, or of every `parts`-th of them, and return the content of state.json.
+    """Verify the digest of each file, or of every `parts`-th file starting at `part`; return the content of state.json.
 
-    Raises DamagedCheckpoint if one differs.
+    Raises DamagedCheckpoint if a digest differs.
     """
     state = read_state(folder)
     for name, expected in sorted(state["files"].items())[part::parts]:
@@ -64,5 +64,7 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, A
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
         if found != expected:
-            raise DamagedCheckpoint(f"{path} is damaged: digest {brief(found)}, {STATE_FILE} says {brief(expected)}")
+            raise DamagedCheckpoint(
+                f"{path} is damaged: its digest is {brief(found)}, but {STATE_FILE} says {brief(expected)}"
+            )
     return state

@@ -4,7 +4,7 @@ Does not import torch, because servers, the sidecar and the tools all use it.
 
     <root>/<version>/{model.safetensors, config.json, manifest.json}    or several weights files with an index
     <root>/CURRENT    version number, replaced by rename: the single source of truth for what is served
-    <root>/NEXT       number of the version being verified; instances load it meanwhile
+    <root>/NEXT       number of the version being verified; instances preload it
     <root>/serving/   one record per instance (ServingRecord)
 """
 
@@ -30,15 +30,17 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import make_folder, read_json, write_json
 
-REMOTE_SILENCE_S = 15.0  # an instance that is suspended, or whose process is not visible here, is dead after this
-STOPPED = ("T", "t")  # process states: suspended by a signal, by a debugger
+# After this silence, a suspended instance, or one whose process is not visible here, counts as dead.
+REMOTE_SILENCE_S = 15.0
+STOPPED = ("T", "t")  # process states: suspended by a signal or by a debugger
 
 
 @dataclass(frozen=True)
 class ServingRecord:
     """State of one instance of a model: which version it serves, and whether it is alive.
 
-    The instance writes it to a folder that servers and sidecar share, so readers need no connection to the servers.
+    The instance writes the record to a folder that servers and sidecar share, so readers need no connection to the
+    servers.
     """
 
     instance: str
@@ -46,19 +48,19 @@ class ServingRecord:
     place: str  # `this_place` of the instance: the scope in which `pid` is valid
     pid: int
     born: int  # process start in clock ticks since boot; detects reused process ids
-    version: int | None  # the version that it serves; None until the first one is loaded
+    version: int | None  # the version that the instance serves; None until the first one is loaded
     time: float  # unix seconds of the last change
     previous: int | None = None
     swap_ms: float | None = None  # from noticing a new CURRENT to serving it
-    loading: int | None = None  # version whose files it is reading
-    rejected: int | None = None  # last version that it refused to serve
-    error: str | None = None  # why it was rejected
-    staged: int | None = None  # announced version that it has tried to load, if the version has a canary row
-    staging_error: str | None = None  # why it could not, or must not serve it
+    loading: int | None = None  # version whose files the instance is reading
+    rejected: int | None = None  # last version that the instance refused to serve
+    error: str | None = None  # why it rejected that version
+    staged: int | None = None  # announced version that the instance has tried to load, if it has a canary row
+    staging_error: str | None = None  # why the instance cannot serve the staged version
 
     @classmethod
     def of_this_process(cls, instance: str, version: int | None, **more: object) -> ServingRecord:
-        """Return a record of an instance in this process, with the current time."""
+        """Return a record for an instance in this process, with the current time."""
         pid = os.getpid()
         born = _process(pid)[1]
         return cls(instance, socket.gethostname(), this_place(), pid, born, version, time.time(), **more)  # type: ignore[arg-type]
@@ -75,7 +77,7 @@ class ServingRecord:
 
 
 class ServingRecords:
-    """The records in one folder."""
+    """The serving records in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,10 +89,10 @@ class ServingRecords:
         write_json(self._folder / record.file_name, asdict(record), durable=False)
 
     def touch(self, record: ServingRecord) -> None:
-        """Renew the record's mtime as a sign of life; write the record again if it was removed."""
+        """Update the record's mtime as a sign of life; write the record again if it was removed."""
         try:
             os.utime(self._folder / record.file_name)
-        except FileNotFoundError:  # another instance took this one for dead and removed it
+        except FileNotFoundError:  # another instance considered this one dead and removed its record
             self.put(record)
 
     def withdraw(self, record: ServingRecord) -> None:
@@ -101,15 +103,15 @@ class ServingRecords:
         """Return the records of live instances, including those that are loading their first version.
 
         An instance on another host counts as alive until this object has seen its record unchanged for
-        `REMOTE_SILENCE_S`: clocks of two hosts, or one that is set, do not make it look dead.
+        `REMOTE_SILENCE_S`, so differing or changed clocks do not matter.
         """
         return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
 
     def last_sign(self, record: ServingRecord) -> float | None:
-        """Return when an instance elsewhere last gave a sign of life, if that was not within `REMOTE_SILENCE_S`.
+        """Return when a silent instance on another host last updated its record, in the file server's unix seconds.
 
-        For readers that look only once, as `alive` cannot tell them. In unix seconds of the file server's clock; None
-        of an instance that is not silent, whose process is visible here, or whose record was removed meanwhile.
+        For readers that read the records only once, for which `alive` cannot detect silence. Returns None if the
+        instance was active within `REMOTE_SILENCE_S`, its process is visible here, or its record has been removed.
         """
         if record.place == this_place():
             return None
@@ -120,7 +122,7 @@ class ServingRecords:
         return renewed if time.time() - renewed > REMOTE_SILENCE_S else None
 
     def died(self) -> list[ServingRecord]:
-        """Return the records of dead instances whose process belongs to `this_place`."""
+        """Return the records of dead instances of `this_place`."""
         return [
             record
             for record, silence_s in self._all()
@@ -128,19 +130,19 @@ class ServingRecords:
         ]
 
     def forget_died(self, *, elsewhere: bool = False) -> None:
-        """Remove the records of dead instances of this place, or with `elsewhere` of all other places."""
+        """Remove the records of dead instances of `this_place` or, with `elsewhere`, of all other places."""
         for record, silence_s in self._all():
             if (record.place != this_place()) == elsewhere and not _is_alive(record, silence_s):
                 self.withdraw(record)
 
     def _all(self) -> list[tuple[ServingRecord, float]]:
-        """Return every record, and for how many seconds this object has seen it unchanged."""
+        """Return every record, and the seconds for which this object has seen it unchanged."""
         found, seen, now = [], {}, time.monotonic()
         for path in sorted(self._folder.glob("*.json")):
             try:
                 record, stamp = ServingRecord(**(read_json(path) or {})), path.stat().st_mtime_ns
             except (ValueError, TypeError, FileNotFoundError):
-                continue  # removed meanwhile, or truncated by a crash: its instance writes it again
+                continue  # removed just now, or truncated by a crash: its instance writes it again
             known = self._seen.get(path.name)
             seen[path.name] = known if known is not None and known[0] == stamp else (stamp, now)
             found.append((record, now - seen[path.name][1]))
@@ -163,9 +165,9 @@ def _is_alive(record: ServingRecord, silence_s: float) -> bool:
 
 @functools.cache
 def this_place() -> str:
-    """Return eight hex digits that are equal exactly for processes that share a boot and a pid namespace."""
+    """Return eight hex digits that identify the boot and the pid namespace of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = str(Path("/proc/self/ns/pid").readlink())  # containers of one pod share the host name but not this
+    namespace = str(Path("/proc/self/ns/pid").readlink())  # containers of a pod share the host name but not this
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
 
 
@@ -185,29 +187,29 @@ class WeightsError(RlhfError):
     """A version cannot be used; the message names the version and the cause."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Description of a version. It is written last, so a folder with a manifest is complete.
 
-    manifest.json also has the digest of its own content, under `seal`.
+    manifest.json also contains the digest of its own content, as `seal`.
     """
 
     version: int
     run_id: str
     step: int  # number of critic updates in these weights; 0 for a reward model
-    files: dict[str, str]  # digest of every other file of the folder: weights, their index, config.json
+    files: dict[str, str]  # digest of every other file in the folder: weights, their index, config.json
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from
     epoch: int  # journal epoch of the sidecar that wrote it
-    base: int | None = None  # version that holds the other weights, if this one holds only adapters
-    canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
-    tokenizer: str | None = None  # of version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
-    made_from: dict[str, Any] | None = None  # of version 0: the settings that decided what it is
-    source: str | None = None  # the folder that these weights are a copy of
+    base: int | None = None  # version with the other weights, if this one has only adapters
+    canary: list[float] | None = None  # values of the canary row that an instance must reproduce to serve the version
+    tokenizer: str | None = None  # version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
+    made_from: dict[str, Any] | None = None  # version 0: the settings from which it was made
+    source: str | None = None  # folder from which these weights were copied
 
     @property
     def digest(self) -> str:
-        """Digest of the files' digests: equal for versions of equal content."""
+        """Digest of the files' digests: equal for versions with equal content."""
         return json_digest(self.files)
 
     def to_json(self) -> dict[str, Any]:
@@ -224,7 +226,7 @@ class WeightsStore:
         self.records = ServingRecords(root / "serving")
         self._current = root / "CURRENT"
         self._next = root / "NEXT"
-        self._verified: set[int] = set()  # bases of adapters
+        self._verified: set[int] = set()  # verified base versions of adapters
 
     def folder(self, version: int) -> Path:
         """Return the folder of `version`."""
@@ -250,18 +252,20 @@ class WeightsStore:
         self.manifest(version)
         current = self.current()
         if not back and current is not None and version < current:
-            raise WeightsError(f"version {version} is below version {current}, which is served")
+            raise WeightsError(
+                f"version {version} is below version {current}, which is served; use a rollback to serve an older one"
+            )
         durable.replace_file(self._current, f"{version}\n".encode())
 
     def announce(self, version: int) -> None:
-        """Set NEXT to `version`: instances load it during verification and can swap as soon as CURRENT names it."""
+        """Set NEXT to `version`: instances preload it during verification, to swap as soon as CURRENT names it."""
         durable.replace_file(self._next, f"{version}\n".encode(), durable=False)
 
     def announced(self) -> int | None:
         """Return the version in NEXT, or None if there is none or the file is malformed."""
         try:
             return _read_number(self._next)
-        except WeightsError:  # only a hint, written without fsync, so a crash may truncate it
+        except WeightsError:  # written without fsync, because it is only a hint: a crash may truncate it
             return None
 
     def manifest(self, version: int) -> Manifest:
@@ -272,10 +276,12 @@ class WeightsStore:
                 raise WeightsError(f"version {version} is not in the weights store")
             seal = data.pop("seal")
             if seal != json_digest(data):
-                raise WeightsError(f"version {version}: {MANIFEST_FILE} is damaged: its content differs from its seal")
+                raise WeightsError(
+                    f"version {version}: {MANIFEST_FILE} is damaged: its content does not match its seal"
+                )
             return Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise WeightsError(f"version {version}: unreadable manifest: {reason_of(error)}") from error
+            raise WeightsError(f"version {version}: cannot read {MANIFEST_FILE}: {reason_of(error)}") from error
 
     def manifests(self) -> list[Manifest]:
         """Return the readable manifests, ascending by version."""
@@ -304,11 +310,10 @@ class WeightsStore:
         Args:
             write: writes weights and config.json into the given folder; returns the digests of the files for which it
                 has computed them.
-            reuse: if the newest version has the same run, step and content, return it instead of adding one. This
-                happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
-                when steps are trained again after a rewind.
-            canary: values of the canary row, for instances to reproduce.
-            tokenizer, made_from, source: as in the manifest.
+            reuse: return the newest version if it has the same run, step and content (a replay after a crash) instead
+                of adding one. Older versions are never reused, because numbers must increase when steps are trained
+                again after a rewind.
+            canary, tokenizer, made_from, source: as in the manifest.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -321,39 +326,39 @@ class WeightsStore:
                 return existing
             adapters = stored_adapters(staging)
             manifest = Manifest(
-                self.next_version(),
-                run_id,
-                step,
-                files,
-                self._tensor_types(staging),
-                parent,
-                epoch,
-                None if adapters is None else adapters.base,
-                None if canary is None else list(canary),
-                tokenizer,
-                None if made_from is None else dict(made_from),
-                None if source is None else str(source),
+                version=self.next_version(),
+                run_id=run_id,
+                step=step,
+                files=files,
+                tensors=self._tensor_types(staging),
+                parent=parent,
+                epoch=epoch,
+                base=None if adapters is None else adapters.base,
+                canary=None if canary is None else list(canary),
+                tokenizer=tokenizer,
+                made_from=None if made_from is None else dict(made_from),
+                source=None if source is None else str(source),
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():
-                path.chmod(READ_ONLY)  # instances mmap the file: truncating it in place would kill them (SIGBUS)
+                path.chmod(READ_ONLY)  # truncating a file in place would kill instances that map it (SIGBUS)
             durable.sync_tree(staging)
             staging.rename(self.folder(manifest.version))
             durable.sync_directory(self.root)
             return manifest
 
     def next_version(self) -> int:
-        """Return the number of the next version; it is above all existing ones, incomplete folders included."""
+        """Return the number of the next version: above all existing ones, including incomplete folders."""
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int, digest: Callable[[Path], str] = digest_of) -> Manifest:
-        """Compare the files with the manifest: digests, and names, dtypes and shapes of tensors; return the manifest.
+        """Compare the files' digests and the tensors' names, dtypes and shapes with the manifest; return the manifest.
 
         Args:
             digest: returns the digest of a file.
 
         Raises:
-            WeightsError: they differ, or a file is unreadable.
+            WeightsError: the version differs from its manifest, or a file is unreadable.
         """
         manifest = self.manifest(version)
         try:
@@ -373,11 +378,10 @@ class WeightsStore:
         part: int = 0,
         parts: int = 1,
     ) -> None:
-        """Compare the digests of the files, or of every `parts`-th of them, with the manifest.
+        """Compare the digests of the files, or of every `parts`-th file starting at `part`, with the manifest.
 
-        A base that adapters belong to is compared once in the lifetime of this object.
-
-        Raises WeightsError if one differs or is unreadable.
+        The base version of adapters is verified once in the lifetime of this object. Raises WeightsError if a file
+        differs or is unreadable.
         """
         for name, expected in sorted(manifest.files.items())[part::parts]:
             try:
@@ -386,7 +390,8 @@ class WeightsStore:
                 raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
             if found != expected:
                 raise WeightsError(
-                    f"version {manifest.version}: {name} has digest {brief(found)}, its manifest says {brief(expected)}"
+                    f"version {manifest.version}: {name} has digest {brief(found)}, but its manifest "
+                    f"says {brief(expected)}"
                 )
         if manifest.base is not None and manifest.base not in self._verified:
             self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
@@ -404,13 +409,13 @@ class WeightsStore:
         with self._writing():
             records = self.records.alive()
             needed = {0, self.current(), *(r.version for r in records), *(r.loading for r in records)}
-            doomed = [v for v in self.versions()[:-keep] if v not in needed]
-            for version in doomed:
+            unneeded = [v for v in self.versions()[:-keep] if v not in needed]
+            for version in unneeded:
                 durable.remove_folder(self.folder(version))
             durable.sweep(self.root)
             durable.sweep_files(self.root / "serving")
             self.records.forget_died(elsewhere=True)
-            return doomed
+            return unneeded
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -434,7 +439,7 @@ class WeightsStore:
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a version or checkpoint, and their index if there are several."""
+    """Return the weights files of a version or checkpoint, with their index if there are several."""
     single = folder / WEIGHTS_FILE
     return (
         [single, *head_files(folder)]

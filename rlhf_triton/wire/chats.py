@@ -1,4 +1,4 @@
-"""Renders conversations with a chat template: one place for prompts, requests, pairs, and the checks before a run."""
+"""Renders conversations with a chat template, for prompts, requests, pairs, and the checks before a run."""
 
 import copy
 import functools
@@ -15,46 +15,46 @@ from rlhf_triton.wire.messages import BadMessages, with_arguments, without_nulls
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
-Place = tuple[int | str, ...]  # of a text in messages: the index of the message, its key, …
+Place = tuple[int | str, ...]  # path of a text in messages: index of the message, key, …
 TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
 GENERATION_PROMPT = "add_generation_prompt"
-MARK = "qzjx"  # beside a text, to see whether a template writes it
+MARK = "qzjx"  # added to a text to detect whether the template writes it
 Rendered = Callable[[Messages, Mapping[str, Any]], str]
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""For each tokenizer, the kinds of conversation that its template writes completely."""
+"""For each tokenizer, the kinds of conversation that its template is known to write completely."""
 MOST_KINDS = 10_000
-PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of messages that show what a chat template writes around them
+PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of probe messages, to find what a chat template writes around them
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-TO_PARTS = (  # before a chat template; without an end that would remove white space at its start
+TO_PARTS = (  # prefix of a chat template; ends so that it does not strip white space at the template's start
     "{%% set of = namespace(parts=[]) %%}{%% for m in messages %%}"
     "{%% if m.content is string and m.role not in %s %%}"
     "{%% set m = dict(m, content=[{'type': 'text', 'text': m.content}]) %%}{%% endif %%}"
     "{%% set of.parts = of.parts + [m] %%}{%% endfor %%}{%% set messages = of.parts %%}{{ '' }}"
 )
-ROLES = ("system", "user", "assistant", "tool")  # that a template may write without naming them
-# Keys whose texts say nothing: links, and what chat logs note beside a message.
+ROLES = ("system", "user", "assistant", "tool")  # roles that a template may support without naming them
+# Keys that are not content: ids that link messages, and metadata from chat logs.
 LINKS = ("role", "type", "id", "tool_call_id", "timestamp", "created_at", "model", "language", "finish_reason")
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of published templates
-THOUGHT_END = "</think>"  # which ends the reasoning in a content
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in published templates
+THOUGHT_END = "</think>"  # ends the reasoning within a content
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning, unless this process has done so."""
+    """Log a warning once per process."""
     logger.warning(message)
 
 
 def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the chat template in a row's columns `tools` and `chat_template_kwargs`, as in TRL.
+    """Return the arguments for the chat template from a row's columns `tools` and `chat_template_kwargs`, as in TRL.
 
     Raises:
-        BadMessages: they are no JSON schemas, or not variables of a template; the message begins with the column.
+        BadMessages: the tools are not JSON schemas, or the variables are invalid; the message starts with the column.
     """
     tools, variables = (_parsed(columns.get(name)) for name in TEMPLATE_COLUMNS)
     tools = [*map(_parsed, tools)] if isinstance(tools, list) else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadMessages(
-            f"{TOOLS}: must be a list of JSON schemas, or its JSON text, which the chat template receives, got "
+            f"{TOOLS}: must be a list of JSON schemas for the chat template, or its JSON text, got "
             f"{columns[TOOLS]!r:.80}; rename the column if it is something else"
         )
     if variables and not isinstance(variables, dict):
@@ -67,12 +67,12 @@ def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, An
     reserved = {name for name in own if own[name].kind is not inspect.Parameter.VAR_KEYWORD} - {"documents"}
     taken = [name for name in variables if name in reserved | {"messages"}]
     if taken:
-        raise BadMessages(f"{TEMPLATE_VARIABLES}: {taken[0]!r} is no variable of a chat template; remove it")
+        raise BadMessages(f"{TEMPLATE_VARIABLES}: {taken[0]!r} is reserved; remove it")
     return {**variables, TOOLS: without_nulls(tools)} if tools else variables
 
 
 def _parsed(value: Any) -> Any:
-    """Return a value, or what its JSON text holds."""
+    """Decode a JSON text; return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -86,18 +86,18 @@ def render_chat(
 
     Args:
         options: further arguments, from `template_options`.
-        owner: role of the model that the tokenizer belongs to, for the messages.
+        owner: role of the tokenizer's model, for error messages.
 
     Raises:
-        BadMessages: the template leaves out the tools, or something that a message says; the message begins with the
-            place.
-        Exception: whatever else the template raises, which is a program.
+        BadMessages: the template omits the tools or a part of a message; the error starts with the place.
+        Exception: any other error of the template, which is a program.
     """
 
     def rendered(shown: Messages, options: Mapping[str, Any]) -> str:
         try:
             return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
-        except Exception:  # DeepSeek's templates take tool calls only beside a text, with JSON texts as arguments
+        # DeepSeek's templates accept tool calls only with a content, and arguments only as JSON texts.
+        except Exception:
             written = [*map(_with_texts, shown)]
             if written == [*shown]:
                 raise
@@ -125,7 +125,7 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
-    """Yield place and value of the messages' content: arguments and texts, except ids that link calls and results."""
+    """Yield place and value of all content in messages: texts and tool calls' arguments, except the keys in `LINKS`."""
 
     def found(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
         if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):
@@ -137,25 +137,25 @@ def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
                     yield from found(inner, (*place, key))
 
     for i, message in enumerate(messages):
-        is_result = message["role"] not in ("system", "user", "assistant")  # whose name is that of the call
+        is_result = message["role"] not in ("system", "user", "assistant")  # its name repeats the call's
         yield from found({key: message[key] for key in message if not (is_result and key == "name")}, (i,))
 
 
 def _kind(messages: Messages, options: Mapping[str, Any], template: str) -> str:
-    """Return a key of everything but the texts, which decides whether a template writes the messages."""
+    """Return a key for everything except the texts: conversations of one kind are rendered equally completely."""
     keys = [[message["role"], sorted(message)] for message in messages]
     places = [(place, THOUGHT_END in value) for place, value in texts_in(messages)]
     return json.dumps([keys, places, sorted(options.items()), template], sort_keys=True, default=str)
 
 
 def _check_roles(messages: Messages, template: str, owner: str) -> None:
-    """Raise BadMessages for a role that no model was trained on: many templates write whatever they are given."""
+    """Raise BadMessages for an unknown role: many templates write any role, even if the model does not know it."""
     for i, message in enumerate(messages):
         role = message["role"]
         if role not in ROLES and role not in template:
             raise BadMessages(
-                f"[{i}]: the role {role!r} is none of {', '.join(ROLES)}, nor named in the {owner}'s chat template; "
-                "rename it"
+                f"[{i}]: the role {role!r} is neither one of {', '.join(ROLES)} nor named in the {owner}'s chat "
+                "template; rename it"
             )
 
 
@@ -163,21 +163,21 @@ def _check_tools(rendered: Rendered, messages: Messages, options: Mapping[str, A
     others = {name: value for name, value in options.items() if name != TOOLS}
     if TOOLS in options and _result(rendered, messages, others) == text:
         instead = (
-            "write a text without them as reward.template" if owner == "reward model" else "describe them in a message"
+            "score a text without them (reward.template)" if owner == "reward model" else "describe them in a message"
         )
         raise BadMessages(
-            f": the {owner}'s chat template leaves out the tools; {instead}, or use a template that writes them"
+            f": the {owner}'s chat template omits the tools; {instead}, or use a template that writes them"
         )
 
 
 def _check_texts(
     rendered: Rendered, messages: Messages, options: Mapping[str, Any], text: str, template: str, owner: str
 ) -> None:
-    """Raise BadMessages if another text in a place of the messages would give the same rendering.
+    """Raise BadMessages if the template omits a text, so that another text would give the same rendering.
 
-    A template may choose messages by position, such as the last one alone. A text that it writes for the last message
-    may be missing from earlier ones, and so may reasoning that it knows, as in thinking templates. That is logged
-    once, as is the name of a participant.
+    A template may select messages by position, such as only the last one. It may omit from earlier messages what it
+    writes for the last one, and reasoning that it knows, as thinking templates do. Such omissions, and of a
+    participant's name, are only logged, once.
     """
 
     def is_lost(place: Place, value: Any, shown: Messages = messages) -> bool:
@@ -188,7 +188,8 @@ def _check_texts(
     said = dict(texts_in(messages))
     marks = {place: f"{MARK}{n}q" for n, place in enumerate(said)}
     marked = {place: _with_mark(said[place], mark) for place, mark in marks.items()}
-    found = (_result(rendered, _changed(messages, marked), options) or "").casefold()  # one rendering for most chats
+    # For most chats, this one rendering is enough.
+    found = (_result(rendered, _changed(messages, marked), options) or "").casefold()
     for place, mark in marks.items():
         other = mark if isinstance(said[place], str) else {mark: mark}
         if mark in found or not is_lost(place, other):
@@ -199,35 +200,35 @@ def _check_texts(
         if is_lost((i,), alone) and not is_lost((i,), alone, last):
             continue
         is_known_reasoning = key in REASONING and THOUGHT_END in template and len(last) < len(messages)
-        if key == "name":  # of a participant; few templates write it, and OpenAI's clients send it
-            warn_once(f"the {owner}'s chat template leaves out the name of a message of the role {role!r}")
+        if key == "name":  # of a participant: OpenAI's clients send it, but few templates write it
+            warn_once(f"the {owner}'s chat template omits the name in messages of the role {role!r}")
             continue
         if is_lost(place, other, last) and not is_known_reasoning:
             path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place)
             if key == "content" and not messages[i].get("tool_calls"):
                 raise BadMessages(
-                    f"[{i}]: the {owner}'s chat template leaves out the role {role!r}; give the message another role, "
-                    "or use a template that writes it"
+                    f"[{i}]: the {owner}'s chat template omits messages of the role {role!r}; give the message another "
+                    "role, or use a template that writes it"
                 )
-            instead = "in a message of its own" if key == "content" else "in the content, remove it"
+            instead = "move it to a separate message" if key == "content" else "move it to the content, remove it"
             raise BadMessages(
-                f"{path}: the {owner}'s chat template leaves it out of a message of the role {role!r}; write it "
-                f"{instead}, or use a template that writes it"
+                f"{path}: the {owner}'s chat template omits it in messages of the role {role!r}; {instead}, or use a "
+                "template that writes it"
             )
-        warn_once(f"the {owner}'s chat template leaves out {key} of earlier messages")
+        warn_once(f"the {owner}'s chat template omits {key} in earlier messages")
     if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in found for n, place in enumerate(said)) and found:
-        warn_once(f"the {owner}'s chat template leaves out the reasoning in contents, before {THOUGHT_END}")
+        warn_once(f"the {owner}'s chat template omits the reasoning in contents, before {THOUGHT_END}")
 
 
 def _with_mark(value: Any, mark: str) -> Any:
-    """Return a message's content with a mark at its end, and one at the end of its reasoning."""
+    """Return a value from a message with a mark at its end, and another one at the end of its reasoning."""
     if not isinstance(value, str):
         return {**value, mark: mark}
     return value.replace(THOUGHT_END, f"{mark[:-1]}t{THOUGHT_END}", 1) + mark
 
 
 def _changed(messages: Messages, values: Mapping[Place, Any]) -> list[Any]:
-    """Return the messages with other values in some places."""
+    """Return a copy of the messages with the given values at some places."""
     found: Any = copy.deepcopy([*messages])
     for (*path, key), value in values.items():
         functools.reduce(operator.getitem, path, found)[key] = value
@@ -235,7 +236,7 @@ def _changed(messages: Messages, values: Mapping[Place, Any]) -> list[Any]:
 
 
 def _result(rendered: Rendered, messages: Messages, options: Mapping[str, Any]) -> str | None:
-    """Return the rendering, or None if the template refuses the messages."""
+    """Return the rendering, or None if the template rejects the messages."""
     try:
         return rendered(messages, options)
     except Exception:  # templates are programs and may raise anything
@@ -243,9 +244,9 @@ def _result(rendered: Rendered, messages: Messages, options: Mapping[str, Any]) 
 
 
 def template_of_texts(tokenizer: Any) -> str:
-    """Return the chat template; one that reads contents only as lists of parts, such as LLaVA's, makes parts of texts.
+    """Return the chat template, extended to accept texts if it reads contents only as lists of parts, such as LLaVA's.
 
-    It may do so for some roles alone.
+    A template may do so for some roles only.
     """
     template, roles = str(tokenizer.chat_template), ("system", "user", "assistant")
     for known in (roles, roles[1:]):
@@ -262,9 +263,9 @@ def template_of_texts(tokenizer: Any) -> str:
 
 
 def rendered_probe(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """Return messages in the chat template, with a tool and behind a system message if it needs them.
+    """Render messages with the chat template; add a tool and a system message if it requires them.
 
-    Returns "" if it refuses them.
+    Returns "" if the template rejects the messages.
     """
     first: list[dict[str, str]]
     for tools, first in itertools.product((None, [TOOL]), ([], [{"role": "system", "content": NEXT_PROBE}])):

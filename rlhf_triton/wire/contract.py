@@ -39,9 +39,9 @@ MESSAGES = "messages"  # key in `metadata`: the chat that the sentence replies t
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
 STORE = "store"  # parameter: weights store that the versions come from; a reward model may have none
 LABELS = "labels"  # parameter, JSON list: the A names
-LOAD_LABEL = "load_label"  # parameter that a reload sets: Triton reloads a changed configuration only
+LOAD_LABEL = "load_label"  # parameter that a reload sets, because Triton reloads only a changed configuration
 PROCESS = "process"  # parameter: granularity of a process reward, `step` or `token`
-# In the error message of a reward that a row of tokens alone cannot be sent to; health probes recognise it.
+# In the error message of a reward that cannot score rows of tokens alone; health probes recognise it.
 NEEDS_MORE = "needs more than a row of tokens"
 TEXTS_ONLY = "texts_only"  # parameter: `true` if the reward scores only sentences
 AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the models of a reward mixture in order
@@ -49,7 +49,7 @@ REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
 BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, `id_ranges`: ids that are never sampled
-CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: fingerprint of the weights, of a model without versions
+CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter of a model without versions: fingerprint of its weights
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
 PREV_VALUES = "prev_values"  # same as returns
 MASK = "mask"  # same as returns
@@ -68,29 +68,29 @@ TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
 """Identifies the client as `<session>/<n>`; n is the number of rewinds it has requested (see store/ownership.py)."""
 PROBE_HEADER = "x-triton-probe"
-"""Marks a health check: reward functions answer that they do not apply, because one may be slow or cost money."""
-ORIGIN_HEADER = "origin"  # browsers add it to each POST of a web page; critic_train and critic_save refuse it
+"""Marks a health check: reward functions are not called, because they may be slow or cost money."""
+ORIGIN_HEADER = "origin"  # browsers add it to POST requests of web pages; critic_train and critic_save refuse these
 TRACEPARENT_HEADER = "traceparent"  # W3C trace context; also the name in the metadata of a journal entry
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Output:
-    """A row of the table of outputs: of the served models, and of the ensembles that pass it on."""
+    """An output of the served models, and of the ensembles that pass it on: a row of the table of outputs."""
 
     models: str  # kinds of models that declare it
     name: str
     dtype: str
-    dims: int | str  # behind the batch dimension: 1, -1, or the name of a number that the configuration decides
+    dims: int | str  # after the batch dimension: 1, -1, or the name of a number from the configuration
     meaning: str
-    trait: str | None = None  # only of reward models with this trait: STORED, or one of PROCESS and WHOLE
-    is_optional: bool = False  # a request that names no outputs does not get it, and no ensemble passes it on
+    trait: str | None = None  # declared only by reward models with this trait: STORED, PROCESS or WHOLE
+    is_optional: bool = False  # sent only on request, and not passed on by ensembles
     needs_forward: bool = True
     note: str = ""  # comment in config.pbtxt
 
 
 OUTPUTS: list[Output] = []
-STORED, WHOLE = "stored", "whole"  # traits of a reward model: it has versions; it scores rows, not their steps
+STORED, WHOLE = "stored", "whole"  # traits of a reward model: it has versions; it scores whole rows, not their steps
 
 
 def _output(models: str, name: str, dtype: str, dims: int | str, meaning: str, **more: Any) -> str:
@@ -106,8 +106,8 @@ PROBABILITIES = _output("reward", "probabilities", "FP32", -1, "[B, A]: of the l
 REWARD_VERSION = _output(
     "reward", "reward_version", "INT64", 1, "[B, 1]: weights that scored the row", trait=STORED, needs_forward=False
 )
-# Of a process reward, whose `rewards` aggregate each row's steps. `step_ends` is also the key in `metadata` of a row
-# whose steps the request gives.
+# Outputs of a process reward, whose `rewards` aggregate each row's steps. `step_ends` is also a key in `metadata`, with
+# which a request specifies a row's steps.
 TOKEN_REWARDS = _output(
     "reward", "token_rewards", "FP32", -1, "[B, S]: index t is given at token t of the row, 0 where none", trait=PROCESS
 )
@@ -147,8 +147,8 @@ AFTER_CRITIC = _output(
 )
 # Index t is the log-prob of token t+1, -inf for a banned token; 0 from each row's last token on.
 LOGPROBS = _output("reference", "logprobs", "FP32", -1, "[B, S]: index t is the log-prob of token t+1")
-# Declared and never sent. A request that names no outputs gets all of them from Triton, so it is known by this one; it
-# receives none of the optional ones.
+# Declared but never sent. For a request that names no outputs, Triton requests all of them, so this output identifies
+# such a request; it receives no optional outputs.
 UNNAMED = _output(
     "reward",
     "no_outputs_named",
@@ -174,7 +174,7 @@ class ContractError(RlhfError, ValueError):
 
     @property
     def of_only_row(self) -> str:
-        """The message about the only row of a request, without its place in the request."""
+        """The message without the row's index, for a caller with a single row."""
         return str(self).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
 
 
@@ -186,7 +186,7 @@ class VersionRange(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> "VersionRange | None":
-        """Return what `min_version` or `exact_version` demands, None without either. Raises ContractError."""
+        """Parse `min_version` or `exact_version`; return None if neither is sent. Raises ContractError."""
         least, exact = (parameters.get(name) for name in (MIN_VERSION, EXACT_VERSION))
         if least is not None and exact is not None:
             raise ContractError(f"{MIN_VERSION}: {least!r:.80}, {EXACT_VERSION}: {exact!r:.80}; send one of them")
@@ -199,7 +199,7 @@ class VersionRange(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Request parameters that demand this version."""
+        """Request parameters that demand these versions."""
         return {EXACT_VERSION if self.most == self.least else MIN_VERSION: self.least}
 
     def includes(self, version: int) -> bool:
@@ -210,34 +210,34 @@ class VersionRange(NamedTuple):
         return f"{self.least}" if self.most == self.least else f"{self.least} or newer"
 
 
-STEP_AHEAD = "but the last step of run"  # the actor recognises the error of a step that the journal does not know yet
+STEP_AHEAD = "but the last step of run"  # clients recognise by it that an earlier step is missing
 
 
 @dataclass(frozen=True)
 class RowSteps:
     """The K steps of one row that a process reward scores; each array is int64 `[K]`, ascending."""
 
-    read_at: np.ndarray  # index in the row as it is scored, which may have marks that the request has not
+    read_at: np.ndarray  # index of the score in the scored row, which may have additional marks
     token_places: np.ndarray  # index of the step's reward in `token_rewards`
-    ends: np.ndarray  # the step's end as `step_ends` returns it
+    ends: np.ndarray  # the step's end in `step_ends`
 
 
 class TokenRow(NamedTuple):
-    """A row to score. It is ragged up to the forward pass, and padded only there and in the reply."""
+    """A row to score, without padding: rows are padded only in the forward pass and in the reply."""
 
     tokens: np.ndarray  # int64 [length]
     prompt_length: int | None = None  # number of leading prompt tokens, in [1, length]
     types: np.ndarray | None = None  # int64 [length]: the type of each token in a text pair; None: all 0
-    steps: RowSteps | None = None  # of a process reward
+    steps: RowSteps | None = None  # for a process reward
 
 
 @dataclass(frozen=True)
 class ScoringRows:
     """Rows to score; iterate them once.
 
-    `width` is S, the padded length of the rows in the reply; None: that of the longest row. `unread_bytes` is the size
-    of the texts that wait to be tokenised while the rows are iterated, which then is slow and may raise ContractError;
-    0: all rows are there.
+    `width` is S, the padded length of the rows in the reply; None: the length of the longest row. `unread_bytes` is the
+    size of the texts that are tokenised while the rows are iterated; if it is not 0, iterating is slow and may raise
+    ContractError.
     """
 
     rows: Iterable[TokenRow]
@@ -250,7 +250,7 @@ class Limits:
     """Request limits of a model: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, bounded sizes.
 
     `max_request_tokens` bounds the B * S tokens of a request and of its reply, and the bytes of its sentences and
-    metadata. It keeps one request from occupying the server or exhausting its memory.
+    metadata, so that no request occupies the server or exhausts its memory.
     """
 
     vocab_size: int
@@ -301,23 +301,25 @@ def check_size(name: str, rows: int, width: int, limits: Limits) -> None:
     """Raise ContractError if `rows` * `width` tokens exceed the limit of one request."""
     if rows * width > limits.max_request_tokens:
         raise ContractError(
-            f"{name}: {rows} rows of {width} tokens, padding included, exceed {limits.max_request_tokens} "
-            "(max_request_tokens): send fewer rows per request"
+            f"{name}: {rows} rows of {width} tokens, including padding, exceed {limits.max_request_tokens} tokens "
+            "(max_request_tokens); send fewer rows per request"
         )
 
 
 def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
     """Raise ContractError if token row `row` `[length]` is empty, too long or holds ids outside the vocabulary."""
     if row.size == 0:
-        raise ContractError(f"{SEQUENCE_LENGTHS}[{index}]: 0, an empty sequence cannot be scored")
+        raise ContractError(f"{SEQUENCE_LENGTHS}[{index}]: 0, must be at least 1")
     if limits.max_length is not None and row.size > limits.max_length:
-        raise ContractError(f"{TOKENS}[{index}]: {row.size} tokens, the model has {limits.max_length} positions")
+        raise ContractError(
+            f"{TOKENS}[{index}]: {row.size} tokens, but the model has {limits.max_length} positions; shorten the row"
+        )
     check_vocabulary(row, index, limits)
 
 
 def check_vocabulary(row: np.ndarray, index: int, limits: Limits) -> None:
     """Raise ContractError if token row `row` `[length]` has an id outside the vocabulary."""
-    if int(row.view(f"u{row.itemsize}").max()) >= limits.vocab_size:  # as an unsigned number, a negative id is large
+    if int(row.view(f"u{row.itemsize}").max()) >= limits.vocab_size:  # viewed as unsigned, a negative id is large
         position = int(np.flatnonzero((row < 0) | (row >= limits.vocab_size))[0])
         raise ContractError(
             f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
@@ -337,7 +339,7 @@ def optional_text(name: str, array: np.ndarray | None) -> str | None:
     text = decode(name, array.reshape(-1)[0])
     if not RUN_ID_PATTERN.fullmatch(text):
         raise ContractError(
-            f"{name}: {text[:80]!r}, use 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+            f"{name}: {text[:80]!r}, use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
         )
     return text
 
@@ -388,9 +390,9 @@ def decode(name: str, item: Any) -> str:
 
 
 def id_ranges(ids: Iterable[int]) -> str:
-    """Return ascending ids as a JSON list, with [first, last] in place of more than two that follow each other.
+    """Encode ascending ids as a JSON list, in which [first, last] stands for three or more consecutive ids.
 
-    The embeddings of a published model may have thousands of rows more than its tokenizer has entries.
+    A published model's embeddings may have thousands of rows more than its tokenizer has entries.
     """
     runs: list[list[int]] = []
     for token in ids:
@@ -405,7 +407,7 @@ def id_ranges(ids: Iterable[int]) -> str:
 
 
 def ids_in(ranges: str) -> list[int]:
-    """Return the ids that `id_ranges` has written."""
+    """Decode the result of `id_ranges`."""
     ids: list[int] = []
     for part in json.loads(ranges):
         first, last = part if isinstance(part, list) else (part, part)

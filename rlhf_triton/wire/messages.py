@@ -1,4 +1,4 @@
-"""Messages of conversations: one reading for prompt files, requests to the server, and the gateway."""
+"""Parses messages of conversations, for prompt files, requests to the server, and the gateway."""
 
 import ast
 import json
@@ -11,14 +11,14 @@ A_MESSAGE = '{"role": …, "content": …}'
 
 
 class BadMessages(RlhfError, ValueError):
-    """A value is no conversation; the message begins with the place in it, such as `[0].content: `."""
+    """A value is not a conversation; the error starts with the place in it, such as `[0].content: `."""
 
 
 def plain_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a conversation whose contents are texts, without keys that are null and `tool_calls` that are empty.
+    """Validate a conversation; return it with contents as texts, without null keys and empty `tool_calls`.
 
     Arrow gives every message the union of all keys, and clients write null for absent fields, but templates test
-    whether a key is present. A content is null only beside tool calls, as in OpenAI's format.
+    whether a key is present. A content may be null only if there are tool calls, as in OpenAI's format.
 
     Raises:
         BadMessages: the value is not a list of messages with a role and a content.
@@ -46,12 +46,12 @@ def _plain_message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _read_calls(calls: Any) -> Any:
-    """Return tool calls whose arguments are objects: OpenAI's are JSON texts, which templates would quote once more."""
+    """Convert tool calls' arguments from JSON texts (OpenAI's format), which templates would quote, to objects."""
     return with_arguments(calls, lambda given: _object_in(given) if isinstance(given, str) else given)
 
 
 def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
-    """Return tool calls with the arguments of each function as `change` returns them."""
+    """Return tool calls with each function's arguments replaced by `change(arguments)`."""
     if not isinstance(calls, list):
         return calls
     return [
@@ -71,9 +71,9 @@ def _object_in(text: str) -> Any:
 
 
 def is_text_of_messages(text: str) -> bool:
-    """Return whether a text is JSON, or Python's notation, of a conversation or of one message.
+    """Return whether a text is a conversation or message in JSON or Python notation.
 
-    It would be read with its brackets and quotes.
+    A model would read its brackets and quotes, so callers reject it.
     """
     if not (text.lstrip().startswith(("[", "{", '"')) and ("role" in text or "from" in text)):
         return False
@@ -86,7 +86,7 @@ def is_text_of_messages(text: str) -> bool:
 
 
 def _holds_messages(value: Any) -> bool:
-    if isinstance(value, str):  # written as JSON twice
+    if isinstance(value, str):  # encoded as JSON twice
         return is_text_of_messages(value)
     if isinstance(value, dict):
         inner = (value.get(name) for name in ("messages", "conversations"))
@@ -103,11 +103,9 @@ def _is_chat(value: Any) -> bool:
 
 
 def text_of(content: Any) -> str | None:
-    """Return a content as text: its parts are joined with newlines, as vLLM does; null stays.
+    """Return a content as text: joins a list of text parts with newlines, as vLLM does. None stays None.
 
-    Most templates would write a list of parts in Python's own notation.
-
-    Raises ValueError if it is none of these, or has a part that is no text.
+    Most templates would write a list of parts in Python notation. Raises ValueError for any other content or part.
     """
     if content is None or isinstance(content, str):
         return content
@@ -116,12 +114,12 @@ def text_of(content: Any) -> str | None:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"a part of type {kind!r}, only text can be used")
+            raise ValueError(f"has a part of type {kind!r}, must have only text")
     return "\n".join(part["text"] for part in content)
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without the keys of objects that are null, at any depth."""
+    """Return the value without null-valued keys of objects, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,7 @@
-"""Validation of a request's texts: sentences, their second texts, and metadata. Imports only numpy, like `contract`."""
+"""Validates a request's texts (sentences, second texts, metadata), and escapes the texts that a model sends.
+
+Imports only numpy, like `contract`.
+"""
 
 import json
 from typing import Any
@@ -7,18 +10,14 @@ import numpy as np
 
 from rlhf_triton.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, ContractError, Limits, decode, sentence_texts
 
-# Sanitises text before it leaves a model.
-#
-# Triton cannot encode lone surrogates, and control sequences in a log or an error message would reach a terminal.
-
-
 LONGEST_TEXT = 2000  # gRPC sends an error in a header, and its clients accept 8 kB of headers
 
 
 def printable(text: str, limit: int = LONGEST_TEXT) -> str:
-    """Return `text` with everything but printable characters, newlines and tabs escaped as in a Python literal.
+    """Return `text` with all characters except printable ones, newlines and tabs escaped as in a Python literal.
 
-    Texts longer than `limit` characters are truncated first. The result can always be encoded as UTF-8.
+    Truncates texts longer than `limit` characters. The result can always be encoded as UTF-8: Triton cannot encode lone
+    surrogates, and control sequences in logs and errors would reach a terminal.
     """
     if len(text) > limit:
         text = text[:limit] + " …"
@@ -27,7 +26,7 @@ def printable(text: str, limit: int = LONGEST_TEXT) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-MAX_NESTING = 100  # of metadata; Python's JSON writer and templates recurse, and fail at about 1000 levels
+MAX_NESTING = 100  # depth of metadata; Python's JSON writer and templates recurse, and fail at about 1000 levels
 
 
 def text_bytes(
@@ -37,14 +36,14 @@ def text_bytes(
     total = sum(len(item) for array in (sentences, pairs, metadata) if array is not None for item in array.flat)
     if total > limits.max_request_tokens:
         raise ContractError(
-            f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_tokens} "
-            "(max_request_tokens): send fewer rows per request, or shorter ones"
+            f"{SENTENCES}: {total} bytes including the metadata exceed {limits.max_request_tokens} "
+            "(max_request_tokens); send fewer or shorter rows per request"
         )
     return total
 
 
 def pair_texts(pairs: np.ndarray | None, rows: int) -> list[str]:
-    """Return the second text of each of `rows` sentences, empty for none. Raises ContractError if invalid."""
+    """Return the second text of each of `rows` sentences, "" if there is none. Raises ContractError."""
     if pairs is None:
         return [""] * rows
     if pairs.shape != (rows, 1):
@@ -53,7 +52,7 @@ def pair_texts(pairs: np.ndarray | None, rows: int) -> list[str]:
 
 
 def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:
-    """Return the JSON object of each row, `{}` if no metadata was sent. Raises ContractError for anything else."""
+    """Return each row's JSON object, `{}` if no metadata was sent. Raises ContractError if the metadata is invalid."""
     if metadata is None:
         return [{} for _ in range(rows)]
     if metadata.shape != (rows, 1):

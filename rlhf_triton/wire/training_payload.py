@@ -1,4 +1,4 @@
-"""The payload of critic_train: validation, packing, and the digest that identifies its content.
+"""Validates and packs the payload of critic_train, and computes the digest that identifies its content.
 
 Imports only numpy and xxhash.
 """
@@ -55,7 +55,7 @@ class TrainPayload:
 
 @dataclass(frozen=True)
 class SentPayload:
-    """A training payload as received, padded `[N, S]` or packed `[1, T]`, not copied.
+    """A training payload as received, padded `[N, S]` or packed `[1, T]`, without copying the arrays.
 
     Shapes, dtypes and lengths are validated; `check` validates the values.
     """
@@ -71,7 +71,7 @@ class SentPayload:
         return self.lengths if len(self.lengths) == len(self.tokens) else self.lengths.sum(keepdims=True)
 
     def check(self) -> None:
-        """Validate the values. A mask may be all 0: the step then changes nothing.
+        """Validate the values. A mask may be all 0; the step then has no effect.
 
         Raises:
             ContractError: NaN or infinity, a negative mask, a nonzero mask beyond the end of a row, or a token outside
@@ -85,14 +85,14 @@ class SentPayload:
             if outside.size:
                 row, column = (int(i) for i in np.unravel_index(int(outside[0]), mask.shape))
                 raise ContractError(
-                    f"{MASK}[{row}, {column}]: {mask[row, column]:g}, must be 0: a sequence of {self.lengths[row]} "
-                    "tokens has one entry fewer"
+                    f"{MASK}[{row}, {column}]: {mask[row, column]:g}, must be 0, because a sequence of "
+                    f"{self.lengths[row]} tokens has one entry fewer"
                 )
         for i, end in enumerate(self._ends.tolist()):  # later tokens are padding and may have any value
             check_vocabulary(self.tokens[i, :end], i, self.limits)
 
     def packed(self) -> TrainPayload:
-        """Return the rows without padding, as views of the received arrays if there is none. Does not validate."""
+        """Return the rows without padding, as views of the received arrays if they have none. Does not validate."""
         # Each sequence has one target fewer than tokens: N fewer in the single packed row, 1 fewer in each padded row.
         dropped = len(self.lengths) // len(self.tokens)
         targets = [_without_padding(self.targets[name], self._ends - dropped) for name in (RETURNS, PREV_VALUES, MASK)]
@@ -127,11 +127,13 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
     if rows == 1 and lengths is not None and lengths.size > 1:  # packed; one row alone is the same in both forms
         sizes = row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, width)
         if sizes.sum() != width:
-            raise ContractError(f"{SEQUENCE_LENGTHS}: sum {int(sizes.sum())}, but {TOKENS} has {width} tokens")
+            raise ContractError(
+                f"{SEQUENCE_LENGTHS}: sum {int(sizes.sum())}, must be {width}, the number of packed {TOKENS}"
+            )
         targets = _targets(arrays, (1, width - len(sizes)))
     else:
         if width < 2:
-            raise ContractError(f"{TOKENS}: shape [{rows}, {width}], a row needs at least 2 tokens to be trained on")
+            raise ContractError(f"{TOKENS}: shape [{rows}, {width}], rows to train on must have at least 2 tokens")
         targets = _targets(arrays, (rows, width - 1))
         if lengths is None:
             mask = targets[MASK] != 0
@@ -141,7 +143,10 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
             sizes = row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
     if limits.max_length is not None and sizes.max() > limits.max_length:
         row = int(sizes.argmax())
-        raise ContractError(f"{TOKENS}[{row}]: {int(sizes[row])} tokens, the model has {limits.max_length} positions")
+        raise ContractError(
+            f"{TOKENS}[{row}]: {int(sizes[row])} tokens, but the model has {limits.max_length} positions; shorten "
+            "the row"
+        )
     return SentPayload(tokens, sizes, targets, limits)
 
 
@@ -180,8 +185,8 @@ def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) ->
 
 
 def _expect_targets(name: str, array: np.ndarray) -> None:
-    # A cheap check first: a finite sum means that all elements are finite. If it is not finite, an element is not, or
-    # the sum has overflowed; the search below decides.
+    # A cheap check first: if the sum is finite, all elements are. Otherwise an element is not finite, or the sum has
+    # overflowed, which the search below decides.
     with np.errstate(all="ignore"):
         if np.isfinite(array.sum()) and (name != MASK or array.min() >= 0):
             return

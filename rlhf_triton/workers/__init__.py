@@ -1,1 +1,1 @@
-"""Worker processes for user code: how they start, talk to their parent, are limited and are killed."""
+"""Worker processes for user code: starting, communication, limits and killing."""

@@ -1,4 +1,4 @@
-"""Child's side of a worker process: its frames, and its life under a watcher that ends everything it starts."""
+"""The child's side of a worker process: message frames, and a watcher that kills everything that the worker starts."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ MEMORY_BYTES = 4 << 30  # user code that needs more gets MemoryError
 
 
 def frame(message: dict[str, Any]) -> bytes:
-    """Return the bytes of one message: its length, then JSON."""
+    """Encode a message: its length, then JSON."""
     data = json.dumps(message).encode()
     return HEADER.pack(len(data)) + data
 
@@ -52,20 +52,21 @@ def _receive(channel: socket.socket, size: int) -> bytes:
 
 
 def _watch(channel: socket.socket, worker: int) -> int:
-    """Wait until the worker has ended, kill everything that it has started, and return its exit code as shells do.
+    """Wait until the worker has ended and kill everything that it has started; return its exit code as shells do.
 
-    The worker cannot do this on its own: user code in an endless loop never reads the socket, and programs that it has
-    started know nothing about the socket. This process is a subreaper: it becomes the parent of every
-    process below the worker that has lost its own, also in another session.
+    The worker cannot do this itself: user code in an endless loop never reads the socket, and programs that it has
+    started do not know the socket. This process is a subreaper: it becomes the parent of all orphaned descendants of
+    the worker, even in other sessions.
     """
     threading.Thread(target=_kill_without_parent, args=(channel, worker), daemon=True).start()
     while (ended := os.wait())[0] != worker:
         pass
-    with contextlib.suppress(OSError):  # no child is left; or the kernel lists none, and the parent kills the group
+    # No child is left, or the kernel does not list children: then the parent kills the group.
+    with contextlib.suppress(OSError):
         while True:
             for children in Path("/proc/self/task").glob("*/children"):
                 for child in children.read_text().split():
-                    os.kill(int(child), signal.SIGKILL)  # its children are then this process's
+                    os.kill(int(child), signal.SIGKILL)  # its children become this process's
             os.wait()
     code = os.waitstatus_to_exitcode(ended[1])
     return code if code >= 0 else 128 - code
@@ -82,12 +83,12 @@ def _kill_without_parent(channel: socket.socket, worker: int) -> None:
 
 
 class Parent:
-    """A worker's record of the process that started it."""
+    """A worker's connection to the process that started it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Become a worker, for the arguments SPEC FD: returns in a fork of this process, which watches it.
+        """Fork: this process becomes the watcher, and the constructor returns only in the new process, the worker.
 
-        Exits if the parent has ended meanwhile. Receives `settings`, the first message.
+        `arguments`: SPEC FD. Exits if the parent has already ended. Receives `settings`, the first message.
         """
         self.spec = arguments[0]
         self.channel = socket.socket(fileno=int(arguments[1]))
@@ -107,11 +108,11 @@ class Parent:
         self.settings = receive_frame(self.channel)
 
     def end_forks(self) -> None:
-        """End this process if the user's code has forked it, and returned from it: the worker itself replies."""
+        """End this process if it is a fork from which user code has returned: only the worker itself may reply."""
         if os.getpid() != self._own_id:
             os._exit(0)
 
     def reply(self, message: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Send the answer to a message, whose number it repeats."""
+        """Send the answer to a message, with the message's number."""
         self.end_forks()
         self.channel.sendall(frame({"number": message["number"], **answer}))

@@ -1,7 +1,7 @@
-"""Worker processes that run a user's code: one protocol for reward functions, environments and agents.
+"""Worker processes that run user code, for reward functions, environments and agents.
 
-A call is one message and one answer with the same number, in frames over a socket (see `child.py`). A worker that ends,
-sends anything else, or lets a call take too long is killed with everything that it has started; its other calls are
+A call is a message and an answer with the same number, in frames over a socket (see `child.py`). A worker that ends,
+sends anything else, or exceeds a call's time limit is killed with everything that it has started; its other calls are
 lost, and the next caller gets a new worker.
 """
 
@@ -23,11 +23,11 @@ from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.process import how_ended
 from rlhf_triton.workers.child import frame, read_frame
 
-# Of the run itself, so that user code inherits them only if its own option names them.
+# Secrets of the run itself, which user code inherits only if its own option names them.
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
-START_LIMIT_S = 60.0  # for the interpreter and the imports of the user's code
-KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
-WAIT_S = 0.05, 1.0  # shortest and longest time between two looks at a call's clock, which need not advance
+START_LIMIT_S = 60.0  # time limit for the interpreter and the imports of the user's code
+KILL_LIMIT_S = 10.0  # time limit for a worker's watcher, which programs that fork fast could keep busy
+WAIT_S = 0.05, 1.0  # shortest and longest interval for reading a call's clock, which need not advance
 
 Answer = dict[str, Any]
 
@@ -38,8 +38,8 @@ class Worker:
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.load = 0  # what its callers have given it: calls, or instances
-        self.is_ready = False  # once it has imported the user's code
+        self.load = 0  # set by callers: number of calls or instances
+        self.is_ready = False  # True once the worker has imported the user's code
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -49,17 +49,17 @@ class Worker:
         self.ended = asyncio.create_task(self._receive())
 
     def is_usable(self) -> bool:
-        """Return whether it can take another call."""
+        """Return whether the worker can take another call."""
         return self.is_ready and self._process.poll() is None
 
     async def ask(self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None) -> Answer:
-        """Send a message and return its answer; after `limit_s`, kill the process.
+        """Send a message and return the worker's answer; kill the process after `limit_s`.
 
-        An answer without a reply of the worker has `error`, and `lost` if the process has ended without this call's
-        fault.
+        If the worker does not answer, the answer has `error`, and `lost` if the process has ended through no fault of
+        this call.
 
         Args:
-            clock: returns the time in seconds; it need not advance all the time.
+            clock: returns the time in seconds for the limit; it may stand still at times.
         """
         if self._end:
             return {"error": self._end, "lost": True}
@@ -72,40 +72,40 @@ class Worker:
             await asyncio.wait([future], timeout=min(max(left, WAIT_S[0]), WAIT_S[1]))
         if future.done():
             return future.result()
-        self.kill(f"the worker process was killed, as another call took longer than {limit_s:g} s")
+        self.kill(f"the worker process was killed, because another call took longer than {limit_s:g} s")
         return {"error": f"took longer than {limit_s:g} s and was killed"}
 
     def kill(self, why: str = "") -> None:
-        """Begin to kill the process and everything it started; `ended` is done when it is over."""
+        """Start killing the process and everything that it has started; `ended` is done when all have ended."""
         self.is_ready = False
         self._end = self._end or why
-        self._writer.transport.abort()  # its watcher kills and reaps everything then
+        self._writer.transport.abort()  # makes the watcher kill and reap everything
 
     async def _receive(self) -> None:
-        """Deliver answers until the socket is closed, or something wrong arrives; then see to the process's end."""
+        """Deliver answers until the socket is closed or an invalid one arrives; then kill and reap the process."""
         try:
             while True:
                 answer = await read_frame(self._reader)
                 future = self._pending.pop(answer["number"])
-                if not future.done():  # otherwise its caller has been cancelled
+                if not future.done():  # otherwise the caller has been cancelled
                     future.set_result(answer)
         except (asyncio.IncompleteReadError, OSError):
             pass
-        except Exception:  # user code can write to the socket: whatever it sends ends the worker
-            self._end = "the worker process sent what is no answer"
+        except Exception:  # user code can write to the socket: anything invalid ends the worker
+            self._end = "the worker process sent an invalid answer"
         self.kill()
-        how = await asyncio.to_thread(self._bury)
+        how = await asyncio.to_thread(self._reap)
         self._end = self._end or how
         for future in self._pending.values():
             if not future.done():
                 future.set_result({"error": self._end, "lost": True})
 
-    def _bury(self) -> str:
-        """Wait until the process and all that it started have ended; return how."""
+    def _reap(self) -> str:
+        """Wait until the process and everything that it has started have ended; return how the process ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_LIMIT_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # for the case that the watcher was killed, or hangs
+            os.killpg(self._process.pid, signal.SIGKILL)  # in case the watcher was killed or hangs
         code = self._process.wait()
         return f"the worker process {how_ended(code if code <= 128 else 128 - code)}"
 
@@ -128,8 +128,9 @@ class Workers:
             module: the child's side.
             spec: the user's code, as `path/to/file.py:name` or `package.module:name`.
             settings: first message to each worker, which answers it when it has imported the code.
-            hidden_variables: environment variables that they do not inherit, besides the secrets of every run.
-            own_variable: one of these that they do inherit.
+            hidden_variables: environment variables that the workers do not inherit, in addition to the secrets of every
+                run.
+            own_variable: a hidden variable that they inherit nevertheless.
         """
         self._module = module
         self._spec = spec
@@ -137,12 +138,12 @@ class Workers:
         self._number = number
         hidden = {*hidden_variables, *SECRETS} - {own_variable}
         self._environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        self._workers: list[Worker] = []  # those that are ending, too
+        self._workers: list[Worker] = []  # includes workers that are ending
         self._starting = asyncio.Lock()
         self._is_closed = False
 
     async def start(self) -> None:
-        """Start the workers. Raises FunctionError, with no process left, if one of them cannot import the code."""
+        """Start the workers. If one cannot import the code, ends all of them and raises FunctionError."""
         try:
             await self.least_loaded()
         except BaseException:
@@ -150,20 +151,20 @@ class Workers:
             raise
 
     async def least_loaded(self) -> Worker:
-        """Return the worker with the lowest load, after those that are missing have been started.
+        """Start missing workers, then return the worker with the lowest load.
 
-        Raises FunctionError if one cannot be started.
+        Raises FunctionError if a worker cannot be started.
         """
         async with self._starting:
             self._workers = [worker for worker in self._workers if not worker.ended.done()]
             missing = self._number - sum(worker.is_usable() for worker in self._workers)
             await asyncio.gather(*(self._start_one() for _ in range(missing)))
         usable = [worker for worker in self._workers if worker.is_usable()]
-        # If they have died since, the last one is chosen, which says how.
+        # If all have died since, choose the last one: its answer says how it ended.
         return min(usable or self._workers[-1:], key=lambda worker: worker.load)
 
     async def close(self) -> None:
-        """Kill all workers; calls that are not answered are lost."""
+        """Kill all workers; unanswered calls are lost."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill("its workers have been killed")
@@ -180,7 +181,7 @@ class Workers:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=self._environment,
-                start_new_session=True,  # a process group of its own, for `_bury`
+                start_new_session=True,  # a separate process group, for `_reap`
             )
         worker = Worker(process, *await asyncio.open_connection(sock=ours))
         self._workers.append(worker)
@@ -188,7 +189,7 @@ class Workers:
             answer = await worker.ask(self._settings, START_LIMIT_S)
             worker.is_ready = answer.get("ready", False)
         finally:
-            if not worker.is_ready:  # also if this was cancelled
+            if not worker.is_ready:  # also if this coroutine was cancelled
                 worker.kill()
         if not worker.is_ready:
             cause = answer.get("refused") or f"{self._spec} cannot be imported: {answer['error']}"
@@ -196,13 +197,13 @@ class Workers:
 
 
 def interpreter() -> str:
-    """Return the path of a Python for child processes.
+    """Return the path of a Python interpreter for child processes.
 
-    In Triton's stub process `sys.executable` may be the stub, or empty.
+    In Triton's stub process, `sys.executable` may be the stub, or empty.
     """
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
     found = shutil.which("python3")
     if found is None:
-        raise RlhfError("child processes need a python3 on PATH, and there is none")
+        raise RlhfError("there is no python3 on PATH, which child processes need; install it, or correct PATH")
     return found

@@ -264,7 +264,7 @@ def test_tools_that_the_policy_would_not_see_are_named(agents: Agents, caplog: p
     ):
         agent._chat = Chat(tokenizer_of(template=CHATML.replace(seen, unseen)), agent._chat.tools)
         if "tool" in unseen:
-            with pytest.raises(TemplateError, match="leaves out the role 'tool'"):
+            with pytest.raises(TemplateError, match="omits messages of the role 'tool'"):
                 agent.check_prompts(chats)
         else:
             agent.check_prompts(chats)
@@ -345,7 +345,7 @@ def test_a_template_that_removes_thoughts_begins_another_row(agents: Agents, cap
     assert seen == found.tokens[: found.turns[-1].start].tolist()
     assert [turn.number for row in (first, found) for turn in row.turns] == [1, 2, 3, 4]
     left_out, another = caplog.messages
-    assert "leaves out the reasoning in contents" in left_out
+    assert "omits the reasoning in contents" in left_out
     assert "thoughts" in another
     assert "another row of the same group" in another
 

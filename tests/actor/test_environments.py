@@ -193,7 +193,7 @@ async def test_a_worker_with_a_call_that_hangs_is_killed_and_loses_its_other_ins
         with pytest.raises(EnvironmentFailed, match="step: took longer than 600 s and was killed") as caught:
             await hung.step("hang", late_at_once)
         assert not caught.value.is_lost
-        with pytest.raises(EnvironmentFailed, match="as another call took longer than 600 s") as caught:
+        with pytest.raises(EnvironmentFailed, match="because another call took longer than 600 s") as caught:
             await waiting
         assert caught.value.is_lost
         await hung.close()

@@ -323,7 +323,7 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monke
     given = [Prompt("", "", tokens) for tokens in prompts]
     written_by.run(given, lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
     assert sorted(found) == list(enumerate(expected))  # each once
-    assert (written_by.memory.count, written_by.memory.size) == (2, 2)
+    assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
 
 # ---- Policy.generate: what ends a response ----

@@ -397,7 +397,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, llama: Path, damage: Callable[[
     (file,) = save(tmp_path, policy).glob("*.safetensors")
     damage(file)
     before = parameters(policy)
-    with pytest.raises(DamagedCheckpoint, match=f"{file} (is damaged: digest|cannot be read: No such file)"):
+    with pytest.raises(DamagedCheckpoint, match=f"{file} (is damaged: its digest|cannot be read: No such file)"):
         load_checkpoint(tmp_path, 1, states(policy))
     assert all(map(torch.equal, parameters(policy).values(), before.values()))
 

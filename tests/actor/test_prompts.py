@@ -85,7 +85,9 @@ TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which UTF-8 cannot encode; fix or drop the row"
 USER, REPLY = user("x"), assistant("y")
-LEFT_OUT = "the policy's chat template leaves out the role 'tool'; give the message another role, or use a template"
+LEFT_OUT = (
+    "the policy's chat template omits messages of the role 'tool'; give the message another role, or use a template"
+)
 IMAGE = {"type": "image", "image": "x.png"}
 
 
@@ -120,19 +122,22 @@ IMAGE = {"type": "image", "image": "x.png"}
             )
         ),
         ([{"messages": [USER, {"role": "gpt", "content": "Hi"}]}], "prompts.jsonl:1: messages ends with the assistant"),
-        ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas, or its JSO"),
-        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template leaves out the to"),
+        ([{"prompt": [USER], "tools": "search"}], "prompts.jsonl:1: tools: must be a list of JSON schemas for the"),
+        ([{"prompt": [USER], "tools": [{}]}], "prompts.jsonl:1: prompt: the policy's chat template omits the to"),
         ([{"prompt": [USER], "chat_template_kwargs": 3}], "prompts.jsonl:1: chat_template_kwargs: must be an object"),
         (
             [{"prompt": [USER], "chat_template_kwargs": {"tokenize": True}}],
-            "prompts.jsonl:1: chat_template_kwargs: 'tokenize' is no variable of a chat template; remove it",
+            "prompts.jsonl:1: chat_template_kwargs: 'tokenize' is reserved; remove it",
         ),
         (['{"text": "raise"}'], "prompts.jsonl:1: cannot be tokenised: TextEncodeInput must be Union"),
         (['{"text": "panic"}'], "prompts.jsonl:1: cannot be tokenised: no entry found for key"),
         (['{"text": "abcdef"}'], f"prompts.jsonl:1: 6 {TOKENS}"),
         ([{"messages": [{"from": "human", "value": "x"}]}], 'prompts.jsonl:1: messages[0]: must be {"role": …, '),
         ([{"messages": [USER, {"role": "user"}]}], "prompts.jsonl:1: messages[1].content: missing or null, must be a"),
-        ([{"prompt": [{**USER, "content": [IMAGE]}]}], "prompts.jsonl:1: prompt[0].content: a part of type 'image'"),
+        (
+            [{"prompt": [{**USER, "content": [IMAGE]}]}],
+            "prompts.jsonl:1: prompt[0].content: has a part of type 'image'",
+        ),
         ([{"messages": 3}], 'prompts.jsonl:1: messages: must be a list of {"role": …, "content": …}, got 3'),
         (["", " "], "prompts.jsonl has no prompts"),
     ],

@@ -641,7 +641,9 @@ def test_a_last_message_with_more_than_its_content_is_the_reply(tmp_path: Path, 
         assert sample.metadata == {"messages": [QUESTION], "response": text, "reply_messages": [reply]}
     pairs, field = Reader(tmp_path, theirs, text="pair"), [*more][-1]
     for sentence, known in ways:
-        with pytest.raises(ContractError, match=rf"metadata\[0\]: the reply has {field}, but this model reads its con"):
+        with pytest.raises(
+            ContractError, match=rf"metadata\[0\]: the reply has {field}, but this model reads only its con"
+        ):
             pairs_ids(pairs, [(sentence, known)])
 
 
@@ -649,7 +651,7 @@ def test_tools_that_a_reward_models_template_does_not_know_are_refused_or_left_o
     POLICY.save_pretrained(tmp_path)
     metadata = {"messages": [QUESTION], "tools": [{"name": "look"}], "response": " A day."}
     known: dict[str, Any] = {"limits": Limits(vocab_size=1 << 20), "add_special_tokens": True}
-    with pytest.raises(ContractError, match=r"leaves out the tools; write a text without them as reward\.template, or"):
+    with pytest.raises(ContractError, match=r"omits the tools; score a text without them \(reward\.template\), or"):
         RowReader(tmp_path, **known).row_of_text(0, "", metadata, "")
     documented = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text().replace("\\|", "|")
     (recipe,) = re.findall(r"`template: \"({% for m .*)\"`", documented)

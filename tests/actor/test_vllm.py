@@ -124,7 +124,7 @@ async def test_sampling_settings_reach_the_server(setup: Setup):
     [
         (
             {"algorithm": {"correction": {"high": 2}}},
-            r"actor.algorithm.correction has no effect: the policy that samples",
+            r"actor.algorithm.correction has no effect, because the updated policy itself samples",
         ),
         ({"generation": VLLM | {"top_k": 5}, "algorithm": {"correction": {"high": 2}}}, r"generation.top_k \(5\)"),
         ({"generation": VLLM | {"min_new_tokens": 3}, "algorithm": {"old_logprobs": "sampler"}}, r"new_tokens \(3\)"),
@@ -134,7 +134,7 @@ async def test_sampling_settings_reach_the_server(setup: Setup):
         ),
         (
             {"generation": VLLM, "algorithm": {"correction": {"low": 3, "high": 2}}},
-            r"actor.algorithm.correction.low \(3\) is above its high \(2\)",
+            r"actor.algorithm.correction.low \(3\) is above actor.algorithm.correction.high \(2\)",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
 from rlhf_triton.learning.ranks import RankLost
-from rlhf_triton.python_backend.models.card import OutOfMemory
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
 from tests.support.samples import logprobs_of, tokens_of
 
@@ -109,7 +109,7 @@ def test_a_card_without_room_for_merged_layers_decodes_with_adapters_apart(
     monkeypatch.setattr(type(layer), "get_delta_weight", limited)
     assert torch.equal(tokens_of(generate(policy)), tokens_of(expected))
     assert "generation keeps the adapters apart" in caplog.text
-    assert policy.generation.memory.count == 0
+    assert policy.generation.memory.num_halvings == 0
     assert not any(layer.merged for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
 
 

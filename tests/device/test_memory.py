@@ -21,7 +21,7 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, card_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
@@ -72,7 +72,7 @@ def test_out_of_memory_does_not_change_a_policy_update(
         update(policy, 0)  # creates the optimizer's state
     expected, most = needed(lambda: update(large, 1))
     stats = with_room_for(share * most, lambda: update(small, 1))
-    assert small.trained.memory.count >= 1
+    assert small.trained.memory.num_halvings >= 1
     assert small.trained.memory in small.halvings
     assert "(actor.policy.token_budget)" in caplog.text
     assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -94,7 +94,7 @@ def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, refe
     policy.logprobs(rollout, reference=reference)
     expected, most = needed(lambda: policy.logprobs(rollout, reference=reference))
     halves = with_room_for(0.6 * most, lambda: policy.logprobs(rollout, reference=reference))
-    assert policy.trained.memory.count >= 1
+    assert policy.trained.memory.num_halvings >= 1
     torch.testing.assert_close(halves, expected, rtol=0, atol=1e-5)
 
 
@@ -150,16 +150,23 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
     progress = SidecarProgress(run.config, journal, epoch=1, stop=threading.Event())
     sizes = {"card_bytes": 1, "card_peak_bytes": 40, "card_reserved_bytes": 41, "card_size_bytes": 80}
     memory = {name: size * GIB for name, size in sizes.items()}
-    progress.log_update(1, 1, UpdateReport(0.5, 1.0, 1e-5, 1, 0, 2.0, memory=memory), None)
+    progress.log_update(
+        1,
+        1,
+        UpdateReport(
+            loss_mean=0.5, grad_norm=1.0, lr=1e-5, optimizer_steps=1, skipped_steps=0, seconds=2.0, memory=memory
+        ),
+        None,
+    )
     critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a card's memory
-    failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=Halving("x", remedy="y")), critic=critic)
-    failed.trained.memory.count = 3
+    failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=MemoryBudget("x", remedy="y")), critic=critic)
+    failed.trained.memory.num_halvings = 3
     publisher: Any = SimpleNamespace(rejected=0)
     progress.log_failure(2, 1, "no memory", publisher, failed)
     exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}
     assert exported["rlhf_trainer_card_peak_bytes"] == 40 * GIB
     assert exported["rlhf_trainer_out_of_memory"] == 3
-    journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
+    journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
     (actor,) = [line for line in status.status(run.config) if line.startswith("actor")]
     assert actor.endswith("; 0.0 GiB on its GPU of 80.0 GiB, at most 0.0")
     assert "; 1.0 GiB on its GPU of 80.0 GiB, at most 40.0;" in status._sidecar(run.config)

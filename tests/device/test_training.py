@@ -211,7 +211,7 @@ def trained_critics(ranks: Ranks, root: Path) -> list[dict[str, Any]]:
     ranks.announce = lambda *_, **__: None
     found = []
     for family in CRITICS:
-        ranks.together(lambda folder=root / f"{family} version": folder.mkdir(exist_ok=True))
+        ranks.run_on_all_ranks(lambda folder=root / f"{family} version": folder.mkdir(exist_ok=True))
         update = load_critic_update(root, family, ranks=ranks)
         report = update.train(payload() if ranks.rank == 0 else None, lambda _: None)
         canary = update.critic.values([CANARY])[0].tolist()

@@ -184,7 +184,7 @@ async def test_a_message_that_the_template_leaves_out_is_refused():
     for changed, where in (
         (
             TEMPLATE.replace("in messages", "in messages if m.role != 'system'"),
-            "[0]: the policy's chat template leaves",
+            "[0]: the policy's chat template omits",
         ),
         (TEMPLATE.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), "[1].content: the policy's chat"),
     ):

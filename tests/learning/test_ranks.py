@@ -54,7 +54,7 @@ def failures(ranks: Ranks) -> Any:
             return ranks.rank
 
         try:
-            seen.append(ranks.together(work))
+            seen.append(ranks.run_on_all_ranks(work))
         except (OSError, RankFailed) as caught:
             seen.append((type(caught).__name__, str(caught)))
     return seen
@@ -112,4 +112,4 @@ def dying(ranks: Ranks, lost: int) -> None:
     if ranks.rank:
         ranks.operations.follow({})
     else:
-        ranks.together(lambda: None)
+        ranks.run_on_all_ranks(lambda: None)

@@ -38,7 +38,7 @@ def write(ranks: Ranks, folder: Path) -> int:
     model = a_model(0)
     shard(model, ranks)
     for name in ("slices", "checkpoint", "again"):
-        ranks.together(lambda name=name: (folder / name).mkdir(exist_ok=True))
+        ranks.run_on_all_ranks(lambda name=name: (folder / name).mkdir(exist_ok=True))
     write_slices(model.state_dict(), folder / "slices", ranks)
     for name in ("checkpoint", "again"):
         write_one_file_per_rank(model.state_dict(), folder / name, ranks)

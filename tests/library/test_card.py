@@ -21,8 +21,9 @@ from tritonclient.utils import InferenceServerException
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.connection import trouble_of
 from rlhf_triton.client.errors import Kind
-from rlhf_triton.python_backend.models.card import Halving, OutOfMemory, is_device_error, is_out_of_memory
+from rlhf_triton.python_backend.models.card import is_device_error
 from rlhf_triton.python_backend.models.modeling import RewardModel, load_reward
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, is_out_of_memory
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.trainer.publish import initialise_store
@@ -51,10 +52,10 @@ def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
 def test_every_row_is_done_once_and_in_order_whatever_fits(most: int):
-    halving = Halving("critic.token_budget", remedy=REMEDY)
-    parts = halving.in_parts(fits(most), range(20))
+    budget = MemoryBudget("critic.token_budget", remedy=REMEDY)
+    parts = budget.run_in_parts(fits(most), range(20))
     assert [row for part in parts for row in part] == list(range(20))
-    assert halving.count == len(parts) - 1
+    assert budget.num_halvings == len(parts) - 1
     assert max(map(len, parts)) <= most
 
 
@@ -69,36 +70,36 @@ def test_a_failed_attempt_holds_no_memory_while_it_is_repeated():
         held.add(tensor)
         return len(fits(1)(rows))
 
-    assert Halving("x", remedy=REMEDY).in_parts(work, range(4)) == [1, 1, 1, 1]
+    assert MemoryBudget("x", remedy=REMEDY).run_in_parts(work, range(4)) == [1, 1, 1, 1]
     gc.unfreeze()
 
 
 def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
-    halving = Halving("actor.policy.token_budget", 1000, remedy=REMEDY)
+    budget = MemoryBudget("actor.policy.token_budget", 1000, remedy=REMEDY)
     work = Mock(side_effect=lambda size: fits(30)(range(min(size, 100))) and size)
     with caplog.at_level(logging.WARNING):
-        assert [halving.repeat(work, least=7, most=100) for _ in range(2)] == [25, 25]
+        assert [budget.run(work, least=7, most=100) for _ in range(2)] == [25, 25]
     assert [call.args for call in work.call_args_list] == [(1000,), (50,), (25,), (25,)]
-    assert halving.count == 2
+    assert budget.num_halvings == 2
     assert all("actor.policy.token_budget" in line and "2.00 GiB" not in line for line in caplog.messages)
 
 
 def test_a_row_too_large_alone_is_an_error_and_does_not_shrink_batches():
-    halving = Halving("trainer.token_budget", 64, remedy=REMEDY)
-    with pytest.raises(OutOfMemory, match=r"one row alone.*CUDA out of memory.*; lower max_length$"):
-        halving.in_parts(fits(0), range(4))
-    with pytest.raises(OutOfMemory, match=r"one row alone.*; lower max_length$"):
-        halving.repeat(lambda size: fits(1)(range(size)), least=10, most=64)
-    assert halving.size == 64  # other rows may fit
-    assert (halving.new(), halving.new()) == (2 + 3, 0)
+    budget = MemoryBudget("trainer.token_budget", 64, remedy=REMEDY)
+    with pytest.raises(OutOfMemory, match=r"a single row.*CUDA out of memory.*; lower max_length$"):
+        budget.run_in_parts(fits(0), range(4))
+    with pytest.raises(OutOfMemory, match=r"a single row.*; lower max_length$"):
+        budget.run(lambda size: fits(1)(range(size)), least=10, most=64)
+    assert budget.size == 64  # other rows may fit
+    assert (budget.new_halvings(), budget.new_halvings()) == (2 + 3, 0)
 
 
 def test_other_errors_are_raised_at_once():
-    halving, work = Halving("x", 8, remedy=REMEDY), Mock(side_effect=RuntimeError("CUDA error: an illegal access"))
-    for attempt in (lambda: halving.in_parts(work, [1, 2]), lambda: halving.repeat(work, least=1, most=8)):
+    budget, work = MemoryBudget("x", 8, remedy=REMEDY), Mock(side_effect=RuntimeError("CUDA error: an illegal access"))
+    for attempt in (lambda: budget.run_in_parts(work, [1, 2]), lambda: budget.run(work, least=1, most=8)):
         with pytest.raises(RuntimeError, match="illegal"):
             attempt()
-    assert (halving.count, work.call_count) == (0, 2)
+    assert (budget.num_halvings, work.call_count) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -224,5 +225,5 @@ def test_out_of_memory_explains_a_lost_rank(tmp_path: Path, monkeypatch: pytest.
     finally:
         ranks.close()
         torch.distributed.destroy_process_group()
-    expected = f"rank {rank} has run out of the memory of cpu (CUDA out of memory); lower token_budget"
+    expected = f"rank {rank} ran out of memory on cpu (CUDA out of memory); lower token_budget"
     assert [reason.endswith(expected) for reason in lost] == [True]

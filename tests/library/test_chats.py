@@ -40,7 +40,7 @@ CALLS = (
     "{% endfor %}"
 )
 CHANGED = "{% for m in messages %}{{ m.content | trim | upper | replace('</THINK>', '') | truncate(20) }}{% endfor %}"
-LOST = "the policy's chat template leaves it out of a message of the role 'assistant'"
+LOST = "the policy's chat template omits it in messages of the role 'assistant'"
 CALLS_OF = [{"function": {"name": name, "arguments": {"at": "it"}}} for name in ("look", "see")]
 TWO_CALLS, REASONED = {**CALL, "tool_calls": CALLS_OF}, {**REPLY, "reasoning_content": "Hm."}
 NAMES = (
@@ -67,26 +67,34 @@ ALTERNATING = (
         (
             CHATML,
             [{**USER, "role": "human"}, REPLY],
-            "[0]: the role 'human' is none of system, user, assistant, tool, nor",
+            "[0]: the role 'human' is neither one of system, user, assistant, tool nor",
         ),
-        (FEW, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'; give the message"),
-        (FEW, [USER, TOOL, REPLY], "[1]: the policy's chat template leaves out the role 'tool'"),
-        (FIRST_SYSTEM, [USER, SYSTEM, USER], "[1]: the policy's chat template leaves out the role 'system'"),
+        (
+            FEW,
+            [SYSTEM, USER, REPLY],
+            "[0]: the policy's chat template omits messages of the role 'system'; give the message",
+        ),
+        (FEW, [USER, TOOL, REPLY], "[1]: the policy's chat template omits messages of the role 'tool'"),
+        (FIRST_SYSTEM, [USER, SYSTEM, USER], "[1]: the policy's chat template omits messages of the role 'system'"),
         (FIRST_SYSTEM, [SYSTEM, USER, {**SYSTEM, "content": " "}], None),  # which says nothing
-        (LAST_SYSTEM, [SYSTEM, USER, REPLY], "[0]: the policy's chat template leaves out the role 'system'"),
+        (LAST_SYSTEM, [SYSTEM, USER, REPLY], "[0]: the policy's chat template omits messages of the role 'system'"),
         (JSON_TOOLS, [USER, {**TOOL, "role": "ipython"}], None),
         (CHANGED, [{**USER, "content": "a long question </think>" * 9}, REPLY], None),
         (R1, [USER, {**REPLY, "content": "<think>Hm.</think>"}, USER], None),
         ("{{ messages[-1].content }}", [SYSTEM, USER, REPLY], None),  # it chooses by position
-        ("{{ messages[0].content }}", [USER, REPLY], "[1]: the policy's chat template leaves out the role 'assistant'"),
+        (
+            "{{ messages[0].content }}",
+            [USER, REPLY],
+            "[1]: the policy's chat template omits messages of the role 'assistant'",
+        ),
         (CALLS, [USER, CALL, TOOL], None),
-        (CALLS, [USER, SPOKEN_CALL, TOOL], f"[1].content: {LOST}; write it in a message of its own"),
-        (CHATML, [USER, CALL, TOOL], f"[1].tool_calls[0].function.name: {LOST}; write it in the content"),
+        (CALLS, [USER, SPOKEN_CALL, TOOL], f"[1].content: {LOST}; move it to a separate message"),
+        (CHATML, [USER, CALL, TOOL], f"[1].tool_calls[0].function.name: {LOST}; move it to the content"),
         (NAMES, [USER, CALL], None),
         (NAMES, [USER, TWO_CALLS], f"[1].tool_calls[0].function.arguments: {LOST}"),
         (FIRST_CALL, [USER, TWO_CALLS], f"[1].tool_calls[1].function.name: {LOST}"),
         (CHATML, [USER, {**TOOL, "name": "look", "tool_call_id": "1"}, {**REPLY, "refusal": "", "weight": 1}], None),
-        (CHATML, [USER, {**REPLY, "refusal": "No."}], f"[1].refusal: {LOST}; write it in the content, remove it, or"),
+        (CHATML, [USER, {**REPLY, "refusal": "No."}], f"[1].refusal: {LOST}; move it to the content, remove it, or"),
         (CHATML, [USER, {**REPLY, "notes": {"seen": ["it"]}}], f"[1].notes.seen[0]: {LOST}"),
         (CHATML, [USER, REASONED, USER], f"[1].reasoning_content: {LOST}"),
         (THINKING, [USER, REASONED], None),
@@ -110,10 +118,10 @@ def test_a_message_that_the_template_leaves_out_is_refused(
 @pytest.mark.parametrize(
     ("template", "reply", "said"),
     [
-        (THINKING, REASONED, "reasoning_content of earlier messages"),
+        (THINKING, REASONED, "reasoning_content in earlier messages"),
         (R1, {**REPLY, "content": "<think>Hm.</think>Hi"}, "the reasoning in contents, before </think>"),
         (CHATML, {**REPLY, "content": "<think>Hm.</think>Hi"}, None),
-        (CHATML, {**REPLY, "name": "Ada"}, "the name of a message of the role 'assistant'"),
+        (CHATML, {**REPLY, "name": "Ada"}, "the name in messages of the role 'assistant'"),
     ],
 )
 def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
@@ -123,7 +131,7 @@ def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
     for messages in ([USER, reply, USER], [USER, reply, USER, REPLY, USER]):
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert render_chat(tokenizer, messages, {}, owner="policy", generation_prompt=True) == whole
-    assert caplog.messages == ([f"the policy's chat template leaves out {said}"] if said else [])
+    assert caplog.messages == ([f"the policy's chat template omits {said}"] if said else [])
 
 
 def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch):

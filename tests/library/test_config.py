@@ -81,21 +81,21 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         ("1: 2", "my.yaml is not valid YAML: line 1: the key 1 must be text, but YAML reads it as int; put it in quot"),
         ("{rewards: {a: {options: {\non: 1}}}}", "line 2: the key rewards.a.options.on must be text, but YAML reads"),
-        ("run: {dir: a}\nactor: {}\nrun: {seed: 1}", "line 3: run is given twice, first in line 1; keep one of them"),
-        ("actor:\n kl:\n  coef: 1\n  'coef': 1", "line 4: actor.kl.coef is given twice, first in line 3"),
-        ("actor: {prompts: {files: [{path: a}, {path: b, path: c}]}}", "actor.prompts.files.1.path is given twice"),
-        ("rewards: {a: {options: {b: [{c: {d: 1, d: 2}}]}}}", "line 1: rewards.a.options.b.0.c.d is given twice"),
+        ("run: {dir: a}\nactor: {}\nrun: {seed: 1}", "line 3: run occurs twice, first in line 1; keep one of them"),
+        ("actor:\n kl:\n  coef: 1\n  'coef': 1", "line 4: actor.kl.coef occurs twice, first in line 3"),
+        ("actor: {prompts: {files: [{path: a}, {path: b, path: c}]}}", "actor.prompts.files.1.path occurs twice"),
+        ("rewards: {a: {options: {b: [{c: {d: 1, d: 2}}]}}}", "line 1: rewards.a.options.b.0.c.d occurs twice"),
         (
             "reward: &a {threads: 1}\ncritic: {<<: *a, <<: *a}",
-            "line 2: critic.<< is given twice, first in line 2; writ",
+            "line 2: critic.<< occurs twice, first in line 2; writ",
         ),
         ("run: &a {dir: *a}", "line 1: run.dir contains itself; remove its alias"),
-        ("run: {dir: a}\n---\nrun: {dir: b}", "line 2, column 1: a second document begins here, which would not be"),
+        ("run: {dir: a}\n---\nrun: {dir: b}", "line 2, column 1: a second document starts here, which would be"),
         ("run:\n\tdir: a", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
-        ("actor: {steps: 010}", "line 1, column 16: 010 begins with 0, which some read as octal"),
+        ("actor: {steps: 010}", "line 1, column 16: 010 starts with 0, which YAML 1.1 reads as octal"),
         ("actor: {max_minutes: 1:30}", "actor.max_minutes: Input should be a valid number, unable to parse string"),
         ("run: {dir: \0}", "my.yaml is not valid YAML: unacceptable character #x0000"),
-        ("[" * 5000, "my.yaml is not valid YAML: its values are nested too deeply"),
+        ("[" * 5000, "my.yaml is not valid YAML: the values are nested too deeply"),
         ("reward: {standardization: off}", "(got False)"),
         (
             "run: {run_id: no}",
@@ -110,7 +110,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         (
             "environment: {class: a.py:B, max_tokens: 512}",
-            "environment.max_tokens (512), which a whole trajectory may have, must be above actor.prompts.max_tokens",
+            "environment.max_tokens (512), the limit of a whole trajectory, must be above actor.prompts.max_tokens",
         ),
         (
             "{environment: {class: a.py:B, truncated: bootstrap}, actor: {algorithm: {name: reinforce++}}}",
@@ -126,9 +126,12 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ),
         (
             "{environment: {class: a.py:B}, reward: {model: checkpoints/mine}}",
-            "reward.model (checkpoints/mine) has no effect: with an environment, rewards names what counts beside its",
+            "reward.model (checkpoints/mine) has no effect: with an environment, only its own rewards and the terms in",
         ),
-        ("rewards: {a: {function: a.py:f, weight: 0}}", "rewards.a.weight is 0, so every reward would be 0; set one"),
+        (
+            "rewards: {a: {function: a.py:f, weight: 0}}",
+            "rewards.a.weight is 0, so every reward would be 0; set at least one",
+        ),
         (
             "rewards: {model: {weight: 0}, a: {function: a.py:f, weight: 0}}",
             "rewards.model.weight and rewards.a.weight are 0, so every reward would be 0",
@@ -159,7 +162,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "trainer: {publish: {format: adapter}}",
             "trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged",
         ),
-        ("trainer: {lora_targets: [q_proj]}", "need trainer.lora_rank above 0; set it, or remove them"),
+        (
+            "trainer: {lora_targets: [q_proj]}",
+            "needs trainer.lora_rank above 0; set it, or remove trainer.lora_targets",
+        ),
         (
             "trainer: {freeze: ['*embed*']}",
             "'*embed*' is not a regular expression (nothing to repeat at position 0); give",
@@ -170,12 +176,15 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {checkpoint: a}", "unknown key reward.checkpoint; did you mean reward.model?"),
         ("reward: {model_name_or_path: a}", "unknown key reward.model_name_or_path; did you mean reward.model?"),
         ("model: a", "did you mean reward.model (to serve it) or actor.policy.model (to train it)?"),
-        ("reward: {value_head_prefix: a}", "there is no such setting here: the head is found by config.json and"),
-        ("actor: {policy: {load_in_8bit: true}}", "there is no such setting here: weights are float32 or bfloat16"),
+        ("reward: {value_head_prefix: a}", "this project has no such setting: the head is found by config.json and"),
+        ("actor: {policy: {load_in_8bit: true}}", "this project has no such setting: weights are float32 or bfloat16"),
         ("critic: {weight_decay: 1}", "unknown key critic.weight_decay; did you mean trainer.optimizer.weight_decay?"),
         ("run: {name: a}", "unknown key run.name; known: run.dir, run.run_id, "),
         ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
-        ("actor: {algorithm: {name: DPO}}", "DPO trains on given answers, this project on those that the policy sampl"),
+        (
+            "actor: {algorithm: {name: DPO}}",
+            "DPO trains on given answers, but this project on answers that the policy sampl",
+        ),
         (
             "reward: {token_budget: lots}",
             "my.yaml: reward.token_budget: Input should be a valid integer, unable to parse string as an",
@@ -219,7 +228,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {kl: {coef: 0, target: 6}}", "actor.kl.target (6) scales actor.kl.coef, which is 0 and stays 0"),
         (
             "trainer: {optimizer: {max_steps: 9}}",
-            "trainer.optimizer.warmup_steps (10) is more than trainer.optimizer.max_steps (9)",
+            "trainer.optimizer.warmup_steps (10) is above trainer.optimizer.max_steps (9)",
         ),
         (
             "critic: {tensor_parallel: 2, instances: 3}",
@@ -249,13 +258,13 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         *(
             (f"rewards: {{a: {{function: 'a.py:b', options: {options}}}}}", message)
             for options, message in (
-                ("{timeout_s: 3}", "'timeout_s': use the section's own timeout"),
-                ("{a b: 3}", "'a b': not the name of an argument"),
+                ("{timeout_s: 3}", "'timeout_s': set timeout_s of the section instead"),
+                ("{a b: 3}", "'a b': not a valid argument name"),
                 ("{x: .nan}", "not expressible in JSON"),
                 ("[1]", "rewards.a.options"),
             )
         ),
-        ("rewards: {model: {groupwise: true}}", "'model' is the model of the reward section"),
+        ("rewards: {model: {groupwise: true}}", "'model' is the model of the section `reward`"),
         ("a: [", "my.yaml is not valid YAML"),
         (b"\xff\xfe", "my.yaml is not valid YAML"),
     ],
@@ -306,7 +315,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("actor.steps", "override 'actor.steps' must have the form section.key=value"),
         ("=3", "override '=3' must have the form"),
         ("actor.steps=[", "override 'actor.steps=[': the value is not valid YAML"),
-        ("actor={steps: 1, steps: 2}", "the value is not valid YAML: line 1: steps is given twice"),
+        ("actor={steps: 1, steps: 2}", "the value is not valid YAML: line 1: steps occurs twice"),
         ("actor.stepz=3", "override 'actor.stepz=3': unknown key actor.stepz; did you mean actor.steps?"),
         ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
         ("actor..steps=3", "override 'actor..steps=3': unknown key actor."),
@@ -398,7 +407,7 @@ def test_settings_without_effect_are_named_with_the_reason(tmp_path: Path, overr
 
 
 def test_an_unused_reward_model_is_refused(tmp_path: Path):
-    message = "rewards names what counts, and has no term `model`; add rewards.model: {weight: 1.0}, or remove reward.m"
+    message = "`rewards` lists the terms that count, and `rewards` has no term `model`; add rewards.model: {weight"
     for model in ("checkpoints/reward", "checkpoints/mine"):  # the default, too
         with pytest.raises(ConfigError, match=re.escape(f"reward.model ({model}) has no effect: {message}")):
             load(tmp_path, f"reward: {{model: {model}}}", FUNCTION)
@@ -580,9 +589,7 @@ def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
         try:
             load(tmp_path, level % name.replace(".", ": {") + "}" * name.count("."))
         except ConfigError as error:
-            hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {
-                "no such setting here"
-            }
+            hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {"no such setting"}
             if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
                 wrong[name] = str(error)
     assert wrong == {}

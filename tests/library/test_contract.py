@@ -80,9 +80,9 @@ def test_rows_without_lengths_are_whole(shape: tuple[int, ...]):
         (TOKENS.astype(np.float32), LENGTHS, "tokens: dtype float32, must be int64 or int32"),
         (TOKENS[0], LENGTHS, "tokens: shape [4], must be [B, S]"),
         (TOKENS[:0], LENGTHS[:0], "tokens: shape [0, 4], must have at least one row"),
-        (TOKENS[:, :0], None, "sequence_lengths[0]: 0, an empty sequence"),
+        (TOKENS[:, :0], None, "sequence_lengths[0]: 0, must be at least 1"),
         (at(TOKENS, (2, 1), 10), LENGTHS, "tokens[2, 1]: 10 is outside the vocabulary [0, 10)"),
-        (np.ones((1, 7), np.int64), None, "tokens[0]: 7 tokens, the model has 6 positions"),
+        (np.ones((1, 7), np.int64), None, "tokens[0]: 7 tokens, but the model has 6 positions"),
         (TOKENS, at(LENGTHS, (1, 0), 0), "sequence_lengths[1]: 0, must be between 1 and 4, the number of tokens sent"),
         (TOKENS, LENGTHS.T, "sequence_lengths: shape [1, 3], must be [3, 1]"),
     ],
@@ -143,7 +143,7 @@ PADDED = [
     ({"tokens": None}, "tokens: missing"),
     ({"returns": None}, "returns: missing"),
     ({"tokens": TOKENS.astype(np.float64)}, "tokens: dtype float64"),
-    ({"tokens": TOKENS[:, :1]}, "tokens: shape [3, 1], a row needs at least 2 tokens"),
+    ({"tokens": TOKENS[:, :1]}, "tokens: shape [3, 1], rows to train on must have at least 2 tokens"),
     ({"tokens": at(TOKENS, (0, 3), 10)}, "tokens[0, 3]: 10 is outside the vocabulary [0, 10)"),
     ({"returns": padded()["returns"].astype(np.float64)}, "returns: dtype float64, must be float32"),
     ({"returns": at(padded()["returns"], (2, 0), np.nan)}, "returns[2, 0]: nan, must be finite"),
@@ -152,12 +152,12 @@ PADDED = [
     ({"mask": at(padded()["mask"], (0, 2), -1)}, "mask[0, 2]: -1, must not be negative"),
     (
         {"mask": at(padded()["mask"], (1, 1), 1)},
-        "mask[1, 1]: 1, must be 0: a sequence of 2 tokens has one entry fewer",
+        "mask[1, 1]: 1, must be 0, because a sequence of 2 tokens has one entry fewer",
     ),
     ({"sequence_lengths": at(LENGTHS, (0, 0), 5)}, "sequence_lengths[0]: 5, must be between 1 and 4, the"),
 ]
 PACKED = [
-    ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: sum 6, but tokens has 9 tokens"),
+    ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: sum 6, must be 9"),
     ({"sequence_lengths": np.array([4, 0, 5])}, "sequence_lengths[1]: 0"),
     ({"sequence_lengths": np.array([HUGE, HUGE, 11])}, f"sequence_lengths[0]: {HUGE}"),  # sums to 9 in 64 bits
     ({"mask": np.ones((1, 8), np.float32)}, "mask: shape [1, 8], must be [1, 6]"),
@@ -270,17 +270,17 @@ def test_limits_are_inclusive():
         (
             text_bytes,
             (texts(b"abcde", "é".encode()), texts(b"{}", b""), SMALL),
-            "sentences: 9 bytes with the metadata, more than 8 (max_request_tokens): send fewer rows",
+            "sentences: 9 bytes including the metadata exceed 8 (max_request_tokens); send fewer or shorter rows",
         ),
         (
             text_bytes,
             (texts(b"abc", b""), texts(b"{}", b"{   }"), SMALL),
-            "sentences: 10 bytes with the metadata, more than 8 (max_request_tokens)",
+            "sentences: 10 bytes including the metadata exceed 8 (max_request_tokens)",
         ),
         (
             functools.partial(scoring_rows, limits=SMALL),
             (np.zeros((3, 3), np.int64), None),
-            "tokens: 3 rows of 3 tokens, padding included, exceed 8 (max_request_tokens)",
+            "tokens: 3 rows of 3 tokens, including padding, exceed 8 tokens (max_request_tokens)",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_ragged_and_padded_rows_give_the_same_payload():
         ({1: [[1.0, float("nan")]]}, r"^returns\[0\]\[1\]: nan, must be a finite float32"),
         ({1: [torch.ones(2, requires_grad=True)]}, r"^returns\[0\]: .*detach"),
         ({3: [[1, -1]]}, r"^mask\[0\]\[1\]: -1, must not be negative"),
-        ({3: [[0, 0]]}, r"^mask: all 0, there is nothing to train on"),
+        ({3: [[0, 0]]}, r"^mask: all 0, must be above 0 for at least one token"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_named(change: dict[int, Any], told: str):

@@ -538,7 +538,7 @@ def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_
 ):
     journal = Journal(tmp_path, "run")
     with journal.lock():
-        journal.beat(Heartbeat(1, 7, 0, "training", time.time() + ahead_s))
+        journal.write_heartbeat(Heartbeat(1, 7, 0, "training", time.time() + ahead_s))
         error = str(ask(model, "", rewind_to=0)().error)
     assert "the sidecar has made no progress for" in error
     assert "(step 7, micro-batch 0, training)" in error

@@ -329,7 +329,9 @@ def test_a_collector_that_refuses_or_hangs_costs_one_warning(
             with span("lost"):
                 pass
     assert len(received.requests) == 5
-    assert caplog.messages == [f"run.trace_endpoint: {received.url} does not accept spans; they are dropped meanwhile"]
+    assert caplog.messages == [
+        f"run.trace_endpoint: {received.url} does not accept spans; they are dropped until it does"
+    ]
     received.answering.clear()
     monkeypatch.setattr(tracing, "STOP_S", 0.1)
     with tracing.tracing("actor", received.url, "my-run"), span("waiting"):

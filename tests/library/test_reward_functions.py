@@ -147,8 +147,8 @@ def test_a_failure_costs_its_own_sample(make_pool: MakePool):
         "die": "the worker process ended with exit code 3",
         "crash": "the worker process was killed by SIGSEGV",
         "memory": "MemoryError",
-        "nan": "returned nan, must be finite",
-        "infinity": "returned inf, must be finite",
+        "nan": "the function returned nan, but it must return a finite number",
+        "infinity": "the function returned inf, but it must return a finite number",
         "text": "the function returned '1.0', but it must return a number",
         "none": "the function returned None, but it must return a number",
         "print": "",
@@ -313,13 +313,13 @@ def test_a_spec_that_names_no_function_is_refused(spec: str):
         (f"{FILE}:Scaled", {"factr": 1}, "unexpected keyword argument 'factr'"),
         (f"{FILE}:Scaled", {"factor": -1}, "cannot be used with its options: ValueError: factor: -1, must be above 0"),
         (f"{FILE}:num_tokens", {"x": 1}, "unexpected keyword argument 'x'"),
-        (f"{TRL_FILE}:needs_ids", {}, "completion_ids: only TRL's trainer has it"),
+        (f"{TRL_FILE}:needs_ids", {}, "only TRL's trainer can pass completion_ids"),
         (f"{TRL_FILE}:contains", {"limit": 1}, "unexpected keyword argument 'limit'"),
         (SPEC, {"modle": "m"}, "options.modle: 'm': Extra inputs are not permitted"),
         *((SPEC, {"base_url": url}, "options.base_url: must be http://host/v1 or https://") for url in WRONG_URLS),
-        (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be the lowest and the highest score"),
+        (SPEC, {"scale": [5, 1]}, "options.scale: [5, 1], must be the lowest score, then the highest"),
         (SPEC, {"pattern": "("}, "options.pattern: '(': missing )"),
-        (SPEC, {"pattern": "a"}, "options.pattern: 'a', must have one group"),
+        (SPEC, {"pattern": "a"}, "options.pattern: 'a', must have exactly one group"),
         (SPEC, {"rubric": "a\n{% if %}"}, "options.rubric: line 2: "),
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
@@ -377,7 +377,7 @@ def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: Ma
     assert (gaps[0], gaps[4]) == (ScoreOutcome(1.0), ScoreOutcome(0.0))
     assert errors_of(gaps[1:4]) == [
         "the function returned None, but it must return a number",
-        "returned nan, must be finite",
+        "the function returned nan, but it must return a finite number",
         "the function returned 'x', but it must return a number",
     ]
 
@@ -460,7 +460,9 @@ def test_functions_of_trl_with_and_without_options():
     ):
         function = load_function(f"{TRL_FILE}:{name}", options)
         assert (function([one, two]), function(one)) == (scores, scores[0])
-    with pytest.raises(FunctionError, match="solution: no column of the prompts, which have answer, task; rename the"):
+    with pytest.raises(
+        FunctionError, match=r"solution is not a column of the prompts \(columns: answer, task\); rename the"
+    ):
         load_function(f"{TRL_FILE}:accuracy", columns=["answer", "task"])
     with pytest.raises(ValueError, match="returned 2 scores for a group of 1"):
         load_function(f"{TRL_FILE}:one_too_many")(one)
@@ -483,7 +485,7 @@ def test_trl_functions_get_none_for_missing_columns():
     assert function(math_) == 1
     assert function(code) is NOT_APPLICABLE
     assert function([math_, code]) == [1, NOT_APPLICABLE]
-    with pytest.raises(FunctionError, match="trainer_state: only TRL's trainer has it; give the parameter a default"):
+    with pytest.raises(FunctionError, match="only TRL's trainer can pass trainer_state; give the parameter a default"):
         load_function(f"{TRL_FILE}:needs_trainer")
 
 
@@ -724,7 +726,7 @@ def test_the_key_is_sent_and_never_shown(
         asked(row("echo the key late"))
     assert KEY[:3] not in str(cut.value)
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
-    with pytest.raises(FunctionError, match="JUDGE_KEY has spaces or characters") as refused:
+    with pytest.raises(FunctionError, match="JUDGE_KEY contains spaces or characters") as refused:
         judge(server, api_key_env="JUDGE_KEY")
     shown = "".join([repr(asked), str(asked), str(caught.value), str(refused.value), *capfd.readouterr()])
     assert KEY not in shown

@@ -321,7 +321,7 @@ def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_pa
         assert sidecar(journal.changed_at) not in (None, before)
         done(journal, entry)
         assert server(lambda: journal.result(entry)) == Result(entry.name, 1, digest=journal.load(entry)[1])
-        journal.beat(Heartbeat(1, 1, 0, "idle", 0.0))
+        journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
         store.announce(3)
         assert (server(journal.heartbeat), server(store.announced)) == (Heartbeat(1, 1, 0, "idle", 0.0), 3)
         journal.set_aside_after(journal.accept_rewind(run_id=None, target=0))
@@ -432,7 +432,7 @@ def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: 
 def test_an_unreadable_manifest_is_found(store: WeightsStore, text: str):
     add(store, 0)
     (store.folder(0) / "manifest.json").write_text(text, errors="surrogateescape")
-    with pytest.raises(WeightsError, match="version 0: unreadable manifest"):
+    with pytest.raises(WeightsError, match="version 0: cannot read manifest"):
         store.verify_files(0)
 
 
@@ -596,7 +596,7 @@ def test_a_run_is_in_progress_while_it_or_its_only_actor_holds_a_lock(tmp_path: 
     with only_run(tmp_path), only_actor(tmp_path):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(RlhfError, match=r"run.dir: .*/file/run cannot be used: Not a directory; name another"):
+    with pytest.raises(RlhfError, match=r"run.dir: .*/file/run cannot be used: Not a directory; choose another"):
         only_run(tmp_path / "file" / "run").__enter__()
 
 

@@ -162,17 +162,17 @@ def test_a_demanded_version_comes_from_when_current_names_it_until_it_is_rejecte
     follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), list[int]()
     instance.while_loading = lambda number: (loading.set(), go.wait(PATIENCE_S))
     follower.changed = lambda: changes.append(follower.version.number)
-    assert not follower.comes(VersionRange(1))
+    assert not follower.is_arriving(VersionRange(1))
     publish(store, 1.5)
     assert loading.wait(PATIENCE_S)
-    comes = [follower.comes(versions) for versions in (VersionRange(1), VersionRange(2), VersionRange(0, 0))]
-    assert comes == [True, False, False]
+    arriving = [follower.is_arriving(versions) for versions in (VersionRange(1), VersionRange(2), VersionRange(0, 0))]
+    assert arriving == [True, False, False]
     go.set()
     until(lambda: changes == [1])
     bad = publish(store, np.nan)
     until(lambda: changes == [1, 1])
-    assert not follower.comes(VersionRange(bad))
-    assert not Instance(store, swaps=False).follower.comes(VersionRange(0)), "only a fresh process serves it"
+    assert not follower.is_arriving(VersionRange(bad))
+    assert not Instance(store, swaps=False).follower.is_arriving(VersionRange(0)), "only a fresh process serves it"
 
 
 def test_a_damaged_version_is_rejected_once_current_names_it_and_the_old_one_serves_on(

@@ -229,13 +229,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
 
 MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another family": ("qwen2", {}, "is a qwen2 model, but the served model"),
-    "more labels": ("llama", {"num_labels": 2}, "another head than the served"),
+    "more labels": ("llama", {"num_labels": 2}, "but the served model's is"),
     "another size": ("llama", {"intermediate_size": 32}, "intermediate_size in config.json is"),
     "another padding": ("llama", {"pad_token_id": 3}, "pad_token_id in config.json is 3"),
     "more layers": ("llama", {"num_hidden_layers": 3}, "num_hidden_layers in config.json is 3"),
     "not finite": ("llama", {}, "score.weight has values that are not finite"),
     "a shape of its own": ("llama", {}, "does not fit the served model"),
-    "a missing tensor": ("llama", {}, "the weights lack"),
+    "a missing tensor": ("llama", {}, "the weights have no"),
     "cut short": ("llama", {}, "is damaged"),
 }
 

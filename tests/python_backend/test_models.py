@@ -370,7 +370,7 @@ def test_a_model_that_changes_its_logits_after_the_head(tmp_path: Path):
 @pytest.mark.parametrize(
     ("family", "head", "message"),
     [
-        ("llama", "body", r"the weights lack lm_head\.weight"),
+        ("llama", "body", r"the weights have no lm_head\.weight"),
         ("deberta-v3", "body", "no causal language model for deberta-v2 models"),
         *((family, "language", r"is not causal.*set is_decoder: true") for family in ("bert", "roberta")),
     ],
@@ -584,7 +584,7 @@ def test_rows_beyond_max_positions_are_refused_and_padding_is_capped(
     published = json.loads((folder / "config.json").read_text())  # what critic_train reads
     found = (critic.limits.max_length, inspect_checkpoint(folder).max_positions, max_positions(published))
     assert found == (LIMIT, LIMIT, LIMIT)
-    with pytest.raises(ContractError, match=r"tokens\[0\]: 17 tokens, the model has 16 positions"):
+    with pytest.raises(ContractError, match=r"tokens\[0\]: 17 tokens, but the model has 16 positions"):
         scoring_rows(np.ones((1, LIMIT + 1), np.int64), None, limits=critic.limits)
 
 

@@ -396,7 +396,7 @@ class Numbered(Model):
     def number(self, version: Any) -> int:
         return version.number
 
-    def comes(self, demanded: VersionRange) -> bool:
+    def is_arriving(self, demanded: VersionRange) -> bool:
         return demanded.includes(self.coming)
 
     def swap(self, number: int) -> None:

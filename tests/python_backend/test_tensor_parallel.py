@@ -161,10 +161,10 @@ def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block():
     """Its vote on the outer block meets theirs on the inner one; a second vote would wait for one that never comes."""
     group = RankGroup.__new__(RankGroup)
     group._gather_reasons = Mock(side_effect=[{1: "no file"}, {}])  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match="rank 1: no file"), group.together(), group.together():
+    with pytest.raises(CheckpointError, match="rank 1: no file"), group.run_on_all_ranks(), group.run_on_all_ranks():
         pass
     assert group._gather_reasons.call_count == 1
-    with group.together():
+    with group.run_on_all_ranks():
         pass
     assert group._gather_reasons.call_count == 2
 

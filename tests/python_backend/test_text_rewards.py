@@ -483,7 +483,7 @@ def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., A
 def test_names_that_are_not_one_token(tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     for tokens, message in (
-        (["sunshine"], r"'sunshine' is . tokens of the tokenizer in .*, but must be one"),
+        (["sunshine"], r"'sunshine' is . tokens \(.*\) of the tokenizer in .*, but must be one"),
         ([" the", *single_tokens(tokenizer, [" the"])], r"' the' and \d+ are the same token"),
         ([500], r"its logits cannot be a reward: token 500 is outside the vocabulary"),
     ):
@@ -639,7 +639,7 @@ def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask],
 
 
 BAD_ENDS: list[tuple[Any, str]] = [
-    ([4, 2], "step_ends: 2, must be between 1 and 12, and above the step's before"),
+    ([4, 2], "step_ends: 2, must be between 1 and 12, and above the previous one"),
     ([-1], "step_ends: -1, must be between"),
     ([], "step_ends: [], must be a list of integers"),
     ([True], "must be a list of integers"),
@@ -661,10 +661,10 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path):
     assert_refused(ask, cases)
     good = ask(sentences=["Open a file."], metadata=[{"step_ends": [4, 12]}])
     assert np.isfinite(good.outputs["step_rewards"]).all()
-    mark = "takes the place of the separator in texts, needs more than a row of tokens; send sentences"
+    mark = "replaces the separator in texts, needs more than a row of tokens; send sentences"
     each = {"sentences": ["Open a file."] * 63 + ["Open it. " * 4]}
     for process, settings, inputs, message in (
-        ({"separator": "."}, {}, full, "65 tokens, the model has 64 positions"),
+        ({"separator": "."}, {}, full, "65 tokens, but the model has 64 positions"),
         ({"separator": ".", "mark": tokenizer.eos_token}, {}, full, mark),
         ({"granularity": "token"}, {"server": {"max_request_tokens": 64}}, each, "(max_request_tokens)"),
     ):
@@ -676,7 +676,7 @@ def test_checkpoints_that_score_no_tokens(tmp_path: Path):
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")
     save_model(tmp_path / "three", "critic", num_labels=3)
-    with pytest.raises(CheckpointError, match=r"which of its 3 labels .* Give reward\.attribute_weights"):
+    with pytest.raises(CheckpointError, match=r"which of its 3 labels .* set reward\.attribute_weights"):
         load_process_reward(tmp_path / "three")
     weighted = load_process_reward(tmp_path / "three", attribute_weights=[-1, 0, 1])
     own = logits(AutoModelForTokenClassification, tmp_path / "three", [5, 6, 7]).numpy()

@@ -72,7 +72,7 @@ def test_a_process_that_triton_gives_up_within_a_request_ends_when_it_runs_again
     with pytest.raises(InferenceServerException, match="is not healthy"):
         echoed(server, 20.0)
     process.resume()
-    wait_for(lambda: "its answers would reach other callers" in server.log_path.read_text())
+    wait_for(lambda: "its answers could reach the wrong callers" in server.log_path.read_text())
     with pytest.raises(InferenceServerException, match="is not healthy"):  # a dead process, not an answer to another
         echoed(server, 0.0)
     assert server.poll() is None
@@ -83,7 +83,7 @@ class Watched(Pulse):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__("model")
-        self.now = self._woke = self._looked = 1000.0
+        self.now = self._woke_at = self._checked_at = 1000.0
         self.wakes = self._wakes = 7
         self.stops = 0
         self._sleeper = 1

@@ -398,7 +398,9 @@ def test_the_control_key_alone_opens_what_changes_a_server(live: System, holder:
 def test_a_load_without_the_control_key_says_what_to_set_and_the_list_of_processes_does_not_show_it(
     live: System,
 ):
-    refusal = pytest.raises(ControlPlaneError, match=r"requires a key for model control.*; set TRITON_CONTROL_KEY")
+    refusal = pytest.raises(
+        ControlPlaneError, match=r"the key for model control .* is missing or wrong; set TRITON_CONTROL_KEY"
+    )
     with ControlPlane(live.run.config.server.grpc_url, "") as control, refusal:
         control.load("critic_save", parameters={"weights_version": "1"}, timeout_s=120)
     key = control_key(live.run.config.run.weights_dir)

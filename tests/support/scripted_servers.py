@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_triton.client.errors import Kind, Trouble
-from rlhf_triton.client.pool import Server, ServerPool
+from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
+from rlhf_triton.client.servers import Server
 from rlhf_triton.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
@@ -60,7 +61,7 @@ class Rig(ServerPool[Scripted]):
 
     async def take(self, model: str = "m", *, writes: bool = False) -> str:
         """Send a request that is answered at once; return the URL of its server."""
-        async with self.one(model, writes=writes, patient=True) as server:
+        async with self.select(model, writes=writes, patient=True) as server:
             self.answered(server, model)
             return server.url
 

@@ -337,7 +337,7 @@ def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
     folders.journal_dir.mkdir(parents=True)
     beat = Heartbeat(1, 7, 0, "publishing", time.time() - 300)
     journal = Journal(folders.journal_dir, folders.identity)
-    journal.beat(dataclasses.replace(beat, trouble="No space left on device"))
+    journal.write_heartbeat(dataclasses.replace(beat, trouble="No space left on device"))
     noise = "[Error] File: otlp_http_exporter.cc:122 [OTLP HTTP Client] ERROR: Export 512 trace span(s) error: 1"
     logs = {
         "actor.log": "10:00:00 WARNING the first\n10:00:01 ERROR the second\n10:00:02 INFO step 8\n",
@@ -357,7 +357,7 @@ def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
     assert lines[3].endswith("; blocked: No space left on device")
     with exclusive_lock(folders.journal_dir / "LOCK", patience_s=0):
         assert lines_of(run.path, capsys)[3].startswith("sidecar   stuck, was publishing at step 7, heartbeat 5 min")
-    journal.beat(dataclasses.replace(beat, time=time.time()))
+    journal.write_heartbeat(dataclasses.replace(beat, time=time.time()))
     assert lines_of(run.path, capsys)[3].startswith("sidecar   publishing at step 7, heartbeat ")
     problems = [line for line in lines if line.startswith("problem")]
     assert problems == ["problem   actor.log: 10:00:01 ERROR the second", "problem   sidecar.log: ERROR no disk"]

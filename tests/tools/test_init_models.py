@@ -117,7 +117,7 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
     reward = RewardSection.model_validate(sections["reward"])
-    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), and nothing says which of"):
+    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), but no setting says which is"):
         attribute_weights(reward)  # nothing is chosen for the user
     chosen = text.replace(
         "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
@@ -399,12 +399,12 @@ def test_heads_in_separate_pickles_are_converted(
     torch.save(torch.ones(3), source / "calibration.pth")
     save_file({"v_head.weight": torch.ones(1, 16)}, source / "model_value_head.safetensors")
     assert main(["--reward", str(source)]) == 2
-    told = "calibration.pth, pytorch_model_head.bin, regression_layer.pt beside the weights may have a part"
+    told = "calibration.pth, pytorch_model_head.bin, regression_layer.pt is not read, but may contain a part"
     assert told in capsys.readouterr().err
     (source / "model_value_head.safetensors").rename(tmp_path / "head.safetensors")
     torch.save({"v_head.summary.weight": torch.ones(1, 16)}, source / "value_head.bin")
     assert main(["--reward", str(source)]) == 2
-    assert "regression_layer.pt, value_head.bin may be one; convert it" in capsys.readouterr().err
+    assert "regression_layer.pt, value_head.bin may contain one; convert it" in capsys.readouterr().err
     (tmp_path / "head.safetensors").rename(source / "model_extra.safetensors")
     assert convert(source, tmp_path / "out") == 2
     assert "it has 2 heads, v_head.summary, v_head; set value_head_prefix" in capsys.readouterr().err

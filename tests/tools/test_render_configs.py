@@ -422,9 +422,9 @@ def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ("{Length: {function: 'a:b'}}", "rewards.Length: a name has 1 to 40 characters from a-z, 0-9 and _"),
-        ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the model of the reward section"),
-        ("{length: {weight: 1}}", "rewards.length.function is missing: only 'model'"),
+        ("{Length: {function: 'a:b'}}", "rewards.Length: a name must have 1 to 40 characters from a-z, 0-9 and _"),
+        ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the model of the section `reward`"),
+        ("{length: {weight: 1}}", "rewards.length.function is missing; set it (only 'model'"),
         (
             "{length: {function: 'a:b', timeout_s: 90}}",
             "rewards.length.timeout_s (90) must be below actor.client.deadl",

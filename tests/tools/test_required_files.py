@@ -163,7 +163,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").touch()
     trackers = {"trackers": ["comet_ml", "mlflow"]}
     told = missing({"actor": {"model": str(tmp_path), "validation_prompts": "held-out.jsonl", **trackers}}, actor=True)
-    assert "actor.trackers: comet_ml and mlflow is not installed; pip install comet_ml mlflow 'numpy<2' " in told
+    assert "actor.trackers: comet_ml and mlflow are not installed; pip install comet_ml mlflow 'numpy<2' " in told
     assert f"actor.policy.model: {tmp_path} has no model.safetensors: it contains only pickled weights" in told
     assert "actor.validation.prompts: held-out.jsonl does not exist; give a file of prompts" in told
     assert "reference.model: none" in missing(
@@ -192,17 +192,17 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"config.json": {"model_type": "mine"}}, "transformers has no mine models; the checkpoint's own code would"),
+        ({"config.json": {"model_type": "mine"}}, "transformers has no mine models, and the checkpoint's own code is"),
         (
             {"config.json": {"hidden_size": "x"}},
-            "its tokenizer cannot be loaded: config.json: hidden_size is 'x', which transformers refuses (TypeErr",
+            "its tokenizer cannot be loaded: config.json: hidden_size is 'x', which transformers rejects (TypeErr",
         ),
         ({"config.json": {"text_config": "a"}}, "config.json: text_config is 'a', must be an object; "),
         ({"tokenizer.json": None}, "its tokenizer cannot be loaded: Expecting value"),
         ("https://huggingface.co/org/name/tree/main", "`hf download org/name --local-dir models/name`, then give that"),
         ("$HOME/name", "without variables, which only a shell expands"),
         ("~/no-such-model", f"{Path.home()}/no-such-model does not exist"),
-        ({}, "reward.max_length: 100000 is more than the "),
+        ({}, "reward.max_length: 100000 exceeds the "),
     ],
 )
 def test_a_folder_that_cannot_be_served_is_one_sentence(
@@ -236,13 +236,13 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
     lines = str(caught.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["reward.model", "reference.model", "actor.policy.model"]
     assert all(
-        "lack an output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
+        "have no output layer such as lm_head.weight, and it does not use score.weight" in line for line in lines
     )
     sections |= {"actor": {}, "reward": {"model": checkpoints.reward}}
     check_files(RunConfig.model_validate(sections), server=True)
     critic = shutil.copytree(checkpoints.policy, tmp_path / "critic")
     (critic / "value_head.bin").touch()
-    with pytest.raises(ConfigError, match=r"critic\.model: \S+: value_head\.bin beside the weights may have a part"):
+    with pytest.raises(ConfigError, match=r"critic\.model: \S+: value_head\.bin is not read, but may contain a part"):
         check_files(RunConfig.model_validate({**sections, "critic": {"model": critic}}), server=True)
 
 
@@ -400,7 +400,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         (["rewards.mine.function={file}:trl"], ""),
         (
             ["rewards.mine.function={file}:needs"],
-            "{file}:needs: answer: no column of the prompts, which have none; rena",
+            "{file}:needs: answer is not a column of the prompts (columns: none); rena",
         ),
         (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
         (
@@ -530,7 +530,9 @@ def test_conversations_need_chat_templates(tmp_path: Path):
     with pytest.raises(ConfigError, match=refused):
         check("other", conversation)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    left_out = r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template leaves out the role 'assi"
+    left_out = (
+        r"jsonl:2: reward\.model: messages\[1\]: the reward model's chat template omits messages of the role 'assi"
+    )
     with pytest.raises(ConfigError, match=left_out):
         check("other", conversation)
     check("other", conversation, process={"separator": ".", "mark": "!"})  # which reads the reply without the template
@@ -544,9 +546,7 @@ def test_conversations_need_chat_templates(tmp_path: Path):
         sections = {"actor": actor, "reward": reward, "rewards": {"model": {}}, "environment": environment}
         config = RunConfig.model_validate(sections)
         found = [*preflight._environment(config, check_prompts(config))]
-        assert all(
-            "reward.model: messages: the reward model's chat template leaves out the tools" in one for one in found
-        )
+        assert all("reward.model: messages: the reward model's chat template omits the tools" in one for one in found)
         assert len(found) == problems
     undefined = r"jsonl:1: reward\.model: reward\.template cannot be rendered: .* has no attribute 'hint'"
     with pytest.raises(ConfigError, match=undefined):
@@ -570,7 +570,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
     "steps of three": (
         ["a", "b", "c"],
         ["reward.process={{separator: .}}"],
-        ["3 labels (a, b, c), and nothing says", "(a number for each)$"],
+        ["3 labels (a, b, c), but no setting says", "(a number for each)$"],
     ),
 }
 
@@ -608,7 +608,9 @@ def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path,
     run = make_run(tmp_path / "run", checkpoints)
     config = load_config(run.path, [f"reward.model={tmp_path / 'two'}", "reward.attribute_weights=separate"])
     check_files(config, server=True)
-    with pytest.raises(ConfigError, match=r"two would give 2 rewards per row, but the run needs one; set reward.attr"):
+    with pytest.raises(
+        ConfigError, match=r"two would return 2 rewards per row, but the run needs one; set reward.attr"
+    ):
         check_files(config, server=True, actor=True)
 
 
@@ -625,7 +627,7 @@ def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, 
     check_files(run.config, server=True)  # version 0
     check_files(load_config(run.path, [f"reward.model={checkpoints.other_reward}"]), server=True)  # version 1
     config = load_config(run.path, [f"reward.model={checkpoints.critic}"])
-    with pytest.raises(ConfigError, match=r"critic has other weights than versions 0 and 1 in .*so it would not be se"):
+    with pytest.raises(ConfigError, match=r"critic would not be served: .* whose versions 0 and 1 have other weights"):
         check_files(config, server=True)
 
 

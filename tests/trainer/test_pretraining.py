@@ -320,8 +320,8 @@ def without_tokenizer(folder: Path) -> None:
 SPOILED: dict[Callable[[Path], None], str] = {
     no_run: r"is not the folder of a run with a critic: version 0 is not in the weights store; remove it",
     flipped: r"00000003\.train is damaged: its content has digest .*; restore the file, or remove .* from the list",
-    empty: r"has no rows to train on; a run keeps only its last steps",
-    without_tokenizer: r"the tokenizer of .*spoiled is not that of .*critic, or is not known",
+    empty: r"has no rows to train on \(a run keeps only its last steps\)",
+    without_tokenizer: r"the tokenizer of .*spoiled differs from .*critic's or is unknown",
 }
 
 
@@ -340,8 +340,8 @@ def test_a_critic_that_the_rows_do_not_fit_is_refused(root: Path, tmp_path: Path
     save_tiny(tmp_path / "few positions", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=9)
     make_text_tokenizer("llama").save_pretrained(tmp_path / "few positions")
     messages = {
-        "other tokenizer": "the tokenizer of .*a is not that of .*other tokenizer, or is not known",
-        "no tokenizer": "the tokenizer of .*a is not that of .*no tokenizer, or is not known",
+        "other tokenizer": "the tokenizer of .*a differs from .*other tokenizer's or is unknown",
+        "no tokenizer": "the tokenizer of .*a differs from .*no tokenizer's or is unknown",
         "few positions": r"00000001\.train does not fit .*few positions: tokens\[\d+\]: \d+ tokens, .* 9 positions",
     }
     for name, message in messages.items():
@@ -426,8 +426,8 @@ BAD_LINES: dict[str, Any] = {
     "line 2 must have .*a return": {**LINE, "return": 10**400},
     r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
     "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
-    "line 2: prompt holds messages written as a text; store": {**LINE, "prompt": str([{"role": "user"}])},
-    r"line 2: prompt\[0\]: the role 'human' is none of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
+    "line 2: prompt is a text that contains messages; store": {**LINE, "prompt": str([{"role": "user"}])},
+    r"line 2: prompt\[0\]: the role 'human' is neither one of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
 }
 
 
@@ -441,7 +441,7 @@ def test_an_unusable_pretraining_file_is_named(root: Path, tmp_path: Path):
     for name, lines, message in (
         ("missing", None, r"missing cannot be read: .* No such file"),
         ("empty", [], "empty has no rows to train on"),
-        ("same", [LINE, {**LINE, "response": [8]}], "all rows have the same prompt, and one prompt must be held out"),
+        ("same", [LINE, {**LINE, "response": [8]}], "all rows have the same prompt, but one prompt must be held out"),
     ):
         file = tmp_path / name if lines is None else write(tmp_path / name, *lines)
         assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)

@@ -84,10 +84,10 @@ def unreadable(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit flipped": (
         lambda folder: flip(folder / WEIGHTS_FILE),
-        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, its manifest says",
+        r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, but its manifest says",
     ),
     "no config file": (lambda folder: (folder / CONFIG_FILE).unlink(), r"version 1: cannot read config\.json: "),
-    "unreadable folder": (unreadable, "version 1: unreadable manifest: .*Not a directory"),
+    "unreadable folder": (unreadable, r"version 1: cannot read manifest\.json: .*Not a directory"),
     "not a number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.weight"].fill_(float("nan"))),
         r"version 1: classifier\.weight has values that are not finite",
@@ -104,11 +104,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(
             folder, lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].half()})
         ),
-        r"version 1: classifier\.bias is F16, the published model's is F32",
+        r"version 1: classifier\.bias has dtype F16, but the published model's has F32",
     ),
     "config.json edited": (
         lambda folder: edit_json(folder / CONFIG_FILE, reward_standardization={"mean": 0.0, "std": 9.0}),
-        r"version 1: config\.json has digest xxh3:[0-9a-f]{12}…, its manifest says",
+        r"version 1: config\.json has digest xxh3:[0-9a-f]{12}…, but its manifest says",
     ),
     "another family": (
         lambda folder: (edit_json(folder / CONFIG_FILE, model_type="llama"), reseal(folder)),
@@ -215,7 +215,7 @@ def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
     settings = trainer_section(**CASES[case])
     update = load_update(root / "0", settings, seed=0, dtype="bfloat16", ranks=ranks)
     store = WeightsStore(root)
-    ranks.together(lambda: (root / "1").mkdir(exist_ok=True))
+    ranks.run_on_all_ranks(lambda: (root / "1").mkdir(exist_ok=True))
     files = update.critic.write(root / "1")
     if ranks.rank == 0:
         assert files == {path.name: digest_of(path) for path in weights_module.weights_files(root / "1")}

@@ -190,7 +190,7 @@ def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
     job.send(1)
     assert job.process.wait(PATIENCE_S) == 2
     assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
-    error = f"rank {rank} has run out of the memory of cpu (CUDA out of memory); lower trainer.token_budget"
+    error = f"rank {rank} ran out of memory on cpu (CUDA out of memory); lower trainer.token_budget"
     assert job.log.read_text().count(error) == 1
     assert job.log.read_text().count("following run") == 1
 
@@ -202,6 +202,6 @@ def test_a_card_without_room_for_the_optimizers_state_ends_the_sidecar_with_a_re
     job = make("run", ranks=1)
     job.send(1)
     assert job.process.wait(PATIENCE_S) == 2
-    error = "error: this process has run out of the memory of cpu (CUDA out of memory); lower trainer.token_budget"
+    error = "error: this process ran out of memory on cpu (CUDA out of memory); lower trainer.token_budget"
     assert job.log.read_text().count(error) == 1
     assert job.log.read_text().count("Traceback") == 1  # where

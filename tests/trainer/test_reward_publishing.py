@@ -126,8 +126,11 @@ def permuted(tensors: dict[str, torch.Tensor]) -> None:
 
 POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "not finite": (nan, r"up_proj\.weight has values that are not finite"),
-    "a permuted head": (permuted, "not published: its accuracy 0."),
-    "a head of zeros": (lambda tensors: tensors["score.weight"].zero_(), "not published: its accuracy 0.0000 is below"),
+    "a permuted head": (permuted, "not published: its accuracy on reward.gate, 0."),
+    "a head of zeros": (
+        lambda tensors: tensors["score.weight"].zero_(),
+        "not published: its accuracy on reward.gate, 0.0000, is more than",
+    ),
 }
 
 
@@ -151,11 +154,11 @@ def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: O
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
     assert run.tool("publish", str(other)) == 2
-    assert "has another tokenizer than reward.model" in capsys.readouterr().err
+    assert "has another tokenizer or chat template than reward.model" in capsys.readouterr().err
     theirs = make_tokenizer()
     theirs.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     assert run.tool("publish", str(make_checkpoint(tmp_path / "template", "reward", theirs, seed=4))) == 2
-    assert "or another chat template: requests are rendered with those of reward.model" in capsys.readouterr().err
+    assert "has another tokenizer or chat template than reward.model" in capsys.readouterr().err
     assert run.store.versions() == [0]
     for action, *arguments in (["publish", "somewhere"], ["list"]):  # not live
         assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 2
@@ -173,7 +176,7 @@ BAD_PAIRS = {
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "must both be texts or both",
     '{"chosen": [{"role": "stranger", "content": "a"}], "rejected": []}': "the chat template rejects the messages",
     '{"chosen": "", "rejected": "b"}': "line 1: chosen: '' has no tokens",
-    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: messages written as a text;",
+    '{"prompt": "[{\\"role\\": \\"user\\"}]", "chosen": "a", "rejected": "b"}': "chosen: is a text that contains",
     '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
 }
 

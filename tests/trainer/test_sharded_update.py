@@ -243,7 +243,7 @@ def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ran
     assert "of version 0 differs" in versions[3]
     assert "version 2" in versions[4]
     assert all("differs from the trained weights" in message for message in versions[3:])
-    assert "is damaged: digest" in damaged
+    assert "is damaged: its digest" in damaged
     store = WeightsStore(root / "store")
     first, second = store.manifest(1), store.manifest(2)
     assert (first.digest, first.files) == (second.digest, second.files)

@@ -16,8 +16,8 @@ import rlhf_triton.trainer.publish
 from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.config.sections import MonitoringSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.card import OutOfMemory
 from rlhf_triton.python_backend.models.modeling import load_critic
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
@@ -182,7 +182,7 @@ def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, m
     """A large critic takes longer to load than HEARTBEAT_TIMEOUT_S."""
     rig.train(1)
     (record,) = rig.store.serving()
-    monkeypatch.setattr(rlhf_triton.trainer.publish, "HEAL_AFTER_S", 0.0)
+    monkeypatch.setattr(rlhf_triton.trainer.publish, "RELOAD_AFTER_S", 0.0)
     monkeypatch.setattr(ModelServers, "load", lambda self, version, timeout_s: [])
     with monkeypatch.context() as patch:
         seen = watch(rig, patch, Publisher, "_reload_all")
@@ -232,7 +232,7 @@ def test_an_update_that_breaks_the_critic_is_one_failed_step(make: Callable[...,
     start(lr)
     results = rig.train(3, 4)
     for result in results:
-        assert "not finite; the critic of step" in str(result.error)
+        assert "non-finite; the critic of step" in str(result.error)
     saved = rig.answer(rig.journal.accept_save(run_id="run", step=4, keep_steps=[4]))
     assert (saved.error, rig.checkpoints.steps(), rig.store.current()) == (None, [4], 2)
     rig.stop()
@@ -368,6 +368,6 @@ def test_an_acknowledged_step_that_no_longer_fits_ends_the_sidecar(rig: Rig, car
     card["lacks"] = of_step(2, sequences=sequences)
     error = rig.start().ended()
     assert isinstance(error, OutOfMemory)
-    assert "not even one row alone fits" in str(error)
+    assert "not even a single row fits" in str(error)
     card["lacks"] = lambda rows: False
     assert rig.start().train(3)[0].weights_version == 3

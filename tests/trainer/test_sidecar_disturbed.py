@@ -306,7 +306,7 @@ def test_checkpoints_are_pruned_to_the_actors_and_the_newest(make: Callable[...,
     assert rig.checkpoints.steps() == [2, 4, 5]  # the newest of all, which was not requested
     rig.start()
     # A critic_save that is repeated after a timeout does not give up what later ones need.
-    assert save(rig, 1, [1]).error == "step: 1 cannot be reached: checkpoints are at steps 2, 4, 5"
+    assert save(rig, 1, [1]).error == "step: 1 cannot be reached: there are checkpoints of steps 2, 4, 5"
     assert save(rig, 2, [1, 2]).error is None
     rig.train(6)
     assert rig.stop() is None
@@ -324,7 +324,7 @@ def test_entries_beyond_the_rewind_limit_are_pruned(make: Callable[..., Rig], mo
         rig.stop()
         assert [entry.step for entry in rig.journal.entries() if entry.kind == "train"] == kept
         rig.start()
-    assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: checkpoints are at steps 1, 5"
+    assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: there are checkpoints of steps 1, 5"
 
 
 # ---- lost results ----
@@ -488,7 +488,7 @@ def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repai
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
     assert f"2/{SHARD} is damaged" in str(error)
-    assert "from step 0, because the journal no longer has step 1: restore the file" in str(error)
+    assert "from step 0, because the journal no longer has step 1; restore the file" in str(error)
     flip(folder / SHARD)
     assert rig.start().train(3)[0].weights_version == 3
 

@@ -19,7 +19,7 @@ import psutil
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.config import RunConfig, ServerSection
-from rlhf_triton.path_alias import odd_part, plain_alias
+from rlhf_triton.path_alias import plain_alias, special_prefix
 from rlhf_triton.process import how_ended
 from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
 from rlhf_triton.store.durable import write_json
@@ -468,7 +468,7 @@ def shell_command(config: RunConfig, repository: Path) -> str:
     key_in(key_file)
     compile_ahead(repository)
     places = (PYTHON_DIR, repository.absolute(), backends)
-    if odd := next(filter(None, map(odd_part, places)), None):
+    if odd := next(filter(None, map(special_prefix, places)), None):
         raise ServerStartError(f"{odd}: Triton's python backend needs a path of letters, digits and _.-; move it")
     section = with_free_ports(config.server)
     endpoint = config.run.trace_endpoint

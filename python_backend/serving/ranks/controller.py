@@ -1,8 +1,8 @@
-"""Rank 0's view of the ranks of a model that is larger than one device: starts, feeds and watches their processes.
+"""Rank 0 of a model that is larger than one device: starts, feeds and watches the processes of the other ranks.
 
 Rank 0 is the process that Triton starts. Every load and every forward pass runs on all ranks at the same time; rank 0
-announces it to the others over one socket each. If a rank is lost, none can go on: the others are killed, `lost` is
-called, and no thread that was loading or computing returns, so that nothing is blamed on a checkpoint or a request.
+announces it to each other rank over a socket. If a rank is lost, none can continue: rank 0 kills the others and calls
+`lost`, and threads that were loading or computing never return, so no checkpoint or request gets the blame.
 """
 
 import contextlib
@@ -25,37 +25,37 @@ import numpy as np
 
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.process import how_ended
-from rlhf_triton.python_backend.models.card import on_rank
+from rlhf_triton.python_backend.models.out_of_memory import on_rank
 from rlhf_triton.python_backend.models.placement import device_of
-from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, existing, release
+from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, check_device, release
 from rlhf_triton.python_backend.serving.ranks.loaders import Model
 from rlhf_triton.python_backend.serving.ranks.process import load_part
 from rlhf_triton.workers.pool import interpreter
 
-WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
-STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed
+WATCHER_S = 0.2  # time for a dead rank's watcher to report the cause, before a failed forward pass is reported
+STOP_S = 2.0  # time for a rank to end after its socket is closed; then it is killed
 
 
 class ServingRanks:
     """The processes of ranks 1 to size - 1, and this process as rank 0."""
 
     def __init__(self, size: int, device: str, threads: int, lost: Callable[[str], None]) -> None:
-        """Start the other ranks and return once they have joined. Call in the main thread, which must outlive them.
+        """Start the other ranks; return once they have joined. Call in the main thread, which must outlive them.
 
         Args:
-            device: of the model; see `rlhf_triton.python_backend.models.placement`.
+            device: the model's device; see `rlhf_triton.python_backend.models.placement`.
             threads: torch threads of each rank.
-            lost: called in any thread with the reason, once, if a rank ends or a forward pass fails.
+            lost: called once, in any thread, with the reason, if a rank ends or a forward pass fails.
 
         Raises:
             CheckpointError: there are not enough devices.
         """
-        existing(device_of(device, size - 1))
+        check_device(device_of(device, size - 1))
         self._lost = lost
-        self._closing = threading.Lock()  # held from then on by the first of `close` and `_end`
+        self._closing = threading.Lock()  # acquired by the first call of `close` or `_end`, and never released
         self._closed = threading.Event()
         self._sending = threading.Lock()
-        self._forwards = threading.Lock()  # requests, and the canary row of a version that is being staged
+        self._forwards = threading.Lock()  # shared by requests and the canary row of a version that is being staged
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
@@ -74,7 +74,7 @@ class ServingRanks:
         try:
             self._send(op="load", key=key, loader=loader, folder=str(folder), options=options, served=served_key)
             model = load_part(self._group, loader, folder, served, options)
-        except RankFailed as error:  # not the checkpoint's fault: the caller must not see it as refused
+        except RankFailed as error:  # not the checkpoint's fault, so the caller must not reject it
             self._end(f"the ranks could not load {folder.name}: {error}")
             raise
         except Exception:
@@ -86,7 +86,7 @@ class ServingRanks:
 
     @contextlib.contextmanager
     def forward(self, model: Model, rows: list[np.ndarray], width: int) -> Iterator[None]:
-        """Run the block, which is rank 0's forward pass, while the other ranks run theirs. One at a time."""
+        """Start a forward pass on the other ranks and run the block, rank 0's own. One forward pass at a time."""
         with self._forwards:
             try:
                 lengths = [row.size for row in rows]
@@ -94,7 +94,7 @@ class ServingRanks:
                 self._send(tokens, op="forward", key=self._keys[model], lengths=lengths, width=width)
                 with on_rank(0, self._group.device, "token_budget"):
                     yield
-            except Exception as error:  # the ranks are out of step now, whatever the cause
+            except Exception as error:  # whatever the cause, the ranks are now out of sync
                 self._closed.wait(WATCHER_S)
                 self._end(f"a forward pass failed: {type(error).__name__}: {error}")
                 raise
@@ -126,7 +126,7 @@ class ServingRanks:
         threading.Thread(target=self._watch, args=(rank, process, ours), name=f"rank-{rank}", daemon=True).start()
 
     def _send(self, *payload: bytes, **message: Any) -> None:
-        """Send a message to the other ranks, as JSON, and the payload after it."""
+        """Send the other ranks a JSON message, followed by the payload."""
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         data = json.dumps({**message, "unused": unused}).encode()
         with self._sending:  # loads and forward passes are announced by different threads
@@ -139,12 +139,12 @@ class ServingRanks:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         reason = f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}"
-        with contextlib.suppress(EOFError, OSError):  # it has sent no reason, or this end is closed
+        with contextlib.suppress(EOFError, OSError):  # the rank sent no reason, or this end is closed
             reason = connection.recv_bytes().decode() if connection.poll() else reason
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """Call `lost`, and return only if the ranks are being closed."""
+        """Kill the other ranks and call `lost`, once; return only if the ranks are being closed."""
         if self._closing.acquire(blocking=False):
             self._stop(0.0)
             self._lost(reason)

@@ -1,4 +1,4 @@
-"""Loads a served model by the name of its loader, which a message to another process can carry."""
+"""Loads a served model by its loader's name, so that other processes can be told to load it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ def load_model(loader: str, folder: Path, served: Model | None, options: Mapping
 
     Args:
         loader: a name in `LOADERS`.
-        served: a model, to load another version of its weights into the same module structure; else None.
+        served: the model served now, if `folder` is another version of its weights; None: load from scratch.
         options: keyword arguments of the loader.
 
     Raises:
@@ -31,5 +31,5 @@ def load_model(loader: str, folder: Path, served: Model | None, options: Mapping
         model: Any = served.with_weights(folder)
     else:
         model = LOADERS[loader](folder, **options)
-    check_finite(model.model)  # reads every weight, and so pages in the mapped file before the first forward pass
+    check_finite(model.model)  # also pages in the mapped file before the first forward pass
     return model

@@ -1,8 +1,8 @@
 """One rank of a served model other than rank 0.
 
-Runs as `python -m <this module> FD PARENT RANK SIZE THREADS DEVICE RENDEZVOUS`. Follows rank 0, the model's own
-process, which sends one message per load and per forward pass over the socket `FD`. Waits for messages, never in a
-collective, so a model may be idle for any length of time. Ends when rank 0 ends.
+Runs as `python -m <this module> FD PARENT RANK SIZE THREADS DEVICE RENDEZVOUS`. Rank 0, the model's own process, sends
+one message per load and per forward pass over the socket `FD`. Between messages, this process does not wait in a
+collective, which would time out while the model is idle. Ends when rank 0 ends.
 """
 
 import json
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from rlhf_triton.process import die_with_parent, keep_freed_memory
-from rlhf_triton.python_backend.models.card import RankOutOfMemory, on_rank, staging
+from rlhf_triton.python_backend.models.card import staging
 from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.python_backend.models.out_of_memory import RankOutOfMemory, on_rank
 from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, release
 from rlhf_triton.python_backend.serving.ranks.loaders import Model, load_model
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
-    """Load this rank's part of a model, on every rank at the same time; arguments as in `load_model`.
+    """Load this rank's part of a model. Every rank must call this at the same time. Arguments as in `load_model`.
 
     Raises:
         CheckpointError: the model cannot be loaded on this rank or on another one.
@@ -37,7 +38,7 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
     """
     model: Any = None
     try:
-        with group.together(), staging(group.device):  # a new thread would start on the first GPU
+        with group.run_on_all_ranks(), staging(group.device):  # a new thread would start on the first GPU
             model = load_model(loader, folder, served, {**options, "group": group, "device": str(group.device)})
     except Exception:
         if model is not None:
@@ -47,28 +48,30 @@ def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None,
 
 
 class Rank:
-    """Executes rank 0's messages in order; loads run beside the forward passes."""
+    """Executes rank 0's messages in order; loads run in background threads."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._models: dict[int, Model] = {}
         self._loaded = threading.Condition()
-        self._loading = threading.Lock()  # rank 0 may begin the next load while a refused one ends here
+        self._loading = threading.Lock()  # rank 0 may start the next load while a failed one is still ending here
 
     def execute(self, message: dict[str, Any], payload: Callable[[], bytes]) -> None:
-        """Execute one message. Raises an exception if this rank is then out of step with the others.
+        """Execute one message. Raises if this rank is then out of sync with the others.
 
-        `payload`: reads the tokens of all rows, int64, which follow the message of a forward pass.
+        `payload`: reads the tokens of all rows, int64, which follow a forward-pass message.
         """
         for key in message["unused"]:
             model = self._models.pop(key, None)
-            if model is not None:  # None: this rank had refused it
+            if model is not None:  # None: the load failed on this rank
                 release(model.model)
         if message["op"] == "load":
             threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
         else:
             rows = np.split(np.frombuffer(payload(), np.int64), np.cumsum(message["lengths"])[:-1])
-            self._model(message["key"]).launch(rows, message["width"])()  # rank 0 has the outputs, too
+            self._model(message["key"]).launch(
+                rows, message["width"]
+            )()  # outputs are discarded: rank 0 has them as well
 
     def _load(self, message: dict[str, Any]) -> None:
         served = None if message["served"] is None else self._model(message["served"])
@@ -92,7 +95,7 @@ def main() -> None:
     """Follow rank 0 until it closes the socket."""
     fd, parent, number, size, threads = map(int, sys.argv[1:6])
     device, rendezvous = sys.argv[6:]
-    if not die_with_parent(parent):  # with rank 0, even while this process is stuck in a collective
+    if not die_with_parent(parent):  # end with rank 0, even when stuck in a collective
         return
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
     quiet_transformers()

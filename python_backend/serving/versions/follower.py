@@ -54,11 +54,11 @@ class Follower:
         """
         Args:
             load: loads a model from a version's folder, given the model served now (None for the first).
-            swaps: whether to swap in new versions; if False, they are served only after a reload through Triton.
+            swaps: whether to swap in new versions; if False, only a reload through Triton serves them.
             name: name of the model in `rlhf-triton weights --model`.
-            count: called with (version number, whether it was rejected), for the first version and for each later
+            count: called with (version number, whether it was rejected) for the first version, and for each later
                 version that was swapped in or rejected.
-            freed: called once the model of a version that is no longer served was freed.
+            freed: called after a replaced version's model was freed.
         """
         self._store = store
         self._instance = instance
@@ -68,13 +68,13 @@ class Follower:
         self._log_error = log_error
         self._count, self._freed = count, freed
         self.changed: Callable[[], None] = lambda: None
-        """Called after each version that was swapped in or rejected."""
-        self._replaced: weakref.ref[Version] | None = None  # the version that was served before, until it is freed
+        """Called after a version was swapped in or rejected."""
+        self._replaced: weakref.ref[Version] | None = None  # the previously served version, until it is freed
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
         self._staged: Version | None = None
         self._unusable: dict[int, str] = {}  # version -> why it could not be loaded
-        self._untold: ServingRecord | None = None  # record that could not be written yet
+        self._unwritten: ServingRecord | None = None  # record that could not be written yet
 
     def start(self) -> None:
         """Load the version that CURRENT names, write the serving record, and start the watcher thread.
@@ -90,8 +90,8 @@ class Follower:
             # writes its record and then reads CURRENT. So at least one of the two sees the other's change.
             if self._store.current() == self.version.number:
                 break
-        # Not earlier: as long as records of dead instances exist, the publisher (or `rlhf-triton serve`) requests a
-        # fresh process, which is necessary until an instance has replaced them.
+        # Only now: while records of dead instances exist, the publisher (or `rlhf-triton serve`) requests a fresh
+        # process, which is necessary until an instance has replaced the dead ones.
         self._store.records.forget_died()
         self._count(self.version.number, False)
         self._watcher.start()
@@ -99,15 +99,15 @@ class Follower:
     def stop(self, *, waits: bool = True) -> None:
         """Stop the watcher thread and delete this instance's serving record, so that no publish waits for it.
 
-        `waits`: join the watcher thread. Pass False after a rank was lost, because the watcher may then never end.
+        `waits`: join the watcher thread. Pass False after a rank was lost: the watcher may then never end.
         """
         self._stop.set()
         if waits:
             self._watcher.join()
         self._store.records.withdraw(self._record)
 
-    def comes(self, demanded: VersionRange) -> bool:
-        """Return whether CURRENT names one of these versions, so that the watcher is about to swap to it."""
+    def is_arriving(self, demanded: VersionRange) -> bool:
+        """Return whether CURRENT names a demanded version that the watcher will swap in."""
         number = self._store.current() if self._swaps else None
         return number is not None and number != self._record.rejected and demanded.includes(number)
 
@@ -133,8 +133,8 @@ class Follower:
             try:
                 if self._swaps:
                     self._poll_current()
-                if self._untold is not None:
-                    self._write_record(self._untold)
+                if self._unwritten is not None:
+                    self._write_record(self._unwritten)
                 if self._replaced is not None and self._replaced() is None:
                     self._replaced = None
                     self._freed()
@@ -166,7 +166,7 @@ class Follower:
             return False
 
     def _stage(self, number: int) -> None:
-        """Load a version before CURRENT names it; a failure is an error only if CURRENT later names that version."""
+        """Load a version before CURRENT names it; a failure matters only if CURRENT later names that version."""
         self._staged = None
         try:
             stamp = self._file_stamp(number)
@@ -175,7 +175,7 @@ class Follower:
             self._unusable[number] = str(error)
 
     def _load_verified(self, number: int, before: Any) -> Any:
-        """Load a version after comparing its files with the manifest: they may be damaged since, or on this host."""
+        """Load a version after verifying its files' hashes: they may have been damaged since, or only on this host."""
         self._store.verify_hashes(self._store.manifest(number), digest_of_mapped)
         return self._load(self._store.folder(number), before)
 
@@ -214,10 +214,10 @@ class Follower:
 
     def _write_record(self, record: ServingRecord) -> None:
         """Write the serving record; if that fails, log the error, and the watcher retries at its next poll."""
-        self._record = self._untold = record
+        self._record = self._unwritten = record
         try:
             self._store.records.put(record)
-            self._untold = None
+            self._unwritten = None
         except OSError as error:
             self._log_error(f"weights watcher: cannot write the serving record: {reason_of(error)}")
             self._stop.wait(TROUBLE_PAUSE_S if self._watcher.is_alive() else 0)

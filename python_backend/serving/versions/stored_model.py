@@ -1,4 +1,4 @@
-"""The versions of a served model: CURRENT of a weights store, or a single fixed one."""
+"""The versions of a served model: from a weights store, or a single fixed one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ COUNTERS = {
 
 @dataclass
 class OneVersion:
-    """A model that is never replaced."""
+    """A model that is never replaced, as the `Versions` of an engine."""
 
     version: Version
     changed: Any = None  # never called
 
-    def comes(self, demanded: VersionRange) -> bool:
-        """Return False: no other version will be served."""
+    def is_arriving(self, demanded: VersionRange) -> bool:
+        """Return False: the version never changes."""
         return False
 
 
@@ -43,7 +43,7 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
 
     Args:
         name: the model's name in the configuration, `critic` or `reward`.
-        load: loads the model in a version's folder, given the model served now, None for the first.
+        load: loads the model in a version's folder, given the model served now (None for the first).
     """
     parameters = process.parameters
     served = Gauge(parameters.model, "rlhf_weights_version", "Version of a model's weights that is served")
@@ -54,7 +54,7 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
         with process.blaming_the_device(), staging(process.device):
             model = load(folder, before)
             canary = store.manifest(int(folder.name)).canary
-            if canary is not None:  # several ranks wrote the version, and none of them has loaded it whole
+            if canary is not None:  # several ranks wrote the version, and none has loaded all of it
                 row = canary_row(model)
                 with process.on_all_ranks(model, [TokenRow(row)], row.size):
                     values = canary_outputs(model)
@@ -83,5 +83,5 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
 
 
 def version_column(scoring: Scoring) -> np.ndarray:
-    """Return the number of the version that scored a request for each of its rows, int64 `[B, 1]`."""
+    """Return int64 `[B, 1]`: the number of the version that scored the request, repeated for each row."""
     return np.full((len(scoring.rows), 1), scoring.model.number, np.int64)

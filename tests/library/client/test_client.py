@@ -105,7 +105,7 @@ async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retrie
     async with FakeTriton(behave) as server, client_of(server, retries=6) as client:
         answers = await asyncio.gather(*(client.rewards(ROWS) for _ in range(40)), return_exceptions=True)
         counters = client.counters
-        spent = [answer for answer in answers if "the budget of retries is exhausted" in str(answer)]
+        spent = [answer for answer in answers if "the retry budget is exhausted" in str(answer)]
         assert counters.failed_requests == sum(isinstance(answer, RequestFailed) for answer in answers) == 40
         assert 5 <= counters.retries <= 5 + 8
         assert len(server.asked) == 40 + counters.retries

@@ -14,8 +14,8 @@ from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted,
 from rlhf_triton.backoff import LONGEST_PAUSE_S
 from rlhf_triton.client import retry
 from rlhf_triton.client.errors import Kind, RequestFailed, Trouble
-from rlhf_triton.client.pool import Turns
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
+from rlhf_triton.client.turns import Turns
 from rlhf_triton.config import ClientSection
 
 WRONG = Trouble(Kind.WRONG, "refused", "step: 9")
@@ -46,7 +46,7 @@ def test_retries_are_a_fraction_of_the_requests_and_the_budget_is_bounded():
     [
         ([BUSY] * 2, 2, 2, None),
         ([BUSY] * 3, 2, 2, r"^critic at here:1 refused after 3 attempts: no room$"),
-        ([BUSY] * 2, 5, 1, r"refused after 2 attempts: no room; not retried: .*the budget of retries is exhausted"),
+        ([BUSY] * 2, 5, 1, r"refused after 2 attempts: no room; not retried: .*the retry budget is exhausted"),
         ([RESET], 1, 0, None),
         ([RESET] * 2, 1, 0, r"^critic at here:1 cannot be reached after 2 attempts: Connection reset by peer; is it"),
         ([REFUSED] * 100, 0, 0, None),
@@ -55,7 +55,7 @@ def test_retries_are_a_fraction_of_the_requests_and_the_budget_is_bounded():
 )
 def test_the_cost_of_each_failure(failures: list[Trouble], retries: int, reserve: int, error: str | None):
     one = attempts(retries, budget=RetryBudget(reserve))
-    record = {BUSY: one.pause_s, WRONG: one.pause_s, RESET: one.moves_on, REFUSED: one.moves_on}
+    record = {BUSY: one.pause_s, WRONG: one.pause_s, RESET: one.record_failover, REFUSED: one.record_failover}
     for trouble in failures[:-1]:
         record[trouble](trouble, "here:1")
     with pytest.raises(RequestFailed, match=error) if error else contextlib.nullcontext():
@@ -78,10 +78,10 @@ def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch:
     one = attempts(5, max_outage_s=60)
     for trouble in (REFUSED, RESET, REFUSED, REFUSED):
         now = next(times)
-        one.moves_on(trouble, "here:1")
+        one.record_failover(trouble, "here:1")
     now = next(times)
     with pytest.raises(RequestFailed, match=r"cannot be reached after 5 attempts: Connection refused"):
-        one.moves_on(REFUSED, "here:1")
+        one.record_failover(REFUSED, "here:1")
 
 
 # ---- training requests keep their order ----
@@ -109,8 +109,8 @@ async def test_training_requests_are_sent_in_order(script: str):
     async def request(name: str) -> None:
         with turns.join() as turn:
             while True:
-                await turns.come(turn, lambda: writer[0])
-                with turns.under_way(turn, writer[0]):
+                await turns.wait_for(turn, lambda: writer[0])
+                with turns.in_flight(turn, writer[0]):
                     sent.append(name)
                     if await orders[name].get() == "done":
                         return
@@ -141,20 +141,20 @@ async def test_idle_servers_take_turns_for_each_model():
         for _ in range(6):
             async with AsyncExitStack() as row:
                 for model in ("reward", "critic"):
-                    server = await row.enter_async_context(servers.one(model, writes=False, patient=True))
+                    server = await row.enter_async_context(servers.select(model, writes=False, patient=True))
                     taken.append((model, server.url))
     assert [taken.count((model, "a:1")) for model in ("reward", "critic")] == [3, 3]
 
 
 async def test_the_fewest_in_flight_wins_and_an_address_named_twice_is_one_server():
     async with Rig("a:1", "b:1", "a:1") as servers, AsyncExitStack() as held:
-        first = await held.enter_async_context(servers.one("m", writes=False, patient=True))
+        first = await held.enter_async_context(servers.select("m", writes=False, patient=True))
         other = ({"a:1", "b:1"} - {first.url}).pop()
         assert [await servers.take() for _ in range(4)] == [other] * 4
-        async with servers.one("m", writes=False, patient=True, besides=[other]) as server:
+        async with servers.select("m", writes=False, patient=True, avoid=[other]) as server:
             assert server is first, "the other one is behind"
         for _ in range(5):
-            await held.enter_async_context(servers.one("m", writes=False, patient=True))
+            await held.enter_async_context(servers.select("m", writes=False, patient=True))
         assert [(server.url, server.in_flight) for server in servers.servers] == [("a:1", 3), ("b:1", 3)]
         assert not servers._tasks, "addresses without a name are not resolved again"
 
@@ -217,10 +217,10 @@ async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(tro
         connection.gate.set()
         assert not any(await asyncio.gather(*failing))
         assert connection.asked == ["m"], "they share one probe"
-        assert servers["a:1"].takes("m")
+        assert servers["a:1"].accepts("m")
         connection.refuses = True
         assert await servers.fail("a:1", trouble)
-        assert not servers["a:1"].takes("m")
+        assert not servers["a:1"].accepts("m")
 
 
 async def test_pauses_grow_until_a_request_is_answered():
@@ -241,11 +241,11 @@ async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models
             assert await servers.fail("a:1", DEAD, "critic")  # all that were under way when it died
         assert servers["a:1"].suspended["critic"].losses == 1
         assert await servers.take("reward") == "a:1"
-        async with servers.one("critic", writes=False, patient=True) as server:
-            assert not servers.can_take("critic")
+        async with servers.select("critic", writes=False, patient=True) as server:
+            assert not servers.can_accept("critic")
             await servers.failed(server, "critic", DEAD)
         assert server.suspended["critic"].losses == 2, "each failure makes the pause longer"
-        async with servers.one("critic", writes=False, patient=True):
+        async with servers.select("critic", writes=False, patient=True):
             pass  # called off: the next one may try
         waiting = [asyncio.create_task(servers.take("critic")) for _ in range(3)]
         assert await asyncio.gather(*waiting) == ["a:1"] * 3
@@ -256,7 +256,7 @@ async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models
 
 
 async def test_an_outage_is_logged_counted_and_ended(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_triton.client.pool.REMIND_EVERY_S", 0.001)
+    monkeypatch.setattr("rlhf_triton.client.outage.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
         assert servers.counters.outages == 0, "no request has had to wait"
@@ -340,7 +340,7 @@ async def test_a_healthy_server_that_leaves_answers_its_requests_in_flight(
     async with Rig("dns:critic.svc:8000") as servers:
         assert await servers.take(writes=True) == "10.0.0.1:8000"
         leaving = servers["10.0.0.1:8000"]
-        async with servers.one("m", writes=True, patient=True) as chosen:
+        async with servers.select("m", writes=True, patient=True) as chosen:
             assert chosen is leaving
             names.hosts = ("10.0.0.2",)
             await until(lambda: leaving not in servers.servers)

@@ -1,0 +1,71 @@
+"""Sends training requests in step order, including retries, because the journal refuses gaps."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Turn:
+    """Position of one training request in the queue, until its response arrives."""
+
+    sent_to: str | None = None
+    """Server to which the first attempt is in flight; None: not sent yet, or delayed."""
+    is_delayed: bool = False
+    """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
+    response, because otherwise they might arrive first."""
+
+
+class Turns:
+    """Queue of the training requests that have no response yet.
+
+    A step may be sent while the previous one is still training. It must wait, however, if the previous request may not
+    have arrived yet because it waits for a server, is being retried, or was sent to a server that was lost.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[Turn] = []
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def join(self) -> Iterator[Turn]:
+        """Append a request to the queue for the duration of the block."""
+        turn = Turn()
+        self._line.append(turn)
+        try:
+            yield turn
+        finally:
+            self._line.remove(turn)
+            self._changed.set()  # wakes all waiting requests
+            self._changed = asyncio.Event()
+
+    async def wait_for(self, turn: Turn, server: Callable[[], str | None]) -> None:
+        """Wait until the request of `turn` may be sent to the server that `server()` returns.
+
+        A request that has not been delayed waits until all earlier ones have started their first attempt at that
+        server; a delayed one waits until all earlier ones have their responses.
+        """
+        while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
+            turn.is_delayed = True
+            await self._changed.wait()
+
+    def is_first(self, turn: Turn) -> bool:
+        """Return whether all earlier requests have their responses."""
+        return self._line[0] is turn
+
+    @contextmanager
+    def in_flight(self, turn: Turn | None, server: str) -> Iterator[None]:
+        """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""
+        if turn is None:
+            yield
+            return
+        turn.sent_to = None if turn.is_delayed else server
+        turn.is_delayed = True
+        try:
+            yield
+        finally:
+            turn.sent_to = None
+
+    def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
+        return not turn.is_delayed and earlier.sent_to is not None and earlier.sent_to == server
