@@ -42,7 +42,7 @@ def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return update.trained.state()
 
 
-def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Path, tmp_path: Path):
+def test_damaged_checkpoint_file_is_detected_by_its_digest(critic: Path, tmp_path: Path):
     folder = CheckpointFolder(tmp_path)
     update = fresh(critic)
     place = folder.save(update, state(1, update)) / "state.json"
@@ -58,7 +58,7 @@ def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Pat
             folder.load(1, update)
 
 
-def test_a_checkpoint_of_other_trained_weights_is_refused(critic: Path, folder: CheckpointFolder):
+def test_checkpoint_with_another_lora_rank_is_refused(critic: Path, folder: CheckpointFolder):
     first, update = (
         CriticUpdate(build_critic(critic, section, seed=0), section)
         for section in (settings(lora_rank=2), settings(lora_rank=3))
