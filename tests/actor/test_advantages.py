@@ -38,7 +38,7 @@ def rollout(seed: int, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 # ---- masks and token rewards ----
 
 
-def test_token_rewards_by_hand():
+def test_token_rewards_add_the_score_at_the_last_token_to_the_kl_penalty():
     """The first two are those of section 8 of the reference."""
     kl = torch.arange(14.0).reshape(2, 7)  # S = 8
     expected = -0.1 * kl
@@ -136,7 +136,7 @@ GAE = {  # values, rewards, mask, gamma, lam; advantages, returns or None, toler
 @pytest.mark.parametrize(
     ("values", "rewards", "mask", "gamma", "lam", "advantages", "returns", "tolerance"), GAE.values(), ids=GAE
 )
-def test_gae_is_as_published_and_by_hand(
+def test_gae_matches_published_and_hand_computed_values(
     values: list, rewards: list, mask: list, gamma: float, lam: float, advantages: Any, returns: Any, tolerance: float
 ):
     found = adv.gae(*map(f64, (values, rewards, mask)), gamma=gamma, lam=lam)
@@ -147,7 +147,7 @@ def test_gae_is_as_published_and_by_hand(
 
 @property_test
 @given(**sizes, extra=st.integers(0, 5), junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_neither_masked_content_nor_order_nor_padding_matters(
+def test_gae_and_masked_statistics_ignore_masked_values_row_order_and_padding(
     seed: int, batch: int, width: int, extra: int, junk: float
 ):
     values, rewards, mask = rollout(seed, batch, width)
@@ -165,7 +165,7 @@ def test_neither_masked_content_nor_order_nor_padding_matters(
 # ---- masked statistics ----
 
 
-def test_masked_statistics_by_hand():
+def test_masked_sum_mean_and_whiten_match_hand_computed_values():
     x, mask = f64([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0]]), f64([[1, 1, 0], [1, 0, 0]])
     assert (adv.masked_sum(x, mask), adv.masked_mean(x, mask)) == (9.0, 3.0)
     step = 2 / math.sqrt(8 / 3 + 1e-8)  # uncorrected: (4 + 0 + 4) / 3
@@ -180,7 +180,7 @@ def test_masked_statistics_by_hand():
 
 
 @pytest.mark.parametrize("value", [0.1, 117.3, -1234.5])
-def test_rounding_noise_counts_as_no_variance(value: float):
+def test_whitening_and_explained_variance_treat_rounding_noise_as_no_variance(value: float):
     x = torch.full((5, 7), value)
     for _ in range(2):
         assert (adv.masked_whiten(x, torch.ones(5, 7)) == 0).all()
@@ -199,7 +199,7 @@ def test_rounding_noise_counts_as_no_variance(value: float):
         ([1, 1, 3], [1, 2, 3], 2 / 3),  # residuals 0, 1, 0: 2/9 of 2/3
     ],
 )
-def test_explained_variance_by_hand(values: list, returns: list, expected: float):
+def test_explained_variance_matches_hand_computed_values(values: list, returns: list, expected: float):
     assert float(adv.explained_variance(f64([values]), f64([returns]), f64([[1, 1, 1]]))) == pytest.approx(expected)
 
 
@@ -219,7 +219,7 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_response_is_compared_with_the_counted_ones_of_its_prompt(name: str):
+def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name: str):
     """The fourth is the only one of its prompt that counts; the last one of either prompt does not."""
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0]), torch.tensor([0, 0, 0, 1, 1, 0])
     zeros = torch.zeros(6, 2)

@@ -51,7 +51,7 @@ def metrics_of(rows: list[SampledRow], batch: PPOBatch, *, kl_coef: float = 0.1)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
 
-def test_the_mask_holds_response_tokens():
+def test_mask_selects_response_tokens_and_policy_weights_skip_unfinished_rows():
     batch = make_batch(scored_samples(), **SETTINGS)
     assert batch.mask.tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     assert batch.policy_weights.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
@@ -62,7 +62,7 @@ def test_the_mask_holds_response_tokens():
     assert float(by_sequence.policy_weights[0].max()) == pytest.approx(1 / 3)
 
 
-def test_the_critic_receives_the_scored_rows_without_padding():
+def test_critic_payload_has_only_scored_rows_without_padding():
     """Row 2 was not scored because it is longer than the critic's positions, which refuses a payload that has it."""
     scored = scored_samples(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
@@ -88,7 +88,7 @@ def test_the_critic_receives_the_scored_rows_without_padding():
     assert (nothing.lengths.tolist(), nothing.mask.tolist(), nothing.returns.tolist()) == ([2], [0], [0])
 
 
-def test_returns_by_hand():
+def test_returns_are_the_score_minus_the_remaining_kl_penalty():
     """lam 1, gamma 1: the score, minus the KL penalty of this token and the later ones."""
     scored = scored_samples()
     batch = make_batch(scored, **SETTINGS, lam=1.0)
@@ -99,7 +99,7 @@ def test_returns_by_hand():
 
 @pytest.mark.parametrize("mask_unfinished", [False, True])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
-def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm: str, mask_unfinished: bool):
+def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_unfinished: bool):
     """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
     scored = scored_samples()
     scored[1] = scored[1].scored(reward=-50.0, outcome=-50.0)
@@ -114,7 +114,7 @@ def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_banned_tokens_outside_the_mask_never_leak(kind: str):
+def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind: str):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
     scored, settings = scored_samples(), {**SETTINGS, "kl_estimator": kind}
     clean = make_batch(scored, **settings)
@@ -134,7 +134,7 @@ def test_banned_tokens_outside_the_mask_never_leak(kind: str):
         assert all(map(math.isfinite, metrics.values()))
 
 
-def test_a_lambda_that_is_given_takes_the_place_of_one_by_length():
+def test_configured_lambda_overrides_the_length_adaptive_one():
     rows = scored_samples()
     by_length, ppo, given = (
         make_batch(rows, name=name, kl_coef=0.0, **settings).advantages
@@ -144,7 +144,7 @@ def test_a_lambda_that_is_given_takes_the_place_of_one_by_length():
     assert not torch.allclose(by_length, ppo)
 
 
-def test_a_failed_row_is_masked_and_the_others_are_as_if_it_had_not_been():
+def test_failed_row_is_masked_and_does_not_affect_the_other_rows():
     scored = scored_samples(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
     assert {name: tensor[2].tolist() for name, tensor in fields(batch).items()} == dict.fromkeys(FIELDS, [0] * 5)
@@ -166,7 +166,7 @@ def test_a_failed_row_is_masked_and_the_others_are_as_if_it_had_not_been():
     assert {name: metrics[name] for name in same} == pytest.approx(same)
 
 
-def test_metrics_by_hand():
+def test_rollout_metrics_match_hand_computed_values():
     """Reference section 7; consumed_samples is added by the recorder, which counts steps."""
     scored = scored_samples()
     metrics = metrics_of(scored, make_batch(scored, **SETTINGS))
@@ -199,7 +199,7 @@ def test_metrics_by_hand():
     assert math.isfinite(metrics["advantages_std"])
 
 
-def test_distinct_bigrams_by_hand():
+def test_distinct_bigrams_is_the_share_of_unique_bigrams():
     for rows, expected in (([[9, 1, 2, 1, 2], [9, 1, 2]], 2 / 4), ([[9], [9]], 0)):  # 12 21 12 | 12
         assert distinct_bigrams([a_sample(row) for row in rows]) == pytest.approx(expected)
 
@@ -231,7 +231,7 @@ def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stop
 
 
 @pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"maxrl"}))  # which takes no negative rewards
-def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
+def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm: str):
     settings = {"algorithm_name": algorithm, "responses_per_prompt": 4, "mask_unfinished": False}
     one, other = (make_batch(scored_samples(), **settings, kl_penalty_in="loss", kl_coef=coef) for coef in (0.0, 5.0))
     close(fields(one), fields(other))
@@ -281,13 +281,13 @@ def test_scores_are_normalised_then_clipped_then_penalised(settings: dict[str, A
         assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_overlong_responses_lose_linearly():
+def test_overlong_penalty_grows_linearly_within_the_buffer():
     """DAPO (arXiv 2503.14476, equation 13): nothing up to the buffer, the whole penalty at the limit."""
     shaper = shaper_of(overlong_tokens=4, overlong_penalty=2.0)
     assert shaped(shaper, torch.zeros(5), 1, 6, 7, 9, 10).tolist() == pytest.approx([0, 0, -0.5, -1.5, -2])
 
 
-def test_running_statistics_survive_a_checkpoint():
+def test_running_normalization_continues_from_a_restored_state():
     shaper, history = shaper_of(rewards_normalization="running"), torch.empty(0)
     generator = torch.Generator().manual_seed(0)
     for count in (4, 1, 7):
@@ -302,7 +302,7 @@ def test_running_statistics_survive_a_checkpoint():
 
 @pytest.mark.parametrize("kind", ["batch", "running"])
 @pytest.mark.parametrize("score", [0.1, 117.3, -1234.5])
-def test_scores_that_differ_by_their_rounding_are_normalised_to_0(kind: str, score: float):
+def test_scores_that_differ_only_by_rounding_are_normalised_to_0(kind: str, score: float):
     for other in (score, torch.nextafter(torch.tensor(score), torch.tensor(math.inf))):
         rewards = torch.tensor([score, score, other, *[score] * 4])
         assert shaped(shaper_of(rewards_normalization=kind), rewards).tolist() == [0.0] * 7
@@ -330,7 +330,7 @@ def batch_of(rows: list[SampledRow], name: str) -> PPOBatch:
     return make_batch(rows, name=name, responses_per_prompt=2 if name == "grpo" else 1, **PLAIN)
 
 
-def test_ppo_and_reinforce_sum_the_steps_that_follow():
+def test_ppo_and_reinforce_returns_sum_the_later_process_rewards():
     """Position t scores token t + 1: a reward at token 3 is at position 2. Returns at gamma 1 are sums to the end."""
     returns = torch.tensor([[0, 1.5, 1.5, 0.5, 0.5], [0, 3, 3, 3, 0]])
     assert torch.equal(batch_of(processed(), "reinforce++").advantages, returns)
@@ -342,7 +342,7 @@ def test_ppo_and_reinforce_sum_the_steps_that_follow():
     close((batch_of(rows, "reinforce++").returns, score_returns([(row,) for row in rows])[1]), (beyond, beyond))
 
 
-def test_grpo_with_process_supervision_by_hand():
+def test_grpo_standardises_process_rewards_within_the_group():
     """Steps 1, 0.5 and 3 have the mean 1.5 and the deviation sqrt(1.75): standardised -0.378, -0.756 and 1.134."""
     one, half, three = (value / 1.75**0.5 for value in (-0.5, -1.0, 1.5))
     expected = torch.tensor([[0, one + half, one + half, half, half], [0, three, three, three, 0]])
@@ -358,7 +358,7 @@ def test_grpo_with_process_supervision_by_hand():
     assert grpo.advantage(inputs)[1].tolist() == [[1, 0], [2, 0]]
 
 
-def test_a_row_without_process_rewards_is_masked():
+def test_row_that_failed_to_get_process_rewards_is_masked():
     """As in summary.json's ev_last: its rewards may be anything, and its values are there."""
     sample = processed(ok=(True, False))
     for name in ("ppo", "reinforce++", "grpo"):
@@ -392,7 +392,7 @@ def test_a_row_without_process_rewards_is_masked():
         ),
     ],
 )
-def test_each_step_is_normalised_and_clipped_and_penalties_come_at_the_end(
+def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(
     monkeypatch: pytest.MonkeyPatch, sample: list[SampledRow], settings: dict[str, Any], steps: list, rewards: list
 ):
     received: list[AdvantageInputs] = []
@@ -461,7 +461,7 @@ def test_turns_are_ordered_by_time_across_rows():
 
 
 @pytest.mark.parametrize("rewards", [{}, {"rewards_clip": 1.0}])
-def test_penalties_are_not_normalised(rewards: dict[str, Any]):
+def test_reward_clipping_does_not_clip_the_kl_penalty(rewards: dict[str, Any]):
     pair = [conversation(row_of(1.0)), conversation(row_of(0.0, kl=3.0), row_of(1.0, number=1))]
     settings = {**K1, "kl_penalty_in": "reward", **BARE, **rewards}
     batch = make_batch(pair, algorithm_name="rloo", responses_per_prompt=2, **settings)
@@ -472,7 +472,7 @@ def test_penalties_are_not_normalised(rewards: dict[str, Any]):
     ("shaping", "value"),
     [({}, 1.0), ({"rewards_normalization": "batch"}, 1.0), ({"rewards_clip": 0.5}, 1.0)],
 )
-def test_bootstrap_value_is_in_the_critics_unit(shaping: dict[str, Any], value: float):
+def test_bootstrap_value_is_not_normalised_or_clipped(shaping: dict[str, Any], value: float):
     stopped = row_of(0.0, truncated="environment.max_turns", ended=False)
     stopped = stopped.scored(values=np.array([0, 0, 1], np.float32))
     batch = make_batch([conversation(stopped)], truncated="bootstrap", kl_coef=0.0, **BARE, **shaping)
@@ -493,7 +493,7 @@ def test_total_rewards_include_turn_rewards(name: str):
     assert totals == [3, 4, 0, 1]
 
 
-def test_a_conversation_without_one_of_its_scores_is_left_out_whole():
+def test_conversation_is_masked_whole_if_one_of_its_rows_failed():
     rows = conversation(row_of(1.0), row_of(1.0, number=1).scored(failure="503"), row_of(1.0, number=2))
     batch = make_batch([rows, conversation(row_of(1.0))], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
     assert batch.mask.any(-1).tolist() == [False, False, False, True]

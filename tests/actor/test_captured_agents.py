@@ -53,7 +53,7 @@ def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
 
 
 @pytest.mark.parametrize("uses_slots", [True, False])
-def test_every_call_is_sampled_from_the_tokens_so_far(agents: Agents, model: Any, uses_slots: bool):
+def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agents, model: Any, uses_slots: bool):
     tools = [{"type": "function", "function": {"name": "look"}}]
     found = conversations(model, agents("converse", options={"turns": 3, "tools": tools}), 5, uses_slots)
     for i, rows in enumerate(found):
@@ -76,7 +76,7 @@ def test_every_call_is_sampled_from_the_tokens_so_far(agents: Agents, model: Any
     assert {len(rows[-1].turns) for rows in found} == {3}
 
 
-def test_edited_contexts_become_rows_of_one_conversation(agents: Agents, model: Any):
+def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(agents: Agents, model: Any):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
     for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
@@ -108,7 +108,7 @@ def test_edited_contexts_become_rows_of_one_conversation(agents: Agents, model: 
         ("stopping", {"options": {"stop": "x"}}, "stop: ['x'] must be in actor.generation.stop_strings", ""),
     ],
 )
-def test_failures_and_limits_are_reported(
+def test_agent_failures_and_limits_end_the_conversation_with_the_cause(
     agents: Agents, model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
 ):
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
@@ -119,13 +119,15 @@ def test_failures_and_limits_are_reported(
     assert found.ended == (not error and not truncated)
 
 
-def test_a_limit_is_no_loss_although_clients_raise_an_oserror(agents: Agents, model: Any):
+def test_limit_is_not_a_lost_environment_even_if_the_client_raises_oserror(agents: Agents, model: Any):
     (found,) = ends(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
     assert (found.truncated, found.restarts) == ("environment.max_turns", 0)
 
 
 @pytest.mark.timeout(120)
-def test_interrupted_agents_end_at_once(agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch):
+def test_closing_a_generation_frees_the_slots_of_its_agents(
+    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
+):
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
@@ -137,12 +139,12 @@ def test_interrupted_agents_end_at_once(agents: Agents, model: Any, monkeypatch:
 
 
 @pytest.mark.timeout(120)
-def test_an_agent_may_hang_up(agents: Agents, model: Any):
+def test_conversation_continues_after_the_agent_closes_a_connection(agents: Agents, model: Any):
     for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
         assert (len(response.turns), response.error) == (2, "")
 
 
-def test_a_reward_may_be_posted_for_a_call(agents: Agents, model: Any):
+def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents: Agents, model: Any):
     (found,) = ends(model, agents("rewarding"), 1)
     assert [turn.reward for turn in found.turns] == [0.25, 0.0]
 

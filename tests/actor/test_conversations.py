@@ -131,7 +131,7 @@ def sampled_of(row: SampledRow) -> list[int]:
 # ---- one conversation, with a scripted policy ----
 
 
-def test_a_conversation_reads_as_the_template_would_render_it(agents: Agents):
+def test_conversation_tokens_equal_the_templates_rendering(agents: Agents):
     found, _ = talk(agents("Countdown"), ["one", "two", "three"])
     text = TOKENIZER.decode(found.tokens)
     messages = [
@@ -158,7 +158,7 @@ def test_a_conversation_reads_as_the_template_would_render_it(agents: Agents):
         ({"timeout_s": 25.0}, "environment.timeout_s"),
     ],
 )
-def test_limits_end_a_conversation_and_are_recorded(agents: Agents, settings: dict[str, Any], limit: str):
+def test_conversation_ends_at_a_limit_and_records_which(agents: Agents, settings: dict[str, Any], limit: str):
     prompt = asked(turns=50)
     found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
     assert (found.truncated, found.ended, found.error) == (limit, False, "")
@@ -166,13 +166,13 @@ def test_limits_end_a_conversation_and_are_recorded(agents: Agents, settings: di
     assert found.sampled[-1]
 
 
-def test_a_turn_without_an_end_is_the_last(agents: Agents):
+def test_conversation_ends_after_a_turn_cut_at_max_new_tokens(agents: Agents):
     found, _ = talk(agents("Countdown"), ["one", "two"], ends=False)
     assert (found.truncated, len(found.turns)) == ("actor.generation.max_new_tokens", 1)
 
 
 @pytest.mark.parametrize(("turns", "num_turns"), [(-1, 0), (-2, 1)])
-def test_a_failure_is_recorded_and_nothing_is_invented(agents: Agents, turns: int, num_turns: int):
+def test_environment_exception_ends_the_conversation_with_its_message(agents: Agents, turns: int, num_turns: int):
     agent = agents("Countdown")
     found, _ = talk(agent, ["one", "two"], asked(turns=turns))
     assert (len(found.turns), found.ended) == (num_turns, False)
@@ -180,7 +180,7 @@ def test_a_failure_is_recorded_and_nothing_is_invented(agents: Agents, turns: in
     assert talk(agent, ["one", "two"])[0].ended
 
 
-def test_tools_are_called_in_the_templates_format(agents: Agents):
+def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents: Agents):
     """TRL's own example, and a policy that calls it rightly and wrongly."""
     prompt = asked("")
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
@@ -199,7 +199,7 @@ def test_tools_are_called_in_the_templates_format(agents: Agents):
 
 
 @pytest.mark.parametrize("name", ['"\\ud800", "arguments": {}', '"look", "arguments": {"at": NaN}', "[" * 5000])
-def test_a_call_that_has_no_encoding_is_answered(agents: Agents, name: str):
+def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents: Agents, name: str):
     prompt = asked("")
     found, _ = talk(agents("IncrementEnv", max_tokens=9000), [f'<tool_call>{{"name": {name}}}</tool_call>', ""], prompt)
     assert found.messages[1]["content"].startswith("the tool call ")
@@ -214,7 +214,7 @@ def test_a_call_that_has_no_encoding_is_answered(agents: Agents, name: str):
     ],
 )
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
-def test_text_after_a_reply_comes_from_the_template(template: str, keeps: bool, opening: str):
+def test_text_after_a_reply_matches_the_templates_rendering(template: str, keeps: bool, opening: str):
     """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
     chat = Chat(tokenizer_of(template, CHATML.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")))
     said, more = [user("Hi.")], [user("Go on.")]
@@ -230,7 +230,7 @@ def test_text_after_a_reply_comes_from_the_template(template: str, keeps: bool, 
     assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
 
 
-def test_a_space_before_a_reply_changes_no_history():
+def test_template_that_adds_a_space_before_replies_is_accepted():
     """Llama 2's and Mistral's templates write one."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -241,7 +241,7 @@ def test_a_space_before_a_reply_changes_no_history():
     assert chat.tokenizer.decode(chat.after_reply([ASKED], EOS, "Yes.")) == f"[INST] {ASKED['content']} [/INST]"
 
 
-def test_tools_that_the_policy_would_not_see_are_named(agents: Agents, caplog: pytest.LogCaptureFixture):
+def test_check_prompts_reports_a_template_that_leaves_out_tools(agents: Agents, caplog: pytest.LogCaptureFixture):
     agent, chats = agents("IncrementEnv"), [replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     agent.check_prompts(chats)
     assert not caplog.records
@@ -261,7 +261,7 @@ def test_tools_that_the_policy_would_not_see_are_named(agents: Agents, caplog: p
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
 
-def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Agents):
+def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents: Agents):
     """Qwen3.5's and GLM's kind, which the tokenizer describes to transformers."""
     tokenizer = tokenizer_of()
     tokenizer.response_template = {
@@ -291,14 +291,14 @@ def test_tools_are_called_in_the_format_of_the_tokenizers_template(agents: Agent
     assert found.ended
 
 
-def test_texts_without_roles_are_joined(agents: Agents):
+def test_plain_text_prompt_is_followed_by_turns_without_roles(agents: Agents):
     prompt = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 2})
     found, _ = talk(agents("Countdown"), ["one", "two"], prompt)
     text = TOKENIZER.decode(found.tokens)
     assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
 
 
-def test_a_template_that_cannot_render_a_conversation_is_refused(agents: Agents):
+def test_check_prompts_refuses_a_template_that_fails_to_render(agents: Agents):
     tokenizer = make_text_tokenizer("qwen2", chat_template="{{ raise }}{{ 1 / 0 }}")
     agent = agents("Countdown", tokenizer)
     agent.check_prompts([Prompt("1", "a text", np.array([5]))])
@@ -306,7 +306,9 @@ def test_a_template_that_cannot_render_a_conversation_is_refused(agents: Agents)
         agent.check_prompts([PROMPT])
 
 
-def test_a_template_that_removes_thoughts_begins_another_row(agents: Agents, caplog: pytest.LogCaptureFixture):
+def test_conversation_starts_another_row_if_the_template_removes_thoughts(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+):
     agent = agents("Countdown", FORGETFUL)
     prompt = asked(turns=4)
     agent.check_prompts([prompt])
@@ -338,7 +340,7 @@ def test_a_template_that_removes_thoughts_begins_another_row(agents: Agents, cap
 
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
-def test_functions_receive_the_messages_of_a_conversation(agents: Agents, tokenizer: Any, num_rows: int):
+def test_reward_functions_receive_all_messages_of_a_conversation(agents: Agents, tokenizer: Any, num_rows: int):
     """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
     replies = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"]
     plain = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 3})
@@ -371,7 +373,7 @@ def test_functions_receive_the_messages_of_a_conversation(agents: Agents, tokeni
         assert echo(Sample("", metadata={**metadata, "expected": expected})) == 1
 
 
-def test_a_reply_without_the_templates_end_is_completed():
+def test_reply_without_the_templates_end_token_gets_it():
     chat = Chat(TOKENIZER)
     answer = [user("b")]
     rest = ids("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
@@ -381,7 +383,7 @@ def test_a_reply_without_the_templates_end_is_completed():
 
 
 @pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
-def test_a_token_without_embedding_fails_its_conversation(agents: Agents, first: str, turns: int):
+def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents: Agents, first: str, turns: int):
     """In the first observation, or in the answer to a turn, which is its text."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
@@ -452,7 +454,7 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
         (REWRITING, False, True, 3),
     ],
 )
-def test_every_turn_is_sampled_from_its_whole_row(
+def test_each_turn_is_sampled_from_the_whole_row_before_it(
     agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, in_step: bool, slots: int
 ):
     """Also with a template that writes every reply anew, so that each turn begins a row, with draws of its own."""
@@ -470,7 +472,7 @@ def test_every_turn_is_sampled_from_its_whole_row(
         assert not row.logprobs[~inside].any()
 
 
-def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
+def test_time_limit_excludes_the_time_that_the_policy_samples(
     agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
 ):
     now, sampled = [0.0], Talks.sampled
@@ -487,7 +489,7 @@ def test_a_conversation_has_no_time_limit_while_the_policy_is_busy(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_keep_their_place_when_they_begin_again(
+def test_conversation_in_step_keeps_its_slot_across_restarts(
     agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
@@ -497,7 +499,9 @@ def test_conversations_in_step_keep_their_place_when_they_begin_again(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_skip_those_without_a_slot(agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch):
+def test_conversations_in_step_do_not_wait_for_ones_without_a_slot(
+    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
     agent = agents("Countdown")
     agent.in_step = True
@@ -506,13 +510,13 @@ def test_conversations_in_step_skip_those_without_a_slot(agents: Agents, model: 
     assert torch.equal(tokens_of(one), tokens_of(generated(model, agent, prompts_of(5))))
 
 
-def test_environments_have_the_seed_of_their_prompt():
+def test_environment_seed_depends_on_run_seed_and_prompt_id():
     prompts = prompts_of(2)
     assert seed_of(3, prompts[0]) == seed_of(3, replace(prompts[0], text="x")) != seed_of(4, prompts[0])
     assert seed_of(3, prompts[0]) != seed_of(3, prompts[1])
 
 
-def test_a_failing_environment_costs_its_own_rows(agents: Agents, model: Any):
+def test_failing_environment_fails_only_its_own_conversation(agents: Agents, model: Any):
     prompts = prompts_of(6)
     for i, turns in ((1, -1), (4, -2)):
         prompts[i] = replace(prompts[i], metadata={**prompts[i].metadata, "turns": turns})
@@ -526,7 +530,7 @@ def test_a_failing_environment_costs_its_own_rows(agents: Agents, model: Any):
 
 
 @pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
-def test_a_conversation_whose_environment_is_lost_begins_again(agents: Agents, losses: int, failed: int):
+def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses: int, failed: int):
     """Each reply ends at once, so that each conversation takes a step."""
     rows = generated(random_policy(1000.0), agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
@@ -535,7 +539,7 @@ def test_a_conversation_whose_environment_is_lost_begins_again(agents: Agents, l
     assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 2 if failed else losses / 6)
 
 
-def test_closing_ends_a_generation_that_waits(agents: Agents, model: Any):
+def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, model: Any):
     agent = agents("Countdown")
     talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
     assert talks.next(wait=True)[0][0] == 0
@@ -580,7 +584,7 @@ ROWS = row((2, 4, 1.0), (6, 7, 2.0), length=7), row((2, 3, 0.0), (5, 6, 4.0), le
 SECOND = row((2, 5, 3.0), length=5), row((2, 3, 0.0), (5, 6, 4.0), length=6)
 
 
-def test_a_turns_reward_stands_at_its_last_token():
+def test_turn_reward_is_placed_at_the_turns_last_token():
     scored = scored_of(*ROWS, served=0.5)
     assert [end.score.reward for (end,) in scored] == [3.5, 4.5]
     batch = batch_of(scored, "reinforce++")
@@ -591,7 +595,7 @@ def test_a_turns_reward_stands_at_its_last_token():
 
 
 @pytest.mark.parametrize("reward", [3e38, 1e39])
-def test_rewards_beyond_float32_fail_their_conversation(reward: float):
+def test_conversation_fails_if_its_reward_overflows_float32(reward: float):
     """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
     scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
     assert ["beyond float32" in failure_of(each) for each in scored] == [True, False]
@@ -599,7 +603,7 @@ def test_rewards_beyond_float32_fail_their_conversation(reward: float):
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
-def test_all_rows_of_a_conversation_train(name: str):
+def test_all_rows_of_a_conversation_share_its_advantage(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
     scored, dropped = scored_of(ROWS[0], SECOND, served=0.5), scored_of(*ROWS, served=0.5)
     assert scored[1][1].score.reward == 7.5
@@ -622,7 +626,7 @@ def test_all_rows_of_a_conversation_train(name: str):
     assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 6), (1, 5), (1,))
 
 
-def test_metrics_count_all_rows_of_the_conversations_in_the_update():
+def test_metrics_cover_all_rows_of_the_trained_conversations():
     """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
     limited = row((2, 5, 1.0), length=5, truncated="environment.max_turns")
 
@@ -650,7 +654,7 @@ def test_metrics_count_all_rows_of_the_conversations_in_the_update():
     assert validation.explained_variance == pytest.approx(float(by_hand), abs=1e-5)
 
 
-def test_lines_and_metrics_say_how_conversations_ended():
+def test_rollout_lines_and_metrics_report_how_conversations_ended():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
     scored = scored_of(limited, limited, row(length=2, error="died"), ROWS[1])
     metrics = text_metrics(scored)
@@ -661,7 +665,7 @@ def test_lines_and_metrics_say_how_conversations_ended():
     assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)
 
 
-def test_lines_have_the_turns_of_all_rows():
+def test_rollout_line_has_the_turns_of_all_rows_of_its_conversation():
     """The first row's prompt, and the turns of both; the other conversation has its own alone."""
 
     def named(each: SampledRow, text: str) -> SampledRow:
@@ -682,7 +686,7 @@ def test_lines_have_the_turns_of_all_rows():
     assert [line["turn_rewards"] for line in lines] == [[1.0, 2.0], [3.0, 0.0, 4.0]]
 
 
-def test_limits_mask_bootstrap_or_score():
+def test_truncated_conversations_are_masked_bootstrapped_or_scored_as_configured():
     limited = row((2, 4, 1.0), (6, 7, 2.0), length=9, truncated="environment.max_turns")
     other = row((2, 4, 0.5), length=4, truncated="environment.max_turns")
     scored = scored_of((other, limited), ROWS[1])
@@ -721,7 +725,7 @@ THOUGHTS = tokenizer_of()
 THOUGHTS.add_tokens([AddedToken(f"<{name}>", special=True) for name in ("think", "/think", "tool_call", "/tool_call")])
 
 
-def test_every_reader_of_a_reply_gets_its_special_tokens(agents: Agents):
+def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(agents: Agents):
     """Functions, environments, parsers of tool calls and reports; none gets the end of the turn."""
     call = '{"name": "look", "arguments": {"at": "it"}}'
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"

@@ -56,7 +56,7 @@ async def failure(call: Any, name: str = f"{FILE}:Doing") -> str:
 # ---- the two shapes of class ----
 
 
-async def test_a_class_of_trl_runs_unchanged():
+async def test_trl_environment_class_runs_unchanged():
     async with running("IncrementEnv") as environments:
         (tool,) = environments.tools
         assert tool["function"] == {
@@ -78,7 +78,7 @@ async def test_a_class_of_trl_runs_unchanged():
         assert await other.call("increment", {"step": 1}) == "1", "it has a counter of its own"
 
 
-async def test_tool_call_errors_are_answered_to_the_model(tmp_path: Path):
+async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path: Path):
     log, name = tmp_path / "log", f"{FILE}:Tools"
     async with running("Tools", options={"log": str(log)}, reward=f"{FILE}:by_state") as environments:
         assert [tool["function"]["name"] for tool in environments.tools or []] == ["fail", "look"]
@@ -105,7 +105,7 @@ async def test_tool_call_errors_are_answered_to_the_model(tmp_path: Path):
         await other.close()
 
 
-async def test_reset_receives_the_row_or_its_columns_and_a_reward_may_come_from_a_function_alone():
+async def test_reset_receives_the_row_or_its_columns():
     async with running("Doing", options={"first": "hi"}, reward=f"{FILE}:two") as environments:
         assert environments.tools is None
         instance = await environments.open({"name": "Bob", "other": [1]})
@@ -118,7 +118,7 @@ async def test_reset_receives_the_row_or_its_columns_and_a_reward_may_come_from_
 
 
 @pytest.mark.parametrize("name", ["Doing", "Coroutines"])
-async def test_64_instances_of_one_worker_are_in_a_step_at_once(name: str):
+async def test_worker_runs_steps_of_64_instances_concurrently(name: str):
     """No step ends before all have begun."""
     async with running(name) as environments:
         instances = await asyncio.gather(*(environments.open({"name": "n"}) for _ in range(64)))
@@ -132,7 +132,7 @@ async def test_64_instances_of_one_worker_are_in_a_step_at_once(name: str):
 # ---- faults ----
 
 
-async def test_a_fault_fails_its_call_and_nothing_else():
+async def test_invalid_results_and_exceptions_fail_only_their_call():
     causes = {
         "two": "returned ('two', 1.0); return a tuple (observation, reward, done)",
         "number": "the observation is 3; return a str",
@@ -166,7 +166,7 @@ async def test_a_fault_fails_its_call_and_nothing_else():
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_that_dies_fails_what_it_holds_and_the_next_instance_gets_another():
+async def test_dead_worker_fails_its_own_instances_and_is_replaced():
     async with running(workers=2) as environments:
         one, two, three = [await environments.open({}) for _ in range(3)]
         pids = [int((await instance.step("pid")).observation) for instance in (one, two, three)]
@@ -184,7 +184,7 @@ async def test_a_worker_that_dies_fails_what_it_holds_and_the_next_instance_gets
         assert await failure(two.step("x")) == "step: the worker process was killed by SIGKILL"
 
 
-async def test_a_worker_with_a_call_that_hangs_is_killed_and_loses_its_other_instances():
+async def test_worker_with_a_hanging_call_is_killed_with_all_its_instances():
     late_at_once = itertools.count(0.0, 601.0).__next__
     async with running() as environments:
         hung, other = [await environments.open({}) for _ in range(2)]
@@ -201,7 +201,7 @@ async def test_a_worker_with_a_call_that_hangs_is_killed_and_loses_its_other_ins
         await asyncio.to_thread(killed.wait, 120)
 
 
-async def test_a_cancelled_open_leaves_nothing_behind():
+async def test_cancelled_open_leaves_no_worker_behind():
     async with running(timeout_s=LIMIT_S) as environments:
         other = await environments.open({})
         opening = asyncio.create_task(environments.open({"do": "hang"}))
@@ -235,7 +235,7 @@ async def test_a_cancelled_open_leaves_nothing_behind():
         ("class Env:\n def reset(self): ...", {"reward": "env.py:f"}, "env.py:f cannot be imported: env.py has no 'f'"),
     ],
 )
-async def test_a_class_that_cannot_be_used_is_one_sentence_at_the_start(
+async def test_unusable_environment_class_raises_one_sentence_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], cause: str
 ):
     monkeypatch.chdir(tmp_path)
@@ -248,7 +248,7 @@ async def test_a_class_that_cannot_be_used_is_one_sentence_at_the_start(
 
 
 @pytest.mark.parametrize("section", [{}, {"class": "a.py:B", "agent": "a.py:c"}, {"agent": "a.py:c", "reward": "a:b"}])
-def test_a_section_with_neither_or_both_of_class_and_agent_is_refused(section: dict[str, Any]):
+def test_environment_section_needs_either_class_or_agent(section: dict[str, Any]):
     with pytest.raises(ValueError, match="one of them"):
         EnvironmentSection.model_validate(section)
 
@@ -279,7 +279,7 @@ async def served() -> AsyncIterator[tuple[OpenEnvServer, str, web.TCPSite]]:
         await runner.cleanup()
 
 
-async def test_an_openenv_server_is_an_environment():
+async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
     async with served() as (server, url, site), running(OPENENV, options={"url": url}) as environments:
         one, two = await environments.open({"seed": 7, "x": 1}), await environments.open({})
         assert (one.observation, server.resets) == ("start", [{"seed": 7}, {}])
@@ -318,7 +318,7 @@ async def test_policy_mistakes_do_not_count_as_a_lost_environment(action: str, i
         assert caught.value.is_lost == is_lost
 
 
-async def test_an_idle_session_answers_the_servers_pings():
+async def test_idle_openenv_session_answers_the_servers_pings():
     async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
         instance = await environments.open({})
         while server.pongs < 1:
@@ -334,7 +334,7 @@ def wrong_path(request: web.Request) -> web.Response:
     return web.Response(status=404)
 
 
-async def test_a_wrong_openenv_path_fails_at_once():
+async def test_wrong_openenv_path_fails_without_a_retry():
     async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
         server.failing = [wrong_path]
         with pytest.raises(EnvironmentFailed, match="404, message=") as failed:
@@ -348,7 +348,7 @@ def hang_up(request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def test_a_proxy_without_its_openenv_server_is_awaited():
+async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
     async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
         server.failing = [proxy_without_server, hang_up]
         assert (await environments.open({})).observation == "start"
@@ -363,7 +363,7 @@ async def test_a_proxy_without_its_openenv_server_is_awaited():
         ("full", "RuntimeError: full (CAPACITY_REACHED)"),
     ],
 )
-async def test_an_openenv_server_that_begins_no_session_is_a_lost_environment_in_the_end(trouble: Any, cause: str):
+async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble: Any, cause: str):
     async with served() as (server, url, _), giving_up(url) as environments:
         if trouble == "full":
             server.sessions = 2
@@ -374,7 +374,7 @@ async def test_an_openenv_server_that_begins_no_session_is_a_lost_environment_in
         assert caught.value.is_lost or trouble == "full"
 
 
-async def test_the_fields_of_an_openenv_server_can_be_chosen():
+async def test_openenv_action_and_observation_fields_are_configurable():
     async with served() as (_, url, _), running(OPENENV, options={"url": url, "observation": "board"}) as environments:
         assert (await environments.open({})).observation == '[1, "é"]'
     async with (

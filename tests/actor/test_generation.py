@@ -83,7 +83,7 @@ def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, g
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_texts_are_those_of_generate(family: str):
+def test_greedy_slot_decoding_matches_transformers_generate(family: str):
     model, prompts = make_model(family, eos_bias=2.0), make_prompts(11)
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
@@ -91,7 +91,7 @@ def test_greedy_texts_are_those_of_generate(family: str):
     assert written == texts(generation(model, uses_slots=False), prompts, greedy=True)
 
 
-def test_a_response_that_just_fits_the_models_positions_is_decoded_in_slots():
+def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
     model, prompts = make_model("learned positions"), [np.full(length, 5) for length in (255, 9)]
     ours, theirs = (generation(model, max_new_tokens=1, uses_slots=slots) for slots in (None, False))
     assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
@@ -108,7 +108,7 @@ def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: 
     return Prompts(given, finished, max_new_tokens=most)
 
 
-def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
+def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytest.MonkeyPatch):
     """Rows that go on for long: the columns are used up again and again."""
     sizes = set()
     shifts = []
@@ -131,7 +131,7 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows(monkeyp
     assert [found[i] for i in range(60)] == texts(plain, prompts, greedy=True)
 
 
-def test_draws_follow_the_probabilities():
+def test_draw_samples_in_proportion_to_the_probabilities():
     """20,000 draws of five tokens: each share within four standard deviations of its probability."""
     torch.manual_seed(0)
     probabilities, count = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
@@ -152,7 +152,7 @@ def test_draws_depend_on_seed_and_prompt_alone():
 @pytest.mark.parametrize(
     ("size", "token_budget", "first"), [(3, None, [1]), (16, None, [3]), (16, 40, [2, 1]), (16, 1, [1, 1, 1])]
 )
-def test_prompts_of_a_group_go_through_one_forward(
+def test_rows_of_a_group_share_the_prefill_of_their_prompt(
     size: int, token_budget: int | None, first: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
@@ -251,7 +251,7 @@ def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int,
 # ---- models that slots do not support, and lack of memory ----
 
 
-def test_recurrent_models_generate_with_transformers(caplog: pytest.LogCaptureFixture):
+def test_recurrent_model_falls_back_to_transformers_generate(caplog: pytest.LogCaptureFixture):
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     config = transformers.MambaConfig(**sizes, pad_token_id=0, eos_token_id=EOS)
@@ -268,7 +268,9 @@ def test_recurrent_models_generate_with_transformers(caplog: pytest.LogCaptureFi
     [([3, 8, 20], 1), ([7, 7, 7, 7], 1), ([9], 1), ([1, 1], 1), ([2, 30, 30, 30], 1), ([3, 8, 20, 5], 0.005)],
     ids=str,
 )
-def test_a_model_that_slots_misread_is_detected(lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture):
+def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forward(
+    lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture
+):
     """It takes positions from the number of columns, which padding shifts. It is found out whatever the first prompts
     are, also those of equal length, and where the likeliest tokens are the same and their probabilities are not."""
     model = make_model("learned positions")
@@ -283,7 +285,7 @@ def test_a_model_that_slots_misread_is_detected(lengths: list[int], scale: float
 
 
 @pytest.mark.parametrize(("off", "decodes"), [(0.1, True), (0.5, False)])
-def test_slot_decoding_is_checked_again_in_its_own_precision(
+def test_slot_decoding_is_checked_in_the_precision_of_generation(
     off: float, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ):
     written_by = generation(make_model("llama"))
@@ -353,7 +355,7 @@ def ends(rows: list[SampledRow]) -> list[bool]:
     return [row.ended for row in rows]
 
 
-def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
+def test_eos_ends_a_response_and_is_its_last_token(checkpoint: Path):
     policy, ended = make_policy(checkpoint), []
     policy.model.lm_head.weight.data[policy.eos_ids[0]] += 0.5  # now and then
     for seed in range(4):
@@ -364,7 +366,7 @@ def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
     assert set(ended) == {True, False}
 
 
-def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out():
+def test_eos_id_beyond_the_models_vocabulary_is_ignored():
     settings = GenerationSection(max_new_tokens=6, min_new_tokens=4)
     model = make_model("llama", eos_bias=2.0)
     written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
@@ -386,7 +388,7 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
 
 
 @pytest.mark.device
-def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path):
+def test_stop_string_that_starts_in_the_prompt_is_ignored(checkpoint: Path):
     free = make_policy(checkpoint)
     written = responses(generate(free, greedy=True))[0]
     policy = make_policy(checkpoint, stop_strings=(free.tokenizer.decode([7, written[0]]),))
@@ -407,7 +409,7 @@ class Letters:
         *[(text, True) for text in ("xabxxxxab", "xxab", "xxxab", "abab", "xéab", "xxé")],
     ],
 )
-def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, ends: bool):
+def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written: str, ends: bool):
     """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
     generation = Generation(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
@@ -422,7 +424,7 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
-def test_both_engines_sample_alike_without_the_global_generator(checkpoint: Path, settings: dict[str, Any]):
+def test_both_engines_sample_the_same_tokens_without_the_global_generator(checkpoint: Path, settings: dict[str, Any]):
     """A user's loss may seed it, and draw from it, in another thread."""
     found = []
     for uses_slots in (True, False):
@@ -435,7 +437,7 @@ def test_both_engines_sample_alike_without_the_global_generator(checkpoint: Path
     assert found == found[:1] * 4
 
 
-def test_both_ways_to_generate_ignore_the_checkpoints_own_generation_config(checkpoint: Path):
+def test_both_engines_ignore_the_checkpoints_generation_config(checkpoint: Path):
     found, ended = [], set()
     for uses_slots in (True, False):
         policy = make_policy(checkpoint, stop_strings=("t", "never written"))
@@ -454,7 +456,7 @@ def test_both_ways_to_generate_ignore_the_checkpoints_own_generation_config(chec
 # ---- log-probs of what was generated ----
 
 
-def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
+def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(checkpoint: Path):
     """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
     policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9)
     rollout = generate(policy, seed=1)
@@ -498,7 +500,9 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypa
     [({}, 1.01), ({"precision": "bfloat16"}, 1.0)],
     ids=["wrong", "bfloat16"],
 )
-def test_doubtful_generation_logprobs_are_not_used(checkpoint: Path, settings: dict[str, Any], scale: float):
+def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(
+    checkpoint: Path, settings: dict[str, Any], scale: float
+):
     """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
     policy = make_policy(checkpoint, **settings)
     first, other = generate(policy), generate(policy, seed=1)
@@ -536,7 +540,7 @@ def shared_hidden(body: Any, *batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_prompts_equal_a_plain_forward_and_its_gradients(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_shared_prompt_forward_matches_plain_outputs_and_gradients(family: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "WORTH_IT", 10.0)
     model, results = make_model(family), []
     assert can_share(model)
@@ -549,7 +553,7 @@ def test_shared_prompts_equal_a_plain_forward_and_its_gradients(family: str, mon
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
 
 
-def test_each_shared_prompt_goes_through_once():
+def test_shared_hidden_forwards_each_distinct_prompt_once():
     model = make_model("llama")
     sizes: list[tuple[int, ...]] = []
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: sizes.append(tuple(inputs[0].shape)))
@@ -560,7 +564,7 @@ def test_each_shared_prompt_goes_through_once():
     assert shared_passes(tokens, lengths, inside) is None
 
 
-def test_a_model_whose_cache_changes_its_answers_does_not_share_prompts():
+def test_prompt_sharing_is_off_if_the_models_cache_changes_its_outputs():
     model = make_model("llama")
     forward = model.model.forward
 

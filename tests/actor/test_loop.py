@@ -175,7 +175,7 @@ class Reference:
         return found
 
 
-async def test_rows_are_scored_while_others_are_generated_and_scores_belong_to_their_rows(policy: Policy):
+async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy: Policy):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
     order, asked, server = [], threading.Event(), Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
     assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, True, False]
 
 
-async def test_without_a_kl_penalty_there_is_no_reference(policy: Policy, checkpoint: Path):
+async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy: Policy, checkpoint: Path):
     server = Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
     rows = await collected(policy, InstantScorer(), reference=reference, kl_coef=0.0)
@@ -245,7 +245,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
     assert server.asked == len(PROMPTS)
 
 
-async def test_a_failing_critic_ends_collect_and_leaves_nothing_behind(policy: Policy):
+async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Policy):
     ready = asyncio.get_running_loop().create_future()
     ready.set_exception(RequestFailed("the critic's update was refused"))
     with pytest.raises(RequestFailed, match="was refused"):
@@ -278,7 +278,7 @@ async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
-def test_scoring_awaits_updates_beyond_max_staleness(every: int, max_staleness: int):
+def test_needed_update_keeps_staleness_within_max_staleness(every: int, max_staleness: int):
     """Otherwise it would wait indefinitely, or be answered by weights that lack more than it allows."""
     for step in range(1, 40):
         needed = needed_update(step, max_staleness=max_staleness, every=every)
@@ -302,7 +302,7 @@ MONTHS = [(step + 7, step) for step in range(1, KEPT_VERSIONS + 200)]
         pytest.param((0, 0), {}, MONTHS, {KEPT_VERSIONS: KEPT_VERSIONS - 7, 8: 0}, id="the newest are remembered"),
     ],
 )
-def test_a_version_contains_the_updates_up_to_a_step(
+def test_version_steps_map_a_version_to_its_last_update(
     start: tuple[int, int], rules: dict[str, Any], answers: Any, contained: dict[int, int]
 ):
     steps = VersionSteps(*start, **{"every": 1, **rules})
@@ -442,7 +442,7 @@ class Remembering(Server):
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_steps_in_which_limits_end_all_conversations_change_nothing(
+def test_step_with_only_truncated_conversations_changes_no_weights(
     tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str
 ):
     """The critic has each of its steps, without targets."""
@@ -469,7 +469,9 @@ def test_steps_in_which_limits_end_all_conversations_change_nothing(
 
 
 @pytest.mark.parametrize("target", [None, 1e9])
-def test_a_fixed_kl_coefficient_may_change_at_a_resume(tmp_path: Path, checkpoints: Checkpoints, target: float | None):
+def test_resume_applies_a_new_kl_coefficient_unless_it_is_adaptive(
+    tmp_path: Path, checkpoints: Checkpoints, target: float | None
+):
     for steps, coef in ((1, 0.1), (2, 0.5)):
         go(make_ppo(tmp_path / "run", checkpoints, **SMALL, steps=steps, kl_coef=coef, kl_target=target))
     first, second = (line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
@@ -527,7 +529,7 @@ def test_first_signal_stops_gracefully_second_at_once():
         assert process.wait(PATIENCE_S) == -signal.SIGTERM
 
 
-def test_a_signal_that_does_not_interrupt_the_wait_ends_it():
+def test_stop_ends_a_wait_that_the_signal_did_not_interrupt():
     """It came just before the event loop began to wait; here: another thread of the process takes it."""
     with started(600, "leave", ELSEWHERE + PROGRAM) as process:
         assert process.communicate("go\n", timeout=PATIENCE_S)[0] == "leaving\n"
@@ -542,7 +544,7 @@ def test_grace_period_is_bounded():
     assert "stopped after step 7, whose checkpoint is written: the grace period of 0.1 s expired; the next" in errors
 
 
-async def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled():
+async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
     stop, works = Stop(), [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
     assert await stop.or_done(asyncio.sleep(0, "result")) == "result"
     waiting = asyncio.ensure_future(stop.or_done(works[0]))
@@ -569,9 +571,7 @@ class Narrow(Server):
 
 
 @pytest.mark.device
-def test_a_policy_with_more_embeddings_than_entries_whose_turns_do_not_end_with_eos(
-    tmp_path: Path, checkpoints: Checkpoints
-):
+def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path: Path, checkpoints: Checkpoints):
     """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
     start, policy = tmp_path / "start", tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
@@ -600,7 +600,7 @@ class Same(Server):
     score_sentences = rewards
 
 
-def test_a_run_without_signal_warns(tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture):
+def test_run_without_training_signal_warns(tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture):
     summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
     assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
     said = [record.message for record in caplog.records if "within each group" in record.message]
@@ -657,7 +657,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 
 
 @pytest.mark.parametrize("settings", [{"one_step_off_policy": True}, {"max_resampled": 20}])
-def test_a_bad_row_ends_a_run_with_the_checkpoint_of_the_last_complete_step(
+def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
     tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
 ):
     """Whichever exception its tokens would raise, and whatever reads it; the run then goes on where it was."""
@@ -738,7 +738,7 @@ def whole_short(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoin
 
 
 @pytest.mark.parametrize(("end", "settings"), [*((end, {}) for end in ENDS), ("gradient", OFF_POLICY)], ids=str)
-def test_whatever_ends_a_run_its_last_complete_step_is_in_a_checkpoint(
+def test_run_saves_its_last_complete_step_whatever_ends_it(
     tmp_path: Path,
     checkpoints: Checkpoints,
     whole_short: list[Any],
@@ -797,7 +797,7 @@ def test_incomplete_steps_are_not_checkpointed(
     assert not saved_steps(tmp_path / "checkpoints" / "actor")
 
 
-def test_a_stop_keeps_the_last_complete_checkpoint(tmp_path: Path, checkpoints: Checkpoints):
+def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Path, checkpoints: Checkpoints):
     """In case the critic, whose server was lost, never receives the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
@@ -816,7 +816,7 @@ class Rare(Server):
         return {REWARDS: found[REWARDS] * [[float(ord(text[0]) % 2 == 0)] for text in texts]}
 
 
-def test_groups_without_spread_are_replaced_and_a_resume_continues_with_the_same_prompts(
+def test_resampling_replaces_groups_without_spread_and_resumes_with_the_same_prompts(
     tmp_path: Path, checkpoints: Checkpoints
 ):
     settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
@@ -837,7 +837,7 @@ def test_groups_without_spread_are_replaced_and_a_resume_continues_with_the_same
     assert all(line["train_rollouts/dropped_tokens"] > 0 for line in lines)
 
 
-def test_what_cannot_be_replaced_stays(tmp_path: Path, checkpoints: Checkpoints):
+def test_groups_without_spread_stay_after_max_resampled_attempts(tmp_path: Path, checkpoints: Checkpoints):
     """At most one attempt in a step; the rollout has its size."""
     run = make_grpo(tmp_path, checkpoints, Rare(), max_resampled=1, mask_unfinished=False)
     batches = watched_batches(run)
@@ -905,7 +905,7 @@ def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = Fal
         ("policy", "generate", 4, 2),  # the validation after step 2
     ],
 )
-def test_a_stopped_run_goes_on_after_the_last_whole_step(
+def test_stopped_run_resumes_after_its_last_complete_step(
     tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], owner: str, name: str, call: int, done: int
 ):
     run = make_grpo(tmp_path, checkpoints)
@@ -919,7 +919,7 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
     assert ends(tmp_path) == whole
 
 
-def test_a_validation_that_a_crash_interrupted_is_repeated(tmp_path: Path, checkpoints: Checkpoints, whole: list[Any]):
+def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoints: Checkpoints, whole: list[Any]):
     """While it writes `best/`; then a stop in the repeated one."""
     run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
     go_until(run, run.policy, "save", 2, crash=True)
@@ -932,7 +932,7 @@ def test_a_validation_that_a_crash_interrupted_is_repeated(tmp_path: Path, check
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
-def test_the_kl_coefficient_adapts_once_the_policy_trains(tmp_path: Path, checkpoints: Checkpoints):
+def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, checkpoints: Checkpoints):
     """Not while only the critic does, when the KL is 0 whatever the coefficient."""
     settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0}
     go(make_grpo(tmp_path, checkpoints, **settings))
@@ -940,7 +940,7 @@ def test_the_kl_coefficient_adapts_once_the_policy_trains(tmp_path: Path, checkp
     assert coefs[0] == coefs[1] == 0.1 > coefs[2]
 
 
-def test_a_stop_is_handled_while_awaiting_the_critic(tmp_path: Path, checkpoints: Checkpoints):
+def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, checkpoints: Checkpoints):
     """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
     awaited: list[int] = []
@@ -987,7 +987,9 @@ LONG: list[tuple[Any, str]] = [
 ]
 
 
-def test_what_takes_long_runs_in_threads(tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+def test_long_calls_run_in_threads_off_the_event_loop(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
     """On the event loop it would delay responses past their deadlines."""
     threads = dict[str, set[int]]()
 

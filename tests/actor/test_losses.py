@@ -34,7 +34,7 @@ def f64(*rows: list[float]) -> Tensor:
 @pytest.mark.parametrize("loss", BUILT_IN, ids=LOSSES)
 @property_test
 @given(**sizes)
-def test_a_loss_is_masked_and_has_the_policy_gradient(loss, seed: int, batch: int, width: int):
+def test_loss_ignores_masked_tokens_and_has_the_policy_gradient_on_policy(loss, seed: int, batch: int, width: int):
     check_masked_loss(loss, seed, batch, width)
     check_on_policy_gradient(loss, seed, batch, width)
 
@@ -50,7 +50,9 @@ def test_a_loss_is_masked_and_has_the_policy_gradient(loss, seed: int, batch: in
         ("dis", 0.5, -2.0, 0.0, 0.0),
     ],
 )
-def test_each_side_of_the_clip(name: str, ratio: float, advantage: float, loss: float, slope: float):
+def test_loss_and_slope_match_hand_computed_values_on_each_side_of_the_clip(
+    name: str, ratio: float, advantage: float, loss: float, slope: float
+):
     function = import_function(LOSSES[name].function)
     found, stats, (gradient,) = outcome(
         function, loss_inputs(f64([math.log(ratio)]), f64([0]), f64([advantage]), f64([1]))
@@ -61,7 +63,7 @@ def test_each_side_of_the_clip(name: str, ratio: float, advantage: float, loss: 
     assert stats["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
 
 
-def test_banned_prompt_tokens_give_no_nan_to_the_model():
+def test_banned_prompt_tokens_give_finite_gradients():
     logits = torch.zeros(1, 4, 3, dtype=torch.float64, requires_grad=True)
     tokens = torch.tensor([[0, 2, 1, 0]])  # token 1, part of the prompt, is banned
     logprobs = target_logprobs(logits[:, :-1], tokens[:, 1:], temperature=1.0, banned_token_ids=[2])
@@ -84,7 +86,7 @@ GOLDEN: dict[str, tuple[list[float], list[float]]] = {  # value and slope at d =
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_kl_estimate_and_loss_by_hand(kind: str):
+def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind: str):
     values, slopes = GOLDEN[kind]
     logprobs, reference = f64([-1.0, -2.0, -3.0, 5.0]), f64([-1.0, -3.0, -1.0, -math.inf])
     torch.testing.assert_close(kl_estimate(logprobs[:, :3], reference[:, :3], kind), f64(values))
@@ -96,7 +98,7 @@ def test_kl_estimate_and_loss_by_hand(kind: str):
 
 
 @pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
-def test_k3_of_one_token_is_bounded_and_still_pulls_it_back(distance: float):
+def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance: float):
     """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""
     logprobs = torch.tensor([[-distance]], requires_grad=True)
     loss = kl_loss(logprobs, torch.zeros(1, 1), torch.ones(1, 1), kind="k3", total=1.0)
@@ -117,7 +119,7 @@ def test_k3_of_one_token_is_bounded_and_still_pulls_it_back(distance: float):
         (6.0, -1.0, 1 - 0.2 * 0.5),
     ],
 )
-def test_an_adaptive_coefficient_by_hand(target: float | None, kl: float, expected: float):
+def test_adaptive_kl_coefficient_matches_hand_computed_values(target: float | None, kl: float, expected: float):
     """Ziegler et al. 2019: the relative error, at most 0.2, for half a horizon of samples."""
     # A rollout larger than the horizon counts as one horizon.
     for size, coef in ((5000, expected), (20_000, 1 + 2 * (expected - 1))):
@@ -137,7 +139,7 @@ def written(folder: Path, body: str) -> str:
     return f"{folder / 'mine.py'}:mine"
 
 
-def test_loss_and_advantage_of_the_docs_work(tmp_path: Path, checkpoint: Path):
+def test_documented_loss_and_advantage_examples_work(tmp_path: Path, checkpoint: Path):
     section = PAGE.read_text().partition("## Your own advantage or loss")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     documented = tmp_path / "my_loss.py"
@@ -174,7 +176,7 @@ ROWS = r"a tensor of shape \(1, 5\)"
         ),
     ],
 )
-def test_a_wrong_loss_changes_nothing_and_is_named(
+def test_faulty_custom_loss_raises_with_its_name_and_changes_no_weights(
     tmp_path: Path, checkpoint: Path, body: str, kind: type[Exception], problem: str
 ):
     spec = written(tmp_path, body)
@@ -195,7 +197,7 @@ def test_a_wrong_loss_changes_nothing_and_is_named(
         ("return inputs.nothing", r"failed: AttributeError: .*nothing.* \(mine.py:5\)"),
     ],
 )
-def test_a_wrong_advantage_is_named(tmp_path: Path, body: str, problem: str):
+def test_faulty_custom_advantage_raises_with_its_name(tmp_path: Path, body: str, problem: str):
     spec = written(tmp_path, body)
     with pytest.raises(RlhfError, match=rf"^actor\.algorithm\.advantage: {re.escape(spec)} {problem}"):
         make_batch(scored_samples(), mask_unfinished=False, kl_coef=0.0, advantage=spec)

@@ -34,7 +34,7 @@ def cases(kind: str) -> Any:
 
 
 @cases("losses")
-def test_a_loss_and_its_gradient(case: dict[str, Any]):
+def test_loss_and_gradient_match_peers(case: dict[str, Any]):
     """Of the three means, `constant` divides the sum by sequences times the longest length.
 
     verl has a dual clip beside the clipped loss: its gradient is compared where that has no effect.
@@ -66,7 +66,7 @@ def advantage_inputs(rewards: list[float], groups: list[int], values: Tensor, **
 
 
 @cases("advantages")
-def test_advantages_within_groups(case: dict[str, Any]):
+def test_group_advantages_match_peers(case: dict[str, Any]):
     algorithm = ALGORITHMS[case["algorithm"]]
     inputs = advantage_inputs(case["rewards"], case["groups"], torch.zeros_like(MASK))
     found = import_function(algorithm.advantage)(inputs)[0]
@@ -76,13 +76,13 @@ def test_advantages_within_groups(case: dict[str, Any]):
 
 
 @cases("factors")
-def test_importance_factors(case: dict[str, Any]):
+def test_importance_factors_match_peers(case: dict[str, Any]):
     settings = {name: case[name] for name in ("level", "mode", "low", "high")}
     close(importance_factors(INPUTS["log_ratio"], MASK, **settings) * MASK, case["factors"])
 
 
 @pytest.mark.parametrize("case", GOLDEN["gae"]["cases"])
-def test_separate_and_length_adaptive_lambda(case: dict[str, Any]):
+def test_gae_with_separate_and_length_adaptive_lambda_matches_peers(case: dict[str, Any]):
     """The reward is on the last sampled token, which is not the last one of every row."""
     settings = {name: case[name] for name in ("gamma", "lam", "lam_values", "lam_length")}
     values = torch.tensor(GOLDEN["gae"]["values"], dtype=torch.float64)

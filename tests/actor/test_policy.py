@@ -164,7 +164,7 @@ NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
 
 
 @pytest.mark.parametrize("what", NO_POLICIES)
-def test_a_folder_that_is_no_language_model_is_refused_by_name(tmp_path: Path, what: str):
+def test_folder_that_is_not_a_language_model_is_refused_with_its_path(tmp_path: Path, what: str):
     family, head, change, told, by_headers = NO_POLICIES[what]
     save_tiny(tmp_path, family, head)
     change(tmp_path)
@@ -180,7 +180,7 @@ def test_a_folder_that_is_no_language_model_is_refused_by_name(tmp_path: Path, w
             load_model(PolicySection(model=tmp_path))
 
 
-def test_a_language_model_that_reads_later_tokens_is_refused(tmp_path: Path):
+def test_policy_that_is_not_causal_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"is not causal.*set is_decoder: true"):
         make_policy(save_policy(tmp_path / "mask", "bert"))
     make_policy(save_policy(tmp_path / "decoder", "bert", is_decoder=True))
@@ -208,7 +208,7 @@ POLICIES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("what", POLICIES)
-def test_a_whole_language_model_is_a_policy(tmp_path: Path, what: str):
+def test_complete_language_model_checkpoint_loads_as_policy(tmp_path: Path, what: str):
     family, head, change = POLICIES[what]
     save_tiny(tmp_path, family, head)
     change(tmp_path)
@@ -222,7 +222,7 @@ def test_a_whole_language_model_is_a_policy(tmp_path: Path, what: str):
 # ---- adapters ----
 
 
-def test_a_new_policy_is_its_reference_and_adapters_alone_are_trained(llama: Path):
+def test_lora_policy_starts_as_its_reference_and_trains_only_adapters(llama: Path):
     policy, full = make_policy(llama, lora_rank=4), make_policy(llama)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     assert policy.reference is None
@@ -248,7 +248,7 @@ def test_a_new_policy_is_its_reference_and_adapters_alone_are_trained(llama: Pat
         ("all-linear", 14),  # seven in each of two layers, not the output
     ],
 )
-def test_named_layers_alone_get_adapters(llama: Path, targets: Any, expected: Any):
+def test_lora_targets_select_the_layers_with_adapters(llama: Path, targets: Any, expected: Any):
     policy = make_policy(llama, lora_rank=4, lora_targets=targets)
     found = {name.split(".lora_")[0].partition("model.layers.")[2] for name in trained_tensors(policy.model)}
     assert (len(found) if expected == 14 else sorted(found)) == expected
@@ -262,7 +262,7 @@ def test_named_layers_alone_get_adapters(llama: Path, targets: Any, expected: An
         ("input_layernorm", "; "),
     ],
 )
-def test_a_name_that_no_linear_layer_has_is_refused(
+def test_lora_target_that_matches_no_linear_layer_is_refused(
     llama: Path, target: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Also of a layer that exists but takes none, and of one beside a name that is right; no weights are read."""
@@ -277,7 +277,7 @@ def test_a_name_that_no_linear_layer_has_is_refused(
 
 @pytest.mark.parametrize("key", ["text_config", "decoder", "hidden_size"])
 @pytest.mark.parametrize("value", [{}, {"a": 1}])
-def test_what_transformers_refuses_in_a_policys_config_is_named(llama: Path, tmp_path: Path, key: str, value: Any):
+def test_config_value_that_transformers_refuses_is_reported_by_key(llama: Path, tmp_path: Path, key: str, value: Any):
     folder = shutil.copytree(llama, tmp_path / "policy")
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), key: value}))
@@ -291,7 +291,7 @@ def test_what_transformers_refuses_in_a_policys_config_is_named(llama: Path, tmp
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_layers_are_merged_within_a_block_only(family: str, tmp_path: Path):
+def test_adapters_are_merged_only_inside_with_merged_layers(family: str, tmp_path: Path):
     """GPT-2's layers hold their weights transposed."""
     model = save_tiny(tmp_path / "model", family, "language").eval()
     wrapper = with_adapters(model, Lora("actor.policy", 4, 8, "all-linear"), model.get_output_embeddings())
@@ -345,7 +345,7 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(
         assert text in capsys.readouterr().err
 
 
-def test_a_saved_policy_names_the_ends_of_the_run_and_keeps_doubtful_settings(tmp_path: Path):
+def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path: Path):
     """Such as a temperature without sampling, which transformers saves only in a GenerationConfig as it was loaded."""
     start = save_policy(tmp_path / "start")
     published = {"eos_token_id": [1, 5, 999], "do_sample": False, "temperature": 0.6}
@@ -363,7 +363,7 @@ def test_a_saved_policy_names_the_ends_of_the_run_and_keeps_doubtful_settings(tm
         ({"model": "moved"}, None),  # the same model at another path
     ],
 )
-def test_a_checkpoint_of_another_policy_is_refused(
+def test_checkpoint_of_another_policy_or_lora_rank_is_refused(
     llama: Path, tmp_path: Path, settings: dict[str, Any], message: str | None
 ):
     """Of other adapters, or of another start: the reference would be another model than the policy's start."""
@@ -392,7 +392,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [zeroed, cut, Path.unlink])
-def test_a_damaged_file_is_named(tmp_path: Path, llama: Path, damage: Callable[[Path], None]):
+def test_damaged_checkpoint_file_is_reported_by_path(tmp_path: Path, llama: Path, damage: Callable[[Path], None]):
     policy, _ = trained(llama)
     (file,) = save(tmp_path, policy).glob("*.safetensors")
     damage(file)
@@ -421,7 +421,9 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = F
         return make_policy(folder, **settings), dtypes
 
 
-def test_a_bfloat16_checkpoint_is_widened_only_if_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The base under adapters has the weights of one that was loaded in float32, and none was float32 in between. A
     family that computes a table in the dtype of its weights would lose digits."""
     folder = save_policy(tmp_path)

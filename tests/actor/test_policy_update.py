@@ -77,7 +77,7 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.device
 @pytest.mark.parametrize("name", NAMES)
-def test_neither_micro_batches_nor_padding_nor_the_order_of_samples_matters(checkpoint: Path, name: str):
+def test_update_is_independent_of_micro_batches_padding_and_sample_order(checkpoint: Path, name: str):
     for settings in settings_of(name):
         results = []
         for budget, width, junk in ((1000, 12, None), (8, 12, None), (25, 15, None), (25, 15, 7)):
@@ -118,7 +118,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
 
 
 @pytest.mark.device
-def test_a_correction_compares_the_policy_before_the_update_with_the_one_that_sampled(checkpoint: Path):
+def test_importance_correction_compares_the_policy_before_the_update_with_the_sampler(checkpoint: Path):
     """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
     correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
     policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
@@ -131,7 +131,7 @@ def test_a_correction_compares_the_policy_before_the_update_with_the_one_that_sa
     assert found["ppo_ratio"] == pytest.approx(1)
 
 
-def test_a_constant_denominator_scales_the_mean_over_tokens(checkpoint: Path):
+def test_constant_loss_mean_scales_the_mean_over_tokens(checkpoint: Path):
     """Dr. GRPO: by the number of tokens over sequences times the longest length, for all terms of the loss alike."""
     losses = {}
     for mean in ("token", "constant"):
@@ -143,7 +143,7 @@ def test_a_constant_denominator_scales_the_mean_over_tokens(checkpoint: Path):
     assert losses["constant"]["entropy"] == pytest.approx(losses["token"]["entropy"]) != 0
 
 
-def test_the_constant_counts_conversations_not_rows(checkpoint: Path):
+def test_constant_loss_mean_counts_conversations_not_rows(checkpoint: Path):
     """One of three is masked, which has four of the six rows."""
     losses = {}
     for mean in ("token", "constant"):
@@ -155,7 +155,7 @@ def test_the_constant_counts_conversations_not_rows(checkpoint: Path):
     assert losses["constant"]["loss"] == pytest.approx(losses["token"]["loss"] * float(taught.sum()) / 40)
 
 
-def test_the_likelihood_of_positive_examples_rises(checkpoint: Path):
+def test_nll_term_raises_the_likelihood_of_positive_responses(checkpoint: Path):
     """Advantages of 0: the term alone moves the policy, by the mean over the tokens of these responses."""
     policy = make_policy(checkpoint, algorithm_name="vapo")
     batch = make_batch(policy, advantages=torch.zeros(6, 11))
@@ -178,7 +178,7 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.device
 @pytest.mark.parametrize("model", ["checkpoint", "dropping"])
-def test_recomputed_activations_change_nothing(request: pytest.FixtureRequest, model: str):
+def test_gradient_checkpointing_gives_the_same_update_with_less_memory(request: pytest.FixtureRequest, model: str):
     results, sizes = [], []
     for recompute in (False, True):
         limits = {"prompts_max_tokens": 32, "max_new_tokens": 32, "gradient_checkpointing": recompute}
@@ -204,7 +204,7 @@ def test_max_kl_ends_the_update(checkpoint: Path):
 
 
 @pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS} - {"k1"}))  # k1 has no gradient in expectation
-def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
+def test_kl_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
     """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
     policy = make_policy(checkpoint, kl_penalty_in="loss", kl_estimator=kind, algorithm_name="reinforce++")
     batch = make_batch(policy)
@@ -214,7 +214,7 @@ def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kin
     assert float(((make_batch(policy).logprobs - batch.logprobs) * batch.mask).sum()) > 0.1
 
 
-def test_an_entropy_bonus_makes_the_policy_less_certain(checkpoint: Path):
+def test_entropy_bonus_raises_the_policys_entropy(checkpoint: Path):
     """Advantages of 0: the bonus alone moves the policy."""
     policy = make_policy(checkpoint, entropy_bonus=1.0, algorithm_name="reinforce++")
     batch = make_batch(policy, advantages=torch.zeros(6, 11))
@@ -222,7 +222,7 @@ def test_an_entropy_bonus_makes_the_policy_less_certain(checkpoint: Path):
     assert after > before
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(checkpoint: Path):
+def test_non_finite_gradient_raises_and_changes_no_weights(checkpoint: Path):
     policy = make_policy(checkpoint)
     batch, before = make_batch(policy), weights_of(policy)
     batch.advantages[2, 5] = math.inf
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(checkpoint: Path):
     assert all(p.grad is None for p in policy.model.parameters())
 
 
-def test_rows_and_minibatches_without_weight_are_left_out(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_update_skips_rows_and_minibatches_without_weight(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     policy = make_policy(checkpoint)
     before, forward = weights_of(policy), policy.logprobs_of
     rows: list[int] = []
@@ -252,7 +252,7 @@ def test_rows_and_minibatches_without_weight_are_left_out(checkpoint: Path, monk
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_update_needs_no_log_probs_of_sampling(checkpoint: Path, name: str):
+def test_single_minibatch_update_needs_no_sampling_logprobs(checkpoint: Path, name: str):
     """The ratio is 1 where the minibatch is the rollout: the same update as with the policy's own log-probs. A KL that
     is measured brings others, from other micro-batches, which do not change it either."""
     results = []
@@ -269,7 +269,7 @@ def test_one_update_needs_no_log_probs_of_sampling(checkpoint: Path, name: str):
 
 
 @pytest.mark.device
-def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Path):
+def test_resumed_policy_continues_its_learning_rate_schedule(checkpoint: Path, tmp_path: Path):
     """Warm-up over five optimizer steps, two in each update, a checkpoint in the middle of it."""
     schedule = {"lr": 1e-2, "warmup_steps": 5, "minibatch_size": 3, "rollout_size": 6, "double": False}
     one, other = make_policy(checkpoint, **schedule), make_policy(checkpoint, **schedule)

@@ -65,7 +65,7 @@ class Chat:
 # ---- JSONL ----
 
 
-def test_lines_become_prompts(tmp_path: Path):
+def test_jsonl_lines_become_prompts_with_metadata(tmp_path: Path):
     """A line ends only where JSONL says: str.splitlines would cut at U+2028 and at U+0085, which JSON leaves alone."""
     rows = [{"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "", {"text": ODD}, "broken"]
     first, second, third = read(write(tmp_path, *rows), limit=3)  # and does not read on
@@ -137,7 +137,7 @@ IMAGE = {"type": "image", "image": "x.png"}
         (["", " "], "prompts.jsonl has no prompts"),
     ],
 )
-def test_bad_rows_are_refused_by_line(tmp_path: Path, lines: list[Any], message: str):
+def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path, lines: list[Any], message: str):
     with pytest.raises(PromptError, match=re.escape(message)):
         read(write(tmp_path, *lines), tokenizer=Chat(), max_tokens=5)
 
@@ -285,7 +285,7 @@ COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
 
 
 @pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
-def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_path: Path, write_table: Any):
+def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path: Path, write_table: Any):
     """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
     path, reader = write_table(tmp_path, [row for row, _, _ in UNEVEN]), PromptReader(Verbatim(), 1000)
     for row, (_, messages, metadata) in zip(read_rows(path), UNEVEN, strict=True):
@@ -299,7 +299,7 @@ def test_the_same_rows_give_the_same_prompts_and_metadata_in_every_format(tmp_pa
         assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def test_a_late_row_may_add_a_column_and_floats(tmp_path: Path):
+def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path: Path):
     """It alone has a column, and floats in another one and in a nested key."""
     rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
     rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
@@ -319,14 +319,14 @@ def test_a_late_row_may_add_a_column_and_floats(tmp_path: Path):
         ({"prompt": "", "messages": [USER]}, "<u>x<a>"),
     ],
 )
-def test_an_empty_column_is_no_prompt(tmp_path: Path, columns: dict[str, Any], text: str):
+def test_empty_prompt_columns_are_ignored(tmp_path: Path, columns: dict[str, Any], text: str):
     assert read(write(tmp_path, columns), tokenizer=Chat())[0].text == text
     assert read(write(tmp_path, columns), tokenizer=Chat(), has_environment=True)[0].text == text
     begun = dict.fromkeys(columns, "")
     assert read(write(tmp_path, begun), tokenizer=Chat(), has_environment=True)[0].text == "<u><a>"
 
 
-def test_a_map_of_arrow_is_an_object_and_names_are_unique(tmp_path: Path):
+def test_arrow_map_becomes_an_object_and_duplicate_columns_are_refused(tmp_path: Path):
     path = tmp_path / "types.arrow"
     maps = pa.array([[("x", 1)], [("y", None)]], pa.map_(pa.string(), pa.int64()))
     write_arrow(path, pa.table({"text": ["a", "b"], "map": maps}), pa.ipc.new_stream)
@@ -339,7 +339,7 @@ def test_a_map_of_arrow_is_an_object_and_names_are_unique(tmp_path: Path):
         read(write_arrow(path, pa.table({"text": ["a"], "map": keys}), pa.ipc.new_file))
 
 
-def test_marks_of_windows_are_no_part_of_a_row(tmp_path: Path):
+def test_byte_order_mark_and_crlf_are_stripped_from_rows(tmp_path: Path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
     assert [(prompt.text, prompt.prompt_id) for prompt in read(path)] == [("a", "1"), ("b", "3")]
@@ -355,14 +355,14 @@ def test_marks_of_windows_are_no_part_of_a_row(tmp_path: Path):
         ({"text": "too long"}, f"8 {TOKENS}"),
     ],
 )
-def test_errors_name_file_row_and_field(tmp_path: Path, write_table: Any, change: dict[str, Any], message: str):
+def test_prompt_errors_name_file_row_and_field(tmp_path: Path, write_table: Any, change: dict[str, Any], message: str):
     rows = [{"text": row["text"], **{field: None for field in change if field != "text"}} for row in ROWS]
     path = write_table(tmp_path, [*rows[:2], {**rows[2], **change}])
     with pytest.raises(PromptError, match=re.escape(f"{path}, row 3: {message}")):
         read(path, max_tokens=5)
 
 
-def test_folders_and_files_that_are_something_else(tmp_path: Path):
+def test_unreadable_prompt_files_and_folders_are_reported_by_path(tmp_path: Path):
     for name in ("train", "test"):
         saved_dataset(tmp_path / "all", ROWS, name)
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -399,7 +399,7 @@ def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
-def test_a_single_file_has_the_order_of_whole_epochs(tmp_path: Path, seed: int):
+def test_single_file_is_permuted_once_per_epoch(tmp_path: Path, seed: int):
     """The rule of the first version, which read the whole file: position -> (epoch, index) -> permutation."""
     inputs = inputs_of(numbered(tmp_path, "a", 7), per_step=3, seed=seed)
     epochs = [[f"a{i}" for i in np.random.default_rng([seed, epoch]).permutation(7)] for epoch in range(5)]
@@ -413,7 +413,7 @@ def test_a_single_file_has_the_order_of_whole_epochs(tmp_path: Path, seed: int):
     assert drawn(grouped, 1) == [one] * 3 + [other] * 3
 
 
-def test_file_weights_hold_over_every_window(tmp_path: Path):
+def test_prompt_file_weights_hold_over_every_window(tmp_path: Path):
     weights = {"a": 5.0, "b": 3.0, "c": 2.0}
     files = [PromptFileSection(path=numbered(tmp_path, name, 11), weight=weight) for name, weight in weights.items()]
     prompts = drawn(inputs_of(*files, per_step=7), *range(1, 101))
@@ -425,7 +425,7 @@ def test_file_weights_hold_over_every_window(tmp_path: Path):
 
 
 @pytest.mark.parametrize("limits", [{}, {"too_long": "skip", "max_tokens": 2}])
-def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, limits: dict[str, Any]):
+def test_resumed_prompt_stream_continues_where_its_checkpoint_was(tmp_path: Path, limits: dict[str, Any]):
     weights = {"a": 3.0, "b": 1.0, "c": 0.5}
     files = [PromptFileSection(path=numbered(tmp_path, name, 9), weight=each) for name, each in weights.items()]
     write_prompts(files[1].path, [f"b{i}" for i in (1, 10, 2, 20, 3, 30, 4, 5)])  # some of 3 tokens
@@ -440,7 +440,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, limits: 
         assert second.state(12) == uninterrupted.state(12)
 
 
-def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path):
+def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path: Path):
     path = numbered(tmp_path, "a", 11)
     first = inputs_of(path, per_step=4)
     second = resumed(first, 2, inputs_of(path, per_step=32))
@@ -449,7 +449,7 @@ def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path
     assert [inputs.after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [8, 40, 41]
 
 
-def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_prompt_file_changes_since_the_checkpoint_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path, other = numbered(tmp_path, "a", 7), numbered(tmp_path, "b", 7)
     first = inputs_of(path)
     moved = path.rename(tmp_path / "moved.jsonl")
@@ -467,7 +467,7 @@ def test_changes_since_the_checkpoint_are_reported(tmp_path: Path, caplog: pytes
     assert tokens.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
 
 
-def test_the_next_row_takes_the_place_of_a_skipped_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     texts = ["a", "long", "b", "longer", "c"]
     path = write_prompts(tmp_path / "a.jsonl", texts)
     rows = [texts[i] for i in np.random.default_rng([0, 0]).permutation(5)]

@@ -135,7 +135,7 @@ async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> lis
         ([{}] * 4, "Why?", ["the reward is 0.5 for all 6 responses"]),
     ],
 )
-def test_a_term_that_is_constant_in_the_first_steps_is_named_once(
+def test_reward_term_that_stays_constant_is_warned_about_once(
     components: list[dict[str, list[float]]], prompt: str, warnings: list[str], caplog: pytest.LogCaptureFixture
 ):
     constants, row = ConstantTerms(3), a_sample([1, 1])
@@ -150,7 +150,7 @@ def test_a_term_that_is_constant_in_the_first_steps_is_named_once(
 # ---- checkpoints ----
 
 
-async def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_it(tmp_path: Path, server: Server):
+async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path: Path, server: Server):
     recorder, resumed = recorder_of(tmp_path, server), recorder_of(tmp_path, server)
     await recorder.resume()
     recorder.weights_version = 91  # as the loop does with each answer
@@ -162,7 +162,7 @@ async def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_i
     assert resumed.weights_version == 73
 
 
-async def test_staleness_of_a_rollback_follows_its_manifest(tmp_path: Path, server: Server):
+async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path: Path, server: Server):
     """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
     recorder = recorder_of(tmp_path, server)
     store = WeightsStore(recorder._weights.root)
@@ -173,7 +173,7 @@ async def test_staleness_of_a_rollback_follows_its_manifest(tmp_path: Path, serv
     assert recorder._critic_metrics(rows, step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
-async def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
+async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
     await checkpoints_of(recorder_of(tmp_path, server), 2, 4, 6)
@@ -208,7 +208,7 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
         (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
     ],
 )
-async def test_a_run_without_a_usable_checkpoint_does_not_restart(
+async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
     tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
 ):
     """Its checkpoints stay as they are, and the critic does not go back."""
@@ -241,7 +241,9 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
     assert "kept as 4.set-aside, resuming from step 2 instead" in warning
 
 
-async def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+async def test_resume_refuses_a_served_reference_with_other_weights(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
     """One that cannot be seen from here is not compared."""
     served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
     monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
@@ -257,7 +259,7 @@ async def test_another_served_reference_is_refused(tmp_path: Path, server: Serve
         assert await recorder_of(tmp_path, server, tmp_path / folder, **served).resume() == 2
 
 
-async def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
+async def test_failed_critic_save_is_logged_and_retried_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     """Where it fails again, the run ends with an error."""
@@ -314,7 +316,7 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
         ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
     ],
 )
-def test_a_run_that_learns_nothing_warns_once(
+def test_recorder_warns_once_if_the_policy_learns_nothing(
     tmp_path: Path,
     server: Server,
     caplog: pytest.LogCaptureFixture,
@@ -362,7 +364,7 @@ NO_SCORE = math.nan
         ([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], [1, 1, 3, 4, 4]),  # of versions that are not compared
     ],
 )
-async def test_the_best_validation_is_the_highest_of_one_version_with_scores(
+async def test_best_validation_has_the_highest_reward_within_one_reward_version(
     tmp_path: Path, server: Server, results: list[tuple[float, int | None]], best: list[int | None]
 ):
     recorder = recorder_of(tmp_path, server, validation_every=0)  # a run that validates only before and after
@@ -485,7 +487,7 @@ COSINE = {"lr": 5e-5, "min_lr": 0.0, "update_minibatch_size": 64}  # two optimiz
         ),
     ],
 )
-def test_a_schedule_that_changes_at_a_resume_is_named_with_both_values(
+def test_schedule_changed_at_resume_is_listed_with_old_and_new_value(
     tmp_path: Path, before: dict[str, Any], now: dict[str, Any], lines: list[str]
 ):
     run = after_five_steps(tmp_path / "run", **before)
@@ -498,7 +500,7 @@ def test_a_schedule_that_changes_at_a_resume_is_named_with_both_values(
     assert find_changes(config, accepted=False) == {}
 
 
-def test_the_seed_and_reproducibility_are_among_the_changes(tmp_path: Path):
+def test_changed_seed_and_deterministic_setting_are_listed(tmp_path: Path):
     run = after_five_steps(tmp_path / "run")
     config = config_of(run)
     changed = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7, "deterministic": True})})
@@ -506,7 +508,7 @@ def test_the_seed_and_reproducibility_are_among_the_changes(tmp_path: Path):
     assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
 
 
-def test_another_reward_model_is_named_by_both_paths(tmp_path: Path, checkpoints: Checkpoints):
+def test_changed_reward_model_is_listed_with_both_paths(tmp_path: Path, checkpoints: Checkpoints):
     """Not by its content alone, which differs as well."""
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     before, now = (
@@ -518,7 +520,7 @@ def test_another_reward_model_is_named_by_both_paths(tmp_path: Path, checkpoints
     assert describe_changes(find_changes(now, accepted=True)) == [line]
 
 
-def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
+def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path: Path):
     run = after_five_steps(tmp_path / "run", name="ppo")
     config = config_of(run, name="ppo")
     other = config.model_copy(update={"critic": config.critic.model_copy(update={"model": Path("other")})})
@@ -529,7 +531,7 @@ def test_a_critic_is_not_made_again_at_a_resume(tmp_path: Path):
     assert line == "critic.model (without effect): checkpoints/critic -> other"
 
 
-def test_the_code_of_functions_and_environments_may_not_change_silently(tmp_path: Path):
+def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path: Path):
     code, score, verify = (tmp_path / name for name in ("game.py", "score.py", "mine.py"))
     game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
     for file, environment, key in (
@@ -553,7 +555,7 @@ def test_the_code_of_functions_and_environments_may_not_change_silently(tmp_path
         find_changes(config, accepted=False)
 
 
-def test_a_changed_reward_is_refused_before_anything_starts(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path: Path, checkpoints: Checkpoints):
     (tmp_path / "mine.py").write_text(CODE)
     actor, term = {"algorithm_name": "grpo", "responses_per_prompt": 2}, {"function": f"{tmp_path / 'mine.py'}:verify"}
     run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
@@ -593,7 +595,7 @@ def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetr
     return {s.name.removeprefix("rlhf_actor_") + "".join(s.labels.values()): s.value for s in samples}
 
 
-def test_step_metrics_are_exported_and_summed(tmp_path: Path):
+def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
@@ -636,7 +638,7 @@ def test_step_metrics_are_exported_and_summed(tmp_path: Path):
     assert "allowed_staleness" not in shown(RunConfig.model_validate(without), RequestCounters(), lambda _: None)
 
 
-def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
+def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path: Path):
     log = log_of(tmp_path)
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
@@ -739,7 +741,7 @@ def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch:
         Trackers(["wandb"], tmp_path, "run", {})
 
 
-def test_the_trackers_of_a_yaml_are_those_of_accelerate():
+def test_tracker_names_match_accelerates():
     assert {*get_args(Tracker), "tensorboard"} == LOGGER_TYPE_TO_CLASS.keys()
 
 

@@ -54,7 +54,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # ---- versions of the policy ----
 
 
-async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
+async def test_vllm_loads_each_new_policy_version_before_generating(setup: Setup):
     async with FakeVllm() as server:
         here = setup(server)
         for _ in range(2):
@@ -76,7 +76,7 @@ async def test_each_renewed_policy_is_loaded_before_it_generates(setup: Setup):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
-async def test_ranks_load_each_version_once(setup: Setup, lora_rank: int):
+async def test_two_ranks_load_each_version_into_vllm_once(setup: Setup, lora_rank: int):
     """Each rank of the actor has connections of its own to every server. Adapters are published alone."""
     async with FakeVllm() as server:
         here = setup(server, policy={"lora_rank": lora_rank})
@@ -96,14 +96,14 @@ async def test_ranks_load_each_version_once(setup: Setup, lora_rank: int):
             assert server.requests[-1]["model"] == server.adapters[0] == server.weights
 
 
-async def test_a_turn_is_asked_for_no_more_tokens_than_it_may_have(setup: Setup):
+async def test_min_tokens_is_capped_at_the_turns_max_tokens(setup: Setup):
     """vLLM refuses min_tokens above max_tokens, which is what is left of a conversation."""
     generation = setup(FakeVllm(), generation={"min_new_tokens": 4}).generation
     sent = [generation._sampling([0], most, greedy=False) for most in (9, 3)]
     assert [(each["min_tokens"], each["max_tokens"]) for each in sent] == [(4, 9), (3, 3)]
 
 
-async def test_sampling_settings_reach_the_server(setup: Setup):
+async def test_sampling_settings_reach_the_vllm_server(setup: Setup):
     settings = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "stop_strings": ["zz"]}
     async with FakeVllm() as server:
         here = setup(server, generation=settings)
@@ -138,7 +138,7 @@ async def test_sampling_settings_reach_the_server(setup: Setup):
         ),
     ],
 )
-def test_ratios_need_comparable_logprobs(actor: dict[str, Any], words: str):
+def test_config_refuses_importance_corrections_without_comparable_logprobs(actor: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         RunConfig.model_validate({"actor": {"policy": {"device": "cpu"}, **actor}})
 
@@ -163,7 +163,7 @@ def restarted(server: FakeVllm) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", [aborted, dropped, restarted])
-async def test_a_response_that_was_lost_is_generated_again(setup: Setup, fault: Callable[[FakeVllm], dict[str, Any]]):
+async def test_lost_response_is_generated_again(setup: Setup, fault: Callable[[FakeVllm], dict[str, Any]]):
     async with FakeVllm() as server:
 
         def once(request: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,9 @@ async def test_a_response_that_was_lost_is_generated_again(setup: Setup, fault: 
 
 
 @pytest.mark.parametrize("is_usable", [True, False])
-async def test_a_server_that_goes_away_is_waited_for(setup: Setup, caplog: pytest.LogCaptureFixture, is_usable: bool):
+async def test_generation_waits_for_an_unreachable_vllm_server(
+    setup: Setup, caplog: pytest.LogCaptureFixture, is_usable: bool
+):
     async with FakeVllm() as server:
         here = setup(server, max_outage_s=600)
         server.is_hanging = True
@@ -195,7 +197,7 @@ async def test_a_server_that_goes_away_is_waited_for(setup: Setup, caplog: pytes
             await running
 
 
-async def test_another_server_takes_over(setup: Setup):
+async def test_requests_move_to_another_vllm_server_if_one_stops(setup: Setup):
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
         await run(here)
@@ -207,7 +209,7 @@ async def test_another_server_takes_over(setup: Setup):
         await one.start()
 
 
-async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monkeypatch: pytest.MonkeyPatch):
+async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup: Setup, monkeypatch: pytest.MonkeyPatch):
     """Its waiting rows share one attempt; each of them tried for itself, one after the other."""
     monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.5)
     async with FakeVllm() as one, FakeVllm() as two:
@@ -218,7 +220,7 @@ async def test_a_server_that_does_not_load_costs_one_timeout(setup: Setup, monke
         assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
 
 
-async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
+async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup: Setup):
     """The turns of a conversation go to one server, and the conversations to all of them."""
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
@@ -243,7 +245,7 @@ async def test_a_turn_is_a_request_with_the_whole_row(setup: Setup):
 
 
 @pytest.mark.parametrize("call", ["/pause", "/collective_rpc"])
-async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Setup, call: str):
+async def test_close_during_a_weight_load_resumes_the_vllm_server(setup: Setup, call: str):
     async with FakeVllm() as server:
         here = setup(server)
         server.silent = {call}
@@ -255,7 +257,7 @@ async def test_a_run_that_is_closed_while_it_loads_resumes_the_server(setup: Set
         assert server.calls[-1] == "/resume"
 
 
-async def test_no_request_goes_out_on_a_connection_that_was_idle_for_long(monkeypatch: pytest.MonkeyPatch):
+async def test_connection_that_was_idle_too_long_is_not_reused(monkeypatch: pytest.MonkeyPatch):
     """This server closes a connection when a second request comes in on it, as vLLM may after five seconds."""
     monkeypatch.setattr(connection, "IDLE_S", 0.01)
 
@@ -277,7 +279,7 @@ async def test_no_request_goes_out_on_a_connection_that_was_idle_for_long(monkey
         server.close()
 
 
-async def test_a_server_that_stays_away_is_an_error(setup: Setup):
+async def test_generation_raises_if_the_vllm_outage_exceeds_max_outage_s(setup: Setup):
     async with FakeVllm() as server:
         here = setup(server, max_outage_s=0.05)
     with pytest.raises(RequestFailed, match="vLLM: no healthy server for"):
@@ -295,7 +297,7 @@ async def test_a_server_that_stays_away_is_an_error(setup: Setup):
         ({"answer": lambda request: {"token_ids": [5, 0, 1]}}, "generated the tokens \\[0\\]"),
     ],
 )
-async def test_an_unusable_server_is_an_error_of_one_sentence(setup: Setup, change: dict[str, Any], words: str):
+async def test_unusable_vllm_server_raises_one_sentence(setup: Setup, change: dict[str, Any], words: str):
     async with FakeVllm() as server:
         vars(server).update(change)
         here = setup(server)
@@ -304,7 +306,7 @@ async def test_an_unusable_server_is_an_error_of_one_sentence(setup: Setup, chan
             await run(here)
 
 
-async def test_adapters_are_refused_on_top_of_the_weights_of_another_run(setup: Setup):
+async def test_adapters_are_refused_on_a_vllm_server_with_another_runs_weights(setup: Setup):
     """They would generate with a base model that is not theirs."""
     async with FakeVllm() as server:
         await run(setup(server))
@@ -312,7 +314,7 @@ async def test_adapters_are_refused_on_top_of_the_weights_of_another_run(setup: 
             await run(setup(server, policy={"lora_rank": 2}))
 
 
-def test_a_run_without_servers_is_an_error(setup: Setup):
+def test_vllm_engine_without_servers_is_refused(setup: Setup):
     skip_on_cards("a configuration that starts vLLM on the policy's machine must name its GPUs first")
     with pytest.raises(ConfigError, match=r"actor\.generation\.vllm\.servers: empty"):
         setup()

@@ -36,7 +36,7 @@ CONTAINER_CONTEXT = {
 
 
 @layout
-def test_no_pod_has_privileges_or_writes_outside_its_volumes(overlay: str):
+def test_pods_have_no_privileges_and_write_only_to_their_volumes(overlay: str):
     for name, pod in pods(overlay).items():
         spec = pod["spec"]
         assert spec["securityContext"].items() >= POD_CONTEXT.items(), name
@@ -90,7 +90,7 @@ def secrets(pod: Manifest) -> list[dict[str, Any]]:
 
 
 @layout
-def test_a_pod_gets_only_the_keys_that_it_needs(overlay: str):
+def test_pods_receive_only_the_secrets_they_need(overlay: str):
     """Who serves gets all of them, because rewards may be judges."""
     found = {name: [secret.get("key") for secret in secrets(pod)] for name, pod in pods(overlay).items()}
     several = {"rlhf-server": [None], "rlhf-trainer": ["TRITON_CONTROL_KEY"], "rlhf-actor": ["TRAINING_KEY"]}
@@ -136,7 +136,7 @@ def option(command: list[str], name: str) -> int:
     return int(next(word.partition("=")[2] for word in command if word.startswith(f"--{name}=")))
 
 
-def test_the_numbers_of_the_torchrun_lines_agree_with_their_manifests():
+def test_torchrun_arguments_agree_with_their_manifests():
     assert set(LINES) == {"ranks-rlhf-actor", "ranks-rlhf-trainer"}
     for name, (command, _) in LINES.items():
         overlay, _, workload = name.partition("-")
@@ -196,7 +196,7 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_torchrun_lines_train_and_what_dies_is_replaced(tmp_path: Path, checkpoints: Checkpoints):
+def test_torchrun_commands_train_and_replace_dead_ranks_and_nodes(tmp_path: Path, checkpoints: Checkpoints):
     """The trainer loses a rank, the actor a node."""
     settings = {"ranks": 2, "steps": STEPS}
     run = make_run(tmp_path, checkpoints, actor=settings, trainer={"ranks": 2})
@@ -275,7 +275,7 @@ def test_image_runs_unprivileged_with_existing_commands(target: str):
             assert not {"psutil", "tritonclient", "pydantic", "jinja2", "torch"} & set(loaded.stdout.split())
 
 
-def test_what_is_copied_exists_and_tests_are_not_in_the_image():
+def test_dockerfile_copies_existing_paths_and_no_tests():
     copied = {
         word for stage in stages().values() for name, line in stage if name == "COPY" for word in line.split()[:-1]
     }
@@ -285,7 +285,7 @@ def test_what_is_copied_exists_and_tests_are_not_in_the_image():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_script_installs_what_each_image_needs(tmp_path: Path):
+def test_install_script_installs_what_each_image_needs(tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     assert str(python) != sys.executable

@@ -48,7 +48,7 @@ def test_every_metric_of_alerts_and_dashboard_exists():
         assert names <= known, (expression, names - known)
 
 
-def test_each_alert_has_a_severity_a_summary_and_a_line_of_the_docs():
+def test_alerts_have_a_severity_a_summary_and_a_row_in_the_docs():
     names = [rule["alert"] for rule in rules()]
     assert len(names) == len(set(names))
     for rule in rules():
@@ -57,7 +57,7 @@ def test_each_alert_has_a_severity_a_summary_and_a_line_of_the_docs():
     assert re.findall(r"^\| `(Rlhf\w+)`", PAGE, re.MULTILINE) == names
 
 
-def test_the_dashboards_are_generated_and_select_the_jobs_that_are_scraped():
+def test_dashboards_are_up_to_date_and_select_scraped_jobs():
     run, serving = (path.read_text() for path in BOARDS)
     written = {BOARDS[0]: run, BOARDS[1]: serving}
     assert GENERATE["dashboards"](run) == written, "run python deploy/monitoring/generate.py"

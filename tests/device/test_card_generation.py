@@ -68,7 +68,9 @@ def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
     ],
     ids=str,
 )
-def test_a_decoding_step_waits_for_the_card_twice_at_most(checkpoint: Path, settings: dict[str, Any], greedy: bool):
+def test_decoding_step_synchronises_with_the_gpu_at_most_twice(
+    checkpoint: Path, settings: dict[str, Any], greedy: bool
+):
     policy = make_policy(checkpoint, **settings)
     generate(policy)  # slot-based decoding is proven now
     traces = traced_steps(policy, greedy=greedy)
@@ -76,7 +78,7 @@ def test_a_decoding_step_waits_for_the_card_twice_at_most(checkpoint: Path, sett
     assert max(trace.num_waits for trace in traces) <= MOST_WAITS, traces[0].where
 
 
-def test_adapters_are_merged_for_decoding_only(checkpoint: Path):
+def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint: Path):
     """In a copy that generates beside the policy: no weight changes or moves, and its texts are the policy's own."""
     policy = make_policy(checkpoint, precision="float32", lora_rank=4, lr=1e-2, one_step_off_policy=True)
     for _ in range(3):
@@ -92,7 +94,7 @@ def test_adapters_are_merged_for_decoding_only(checkpoint: Path):
     torch.testing.assert_close(padded([row.logprobs for row in rollout])[:, 1:], apart, rtol=0, atol=1e-4)
 
 
-def test_a_card_without_room_for_merged_layers_decodes_with_adapters_apart(
+def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     policy = make_policy(checkpoint, precision="float32", lora_rank=4)
@@ -122,7 +124,7 @@ def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint: Path):
     assert policy.generation.uses_slots
 
 
-def test_sampler_copy_has_its_own_ordered_stream(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     def streams_of(work: Callable[[], Any]) -> set[tuple[int, int]]:
         with Trace(places=False) as trace:
             work()
@@ -156,7 +158,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
     assert Sampling.found == [2]
 
 
-def test_threads_of_the_actor_use_the_card_of_the_policy(checkpoint: Path):
+def test_actor_threads_use_the_policys_gpu(checkpoint: Path):
     policy = make_policy(checkpoint)
     in_thread = in_a_thread_of(1, policy.sampler.device)
 

@@ -43,7 +43,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "output", "dtype"), CASES)
-def test_a_forward_pass_waits_once_for_its_results(tmp_path: Path, family: str, output: str, dtype: str):
+def test_scoring_forward_synchronises_with_the_gpu_once(tmp_path: Path, family: str, output: str, dtype: str):
     load, head, method = SERVED[output]
     save_tiny(tmp_path, family, head)
     launch = getattr(load(tmp_path, device=DEVICE, dtype=dtype), method)
@@ -82,7 +82,7 @@ def ask(model: Any, *batches: list[np.ndarray], output: str = REWARDS) -> list[n
 @pytest.mark.parametrize(
     ("device", "card", "name", "output"), [("cuda", 3, "reward_model", REWARDS), ("cuda:1", 1, "critic", VALUES)]
 )
-def test_configured_device_overrides_tritons(
+def test_configured_device_overrides_tritons_instance_device(
     tmp_path: Path, checkpoints: Checkpoints, name: str, output: str, device: str, card: int
 ):
     run = make_served_run(tmp_path, checkpoints, device=device)
@@ -134,7 +134,7 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("name", "output"), [("reward_model", REWARDS), ("critic", VALUES)])
-def test_the_next_pass_is_launched_before_waiting_for_the_first(
+def test_next_forward_is_launched_before_waiting_for_the_first(
     tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str, output: str
 ):
     run = make_served_run(tmp_path, checkpoints, token_budget=1)
@@ -167,7 +167,7 @@ def test_a_version_is_staged_on_a_stream_of_low_priority(
     assert trace.waits["stream.synchronize"] == 1
 
 
-def test_a_thread_that_loads_a_version_leaves_the_first_card_alone():
+def test_staging_thread_keeps_its_own_gpu_current():
     """Leaving a stream makes the card current that was so before: the first one, in a thread that has chosen none."""
     found: list[int] = []
 
@@ -189,7 +189,7 @@ SWAP = 2.1  # times the weights: the served version, the next one, and one tenso
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
-def test_a_swap_of_a_split_model_holds_two_versions_in_the_served_precision(tmp_path: Path):
+def test_swap_of_a_tensor_parallel_model_holds_two_versions_in_served_precision(tmp_path: Path):
     versions = [tmp_path / f"version-{seed}" for seed in (1, 2)]  # in float32 files
     for seed, folder in enumerate(versions, 1):
         save_tiny(tmp_path / f"checkpoint-{seed}", "llama", "critic", seed=seed, **SIZES)

@@ -10,7 +10,7 @@ from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 
 
-def test_tensors_of_several_devices_do_not_meet():
+def test_simulated_devices_refuse_operations_across_devices():
     here, there, host = (torch.ones(3, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
     for other in (there, host):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
@@ -21,7 +21,7 @@ def test_tensors_of_several_devices_do_not_meet():
         torch.rand(2, device="cuda", generator=torch.Generator())
 
 
-def test_the_host_waits_for_copies_unless_non_blocking_and_pinned_and_for_results():
+def test_simulated_device_counts_host_synchronisations():
     card, pageable, pinned = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
     mask = torch.ones(3, dtype=torch.bool, device="cuda")
     assert (pinned.is_pinned(), pinned[1:].is_pinned(), pageable.is_pinned()) == (True, True, False)
@@ -49,7 +49,7 @@ def test_the_host_waits_for_copies_unless_non_blocking_and_pinned_and_for_result
         assert dict(trace.waits) == waits
 
 
-def test_a_thread_starts_on_the_first_card():
+def test_simulated_device_starts_threads_on_the_first_gpu():
     def work(card: int | None) -> None:
         if card is not None:
             torch.cuda.set_device(card)

@@ -80,7 +80,7 @@ def test_out_of_memory_does_not_change_a_policy_update(
 
 
 @pytest.mark.parametrize("is_set", [False, True])
-def test_a_policy_that_does_not_fit_names_the_settings_to_change(checkpoint: Path, is_set: bool):
+def test_policy_update_that_does_not_fit_names_the_settings_to_change(checkpoint: Path, is_set: bool):
     policy = make_policy(checkpoint, gradient_checkpointing=is_set)
     more = "" if is_set else r" or set actor\.policy\.gradient_checkpointing"
     with pytest.raises(OutOfMemory, match=rf"; lower actor\.generation\.max_new_tokens{more}$"):
@@ -88,7 +88,7 @@ def test_a_policy_that_does_not_fit_names_the_settings_to_change(checkpoint: Pat
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, reference: bool):
+def test_logprobs_are_computed_in_halves_if_memory_runs_out(checkpoint: Path, reference: bool):
     policy = make_policy(checkpoint, kl_reference="actor", token_budget=1000)
     rollout = samples_of(make_batch(0), prompt=PROMPT)
     policy.logprobs(rollout, reference=reference)
@@ -103,7 +103,7 @@ def test_log_probs_that_do_not_fit_are_computed_in_halves(checkpoint: Path, refe
 GIB = 1 << 30
 
 
-def test_a_card_has_its_allocated_bytes_their_peak_and_its_size():
+def test_card_bytes_reports_allocated_peak_and_total_memory():
     before = torch.cuda.memory_allocated(2)
     torch.cuda.reset_peak_memory_stats(2)
     kept = torch.zeros(100, device="cuda:2")
@@ -117,7 +117,7 @@ def test_a_card_has_its_allocated_bytes_their_peak_and_its_size():
     assert card_bytes(torch.device("cpu")) == {}
 
 
-def test_a_served_model_shows_the_memory_of_its_own_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shown: dict[str, float] = {}
 
     class Family(stub.MetricFamily):

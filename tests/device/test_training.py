@@ -80,7 +80,9 @@ def weights_of(policy: Policy) -> Tensor:
         {"gradient_checkpointing": True, "kl_penalty_in": "loss", "entropy_bonus": 0.01},
     ],
 )
-def test_a_policy_update_waits_for_its_statistics_and_its_norm(checkpoint: Path, settings: dict[str, Any]):
+def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(
+    checkpoint: Path, settings: dict[str, Any]
+):
     policy, batch = make_policy(checkpoint, **settings), make_batch()
     assert len(policy.trained.plan(batch.lengths.tolist())) == 3
     trace = traced(lambda: update_of(policy).run(batch, seed=0, kl_coef=0.1))
@@ -88,7 +90,7 @@ def test_a_policy_update_waits_for_its_statistics_and_its_norm(checkpoint: Path,
     assert {parameter.device for parameter in policy.model.parameters()} == {torch.device("cuda:2")}
 
 
-def test_log_probs_wait_once_a_micro_batch_and_for_the_inspection_of_shared_masks(checkpoint: Path):
+def test_logprobs_synchronise_with_the_gpu_once_per_micro_batch(checkpoint: Path):
     policy, batch = make_policy(checkpoint, token_budget=1000), make_batch(shared=True)
     trace = traced(lambda: policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask))
     assert all("transformers" in place or "body(" in place for _, place in trace.where), trace.where
@@ -106,7 +108,7 @@ def test_log_probs_wait_once_a_micro_batch_and_for_the_inspection_of_shared_mask
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_policy_update_on_a_card_is_that_on_the_cpu(checkpoint: Path, shared: bool):
+def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint: Path, shared: bool):
     found = []
     for device in ("cpu", "cuda:1"):
         policy = make_policy(checkpoint, device, precision="float32", entropy_bonus=0.01, token_budget=40)
@@ -118,7 +120,7 @@ def test_a_policy_update_on_a_card_is_that_on_the_cpu(checkpoint: Path, shared: 
     torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=2e-3)
 
 
-def test_the_output_layer_multiplies_bfloat16_terms_to_a_millionth():
+def test_output_layer_as_bfloat16_products_matches_float32():
     """Log-probs and entropies to 2e-6 of the largest, gradients to 2e-5: a term more has 8 bits more."""
     torch.manual_seed(0)
     head, hidden, targets = nn.Linear(512, 1000, bias=False), torch.randn(64, 512), torch.randint(0, 1000, (64,))
@@ -180,7 +182,7 @@ def session_on_cards(ranks: Ranks, folder: Path, case: str, device: str) -> dict
     ("case", "device", "cards"),
     [("ppo", "cuda:4", [4, 5]), ("lora in bfloat16", "cuda:4", [4, 5]), ("ppo", "cpu", [None, None])],
 )
-def test_a_policy_trains_on_the_card_of_each_rank(folder: Path, case: str, device: str, cards: list[int | None]):
+def test_policy_trains_on_each_ranks_own_gpu(folder: Path, case: str, device: str, cards: list[int | None]):
     results = on_ranks(2, session_on_cards, folder, case, device, device=device)
     for found, card in zip(results, cards, strict=True):
         assert found["devices"] == {"cpu" if card is None else f"cuda:{card}"}
@@ -221,7 +223,7 @@ def trained_critics(ranks: Ranks, root: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_version_of_two_cards_gives_the_values_that_they_announced(tmp_path: Path):
+def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_path: Path):
     """They gather weights in bfloat16, but publish those that they train, and a server may hold them in float32."""
     for family in CRITICS:
         save_tiny(tmp_path / f"first {family}", family, "critic")

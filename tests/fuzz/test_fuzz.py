@@ -174,7 +174,7 @@ def check_answer(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("defect", [None, *DEFECTS])
-def test_bad_requests_are_answered_and_disturb_nobody(defect: str | None, guarded: Stage):
+def test_bad_requests_are_answered_and_valid_scoring_continues(defect: str | None, guarded: Stage):
     models = sorted(path.parent.name for path in guarded.run.config.run.repository_dir.glob("*/config.pbtxt"))
     at = guarded.run.config.server
 
@@ -259,7 +259,7 @@ def status_of(url: str, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_attacks_on_the_gateway_are_answered_and_disturb_nobody(gateway: Gateway, kind: str):
+def test_gateway_answers_attacks_and_valid_scoring_continues(gateway: Gateway, kind: str):
     def play(attacks: Sequence[bytes]) -> None:
         with ThreadPoolExecutor(TOGETHER) as executor:
             statuses = list(executor.map(partial(status_of, gateway.url), attacks))
@@ -271,7 +271,7 @@ def test_attacks_on_the_gateway_are_answered_and_disturb_nobody(gateway: Gateway
 
 
 @pytest.mark.parametrize("kind", LEFT_OPEN)
-def test_connections_that_stay_open_disturb_nobody(gateway: Gateway, policy: FakeVllm, kind: str):
+def test_gateway_keeps_serving_while_connections_stay_open(gateway: Gateway, policy: FakeVllm, kind: str):
     host, port = gateway.url.split(":")
     policy.is_hanging = True
     with contextlib.ExitStack() as opened:

@@ -103,7 +103,7 @@ async def with_anthropic(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("lead", [with_openai, with_anthropic])
-async def test_a_conversation_continues_its_own_tokens(lead: Callable[[Caller], Any]):
+async def test_captured_conversation_continues_its_sampled_tokens(lead: Callable[[Caller], Any]):
     sampler = ScriptedSampler(CALL, "Two.", "Bye!")
     async with scripted_gateway(sampler) as (caller, _):
         await lead(caller)
@@ -136,7 +136,7 @@ async def test_sampled_tokens_survive_ambiguous_tokenisation():
     assert trained(row)[0] == sampler.completions[0]
 
 
-async def test_edited_history_and_other_contexts_are_rows_of_their_own():
+async def test_edited_history_and_other_contexts_start_new_rows():
     sampler = ScriptedSampler("one", "two", "three", "sub", "edited", "other tools")
     async with scripted_gateway(sampler) as (caller, _):
         first = await say(caller, "s", [USER])
@@ -163,7 +163,7 @@ def stripping() -> Any:
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
 
 
-async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pytest.LogCaptureFixture):
+async def test_each_call_starts_a_row_if_the_template_rewrites_replies(caplog: pytest.LogCaptureFixture):
     tokenizer = stripping()
     with caplog.at_level(logging.WARNING):
         async with scripted_gateway(ScriptedSampler(), tokenizer=tokenizer) as (caller, _):
@@ -179,7 +179,7 @@ async def test_a_template_that_changes_replies_makes_each_call_a_row(caplog: pyt
         Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
 
 
-async def test_a_message_that_the_template_leaves_out_is_refused():
+async def test_capture_refuses_a_message_that_the_chat_template_leaves_out():
     made = make_text_tokenizer("qwen2", chat_template=TEMPLATE.replace("in messages %}", "in messages[-1:] + [] %}"))
     for changed, where in (
         (
@@ -198,7 +198,7 @@ async def test_a_message_that_the_template_leaves_out_is_refused():
             assert len(sessions) == 0
 
 
-async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(tmp_path: Path):
+async def test_session_rewards_are_summed_in_the_documented_trl_function(tmp_path: Path):
     """Three rows; the middle call and the last one are rewarded. The code for TRL is that of docs/gateway.md."""
     export, page = tmp_path / "rows.jsonl", Path(__file__).resolve().parents[2] / "docs/gateway.md"
     async with scripted_gateway(ScriptedSampler(), tokenizer=stripping(), export=export) as (caller, _):
@@ -218,7 +218,7 @@ async def test_each_row_of_a_session_has_the_rewards_of_all_calls_also_for_trl(t
 # ---- replies ----
 
 
-async def test_replies_end_at_the_requests_limits():
+async def test_replies_end_at_the_requests_stop_strings_and_max_tokens():
     sampler = ScriptedSampler(reply=lambda prompt: "A END B")
     async with scripted_gateway(sampler) as (caller, _):
         for fields, text, openai, anthropic, stop in (
@@ -262,7 +262,7 @@ async def events_of(caller: Caller, path: str, body: Json) -> list[str]:
         return (await reply.text()).removesuffix("\n\n").split("\n\n")
 
 
-async def test_streams_have_the_events_of_each_api():
+async def test_streamed_replies_have_openai_and_anthropic_events():
     async with scripted_gateway(ScriptedSampler(reply=lambda _: f"I add. {CALL}")) as (caller, _):
         body = {"messages": [USER], "tools": [TOOL], "stream_options": {"include_usage": True}}
         *chunks, done = [event.removeprefix("data: ") for event in await events_of(caller, CHAT, body)]
@@ -367,7 +367,7 @@ async def test_harmless_client_fields_are_accepted():
     ],
     ids=str,
 )
-async def test_without_a_key_no_web_page_reads_or_changes_a_session(headers: dict[str, str], status: int):
+async def test_cross_origin_requests_are_refused_without_a_key(headers: dict[str, str], status: int):
     """A browser sends the page's Origin, or a host name that the page has pointed at this machine."""
     async with scripted_gateway(ScriptedSampler()) as (caller, _):
         await say(caller, "s", [USER])
@@ -381,7 +381,7 @@ async def test_without_a_key_no_web_page_reads_or_changes_a_session(headers: dic
 # ---- long contexts ----
 
 
-async def test_bodies_leave_the_gateway_before_the_policy_samples():
+async def test_request_bodies_are_released_before_the_policy_samples():
     """Twenty of 1 MB are more than `gateway.max_body_bytes`, which those of all requests share."""
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, _):
@@ -393,7 +393,7 @@ async def test_bodies_leave_the_gateway_before_the_policy_samples():
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
 
 
-async def test_a_context_is_rendered_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch):
     places: list[threading.Thread] = []
     prompt = Chat.prompt
 
@@ -411,7 +411,7 @@ async def test_a_context_is_rendered_beside_the_event_loop(monkeypatch: pytest.M
 # ---- sessions ----
 
 
-async def test_rewards_and_the_export_belong_to_their_turns(tmp_path: Path):
+async def test_posted_rewards_are_assigned_to_turns_and_exported(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
     async with scripted_gateway(ScriptedSampler("one", "two", "sub"), export=file) as (caller, sessions):
         await caller.error("/sessions/s/reward", {"reward": 1}, 404)
@@ -437,7 +437,7 @@ async def test_rewards_and_the_export_belong_to_their_turns(tmp_path: Path):
         assert len(await rows(caller, "t")) == 1
 
 
-async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture):
+async def test_sessions_are_bounded_in_number_tokens_and_idle_time(caplog: pytest.LogCaptureFixture):
     async with scripted_gateway(ScriptedSampler(), most=2, most_tokens=60) as (caller, sessions):
         for name in "ab":
             await say(caller, name, [USER])
@@ -457,7 +457,7 @@ async def test_sessions_are_bounded(caplog: pytest.LogCaptureFixture):
         assert len(sessions) == 0
 
 
-async def test_a_session_that_ends_during_a_call_refuses_its_reply():
+async def test_call_fails_if_its_session_ended_meanwhile():
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
         first = await say(caller, "s", [USER])
@@ -471,7 +471,7 @@ async def test_a_session_that_ends_during_a_call_refuses_its_reply():
             assert "session s has ended: call under another name" in answer[1]["error"]["message"]
 
 
-async def test_disconnected_clients_leave_nothing():
+async def test_disconnected_clients_leave_no_session_turn_or_task():
     """Of 60 sessions, every third disconnects while the policy samples in its first call, the next in its second."""
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
@@ -551,7 +551,7 @@ async def test_replies_with_mismatched_columns_are_rejected(columns: Json):
         await sampler.close()
 
 
-async def test_the_gateway_of_a_yaml_serves_the_policy(tmp_path: Path):
+async def test_gateway_section_with_a_policy_serves_and_exports_chats(tmp_path: Path):
     TOKENIZER.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     (tmp_path / "policy" / "config.json").write_text(json.dumps({"vocab_size": len(TOKENIZER) + 2}))

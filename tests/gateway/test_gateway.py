@@ -62,7 +62,7 @@ async def test_json_api_scores_texts_chats_and_tokens_of_any_length():
         assert {"prompt": "1 + 1 =", "response": " 2"} in metadata_of(server)
 
 
-async def test_groups_are_single_requests_and_never_shared():
+async def test_each_group_is_one_request_and_callers_share_none():
     async with fake_gateway("verdict", groupwise=True, ROWS_PER_REQUEST=1) as (caller, server):
         chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
         inputs = [
@@ -82,7 +82,7 @@ async def test_groups_are_single_requests_and_never_shared():
         assert {"group": 7} in metadata_of(server)
 
 
-async def test_a_group_that_the_server_refuses_is_not_divided():
+async def test_refused_group_is_not_split():
     """A part of it would have other rewards."""
 
     async with fake_gateway("verdict", groupwise=True) as (caller, server):
@@ -97,7 +97,7 @@ async def test_a_group_that_the_server_refuses_is_not_divided():
         assert sorted(len(rows_of(inputs)) for inputs in server.received) == [1, 2]
 
 
-async def test_terms_of_a_sum_and_metadata_reach_both_sides():
+async def test_reward_terms_are_returned_and_metadata_is_sent():
     async with fake_gateway("verdict", "length") as (caller, server):
         row = {"prompt": "2+3=", "response": "5", "metadata": {"answer": "5"}}
         _, reply = await caller.post("/v1/rewards", {"inputs": [row, {"text": "nan"}]})
@@ -121,7 +121,7 @@ async def test_prompt_and_response_are_sent_as_a_pair():
         assert rows_of(server.received[1]) == ["<s>a|b"]
 
 
-async def test_vllm_scores_text_pairs():
+async def test_gateways_vllm_score_endpoint_scores_text_pairs():
     async with fake_gateway(text="pair", labels=("entailment",)) as (caller, _):
         raw = {"use_activation": False}
         for first, second, scores in (
@@ -137,7 +137,7 @@ async def test_vllm_scores_text_pairs():
         assert "text_1: 2 texts for 3 of text_2, must be as many, or one" in await caller.error("/score", body, 400)
 
 
-async def test_documents_are_ranked_in_vllms_form_and_in_teis():
+async def test_gateways_rerank_endpoint_answers_in_vllm_and_tei_formats():
     async with fake_gateway(text="pair", labels=("entailment",)) as (caller, server):
         body = {"query": "q", "documents": ["a", "abc", "ab"], "use_activation": False}
         _, reply = await caller.post("/v2/rerank", {**body, "model": "reward_model", "return_documents": False})
@@ -184,7 +184,7 @@ async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
     assert caplog.messages[1].endswith("ms: query[1]: text: 'refuse' has no tokens")
 
 
-async def test_openrlhf_gets_rewards_scores_and_terms():
+async def test_gateways_openrlhf_protocol_returns_rewards_scores_and_terms():
     async with fake_gateway("verdict") as (caller, server):
         body = {"query": ["<s>ab", "<s>abcd"], "prompts": ["<s>a", "other"], "labels": [7, None]}
         status, reply = await caller.post("/get_reward", body)
@@ -205,7 +205,7 @@ VLLM_BODIES = [
 ]
 
 
-async def test_vllm_scores_texts_tokens_and_chats():
+async def test_gateways_vllm_protocol_scores_texts_tokens_and_chats():
     async with fake_gateway() as (caller, _):
         for body, scores in VLLM_BODIES:
             for path, key in (("/classify", "probs"), ("/pooling", "data")):
@@ -222,13 +222,13 @@ async def test_vllm_scores_texts_tokens_and_chats():
 
 
 @pytest.mark.parametrize(("key", "told"), [("", "not set or empty"), ("schlüssel", "ASCII"), ("a\nb", "ASCII")])
-def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch):
+def test_key_that_no_http_header_can_carry_is_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("A_KEY", key)
     with pytest.raises(ConfigError, match=f"gateway.key_env: .*A_KEY.*{told}"):
         check_key(GatewaySection(key_env="A_KEY"))
 
 
-def test_a_gateway_that_cannot_start_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_gateway_that_cannot_bind_reports_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "my.yaml").write_text("gateway: {}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
@@ -243,7 +243,7 @@ def test_a_gateway_that_cannot_start_is_one_sentence(tmp_path: Path, capsys: pyt
             assert f"error: {told}" in capsys.readouterr().err
 
 
-def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyPatch):
+def test_gateway_command_expects_the_reward_terms_of_its_yaml(monkeypatch: pytest.MonkeyPatch):
     class Connected(Exception):
         pass
 
@@ -260,7 +260,7 @@ def test_the_command_expects_the_rewards_of_its_yaml(monkeypatch: pytest.MonkeyP
     assert json.loads(given["reward_model"]["reward_components"]) == ["verdict"]
 
 
-async def test_a_key_is_a_bearer_token_or_a_password():
+async def test_key_is_accepted_as_bearer_token_api_key_or_url_password():
     async with fake_gateway(key="sesame") as (caller, _):
         body = {"query": ["abc"]}
         for headers, status in (
@@ -331,14 +331,14 @@ WRONG_BODIES: list[tuple[str, Any, int, str]] = [
 ]
 
 
-async def test_a_wrong_body_is_named():
+async def test_wrong_body_is_refused_by_field():
     async with checked_gateway() as (caller, server):
         for path, body, status, names in WRONG_BODIES:
             assert names in await caller.error(path, body, status)
         assert not server.received
 
 
-async def test_what_would_change_a_score_is_refused():
+async def test_request_options_that_would_change_a_score_are_refused():
     async with fake_gateway(text="pair", labels=("good",)) as (caller, server):
         for name in NOT_HONOURED:
             told = await caller.error("/rerank", {"query": "a", "documents": ["b"], name: 0}, 400)
@@ -360,7 +360,7 @@ async def test_oversized_bodies_are_refused_before_reading():
         assert not server.received
 
 
-async def test_rows_that_the_server_refuses_do_not_affect_others():
+async def test_refused_rows_do_not_affect_other_rows():
     async with checked_gateway() as (caller, _):
         texts = [{"text": "refuse" if i in (0, 5, 6) else "x" * i} for i in range(20)]
         inputs = [*texts, {"tokens": [99, 1]}, {"tokens": [4]}, {"text": "nan"}]
@@ -377,7 +377,7 @@ async def test_rows_that_the_server_refuses_do_not_affect_others():
         assert "query[1]: text: 'refuse'" in await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400)
 
 
-async def test_parts_of_a_message_are_joined_and_only_text_is_taken():
+async def test_message_parts_are_joined_and_non_text_parts_are_refused():
     async with fake_gateway() as (caller, server):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         await caller.post("/pooling", {"messages": [{"role": "user", "content": parts}]})
@@ -387,7 +387,7 @@ async def test_parts_of_a_message_are_joined_and_only_text_is_taken():
 
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
-async def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int):
+async def test_failing_server_gives_errors_and_no_rewards(answer: str, status: int):
     client, deadline_s = {"max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
     async with checked_gateway(lambda model, number: answer, client=client, retries=1, DEADLINE_S=deadline_s) as (
         caller,
@@ -400,7 +400,7 @@ async def test_no_reward_is_invented_while_the_server_fails(answer: str, status:
         assert found != 200 or (reply["rewards"] == [None] and "not finite" in reply["errors"][0])
 
 
-async def test_a_stopped_server_is_waited_for_until_the_deadline():
+async def test_requests_wait_for_a_stopped_server_until_the_deadline():
     async with checked_gateway(DEADLINE_S=20.0) as (caller, server):
         assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
         await server.stop()
@@ -448,7 +448,7 @@ async def test_shutdown_does_not_wait_for_disconnected_clients(
     await asyncio.wait_for(leave(), 120.0)
 
 
-def test_a_server_with_a_port_of_its_choice_is_found_while_it_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gateway_finds_a_running_server_with_http_port_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = RunConfig.model_validate({"run": {"dir": tmp_path}, "server": {"http_port": 0}})
     given = config.model_copy(update={"server": config.server.model_copy(update={"http_port": 5})})
     assert command.server_url(given) == "127.0.0.1:5"
@@ -515,7 +515,7 @@ async def test_bodies_that_expand_in_memory_are_refused_early():
         assert len(server.received) == 1
 
 
-async def test_large_bodies_wait_for_each_other_and_small_ones_for_none():
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not():
     async with (
         FakeReward(lambda model, number: "wait") as server,
         gateway(server.url, MAX_BODY_BYTES=300_000, ROWS_PER_REQUEST=1) as caller,
@@ -531,7 +531,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_for_none():
         assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
 
 
-async def test_no_request_has_more_text_than_a_server_takes():
+async def test_gateway_splits_requests_at_max_request_tokens():
     """It would be refused, and sent again in halves."""
 
     async with FakeReward() as server, gateway(server.url, ROWS_PER_REQUEST=8) as caller:
@@ -563,7 +563,7 @@ async def test_a_large_request_does_not_delay_other_callers(kind: Any, monkeypat
         assert len(server.received) == 12
 
 
-async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch):
+async def test_rows_queued_behind_the_same_callers_rows_share_its_deadline(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 2)
 
     async with (
@@ -580,7 +580,7 @@ async def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monk
         assert len(server.asked) == 3
 
 
-async def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch):
+async def test_max_items_counts_parsed_items_not_brackets_in_texts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "MAX_ITEMS", 10)
 
     async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
@@ -608,7 +608,7 @@ async def answer(caller: Caller, *parts: bytes) -> bytes:
 POST = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
 
 
-async def test_heads_and_bodies_are_bounded_before_the_key_is_checked():
+async def test_header_and_body_sizes_are_checked_before_the_key():
     async with FakeReward() as server, gateway(server.url, key="sesame", BODY_S=0.2) as caller:
         head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
         assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")

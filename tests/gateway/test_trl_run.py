@@ -51,7 +51,7 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints):
+def test_trl_grpo_trains_on_triton_rewards_through_a_server_crash(tmp_path: Path, checkpoints: Checkpoints):
     system = start_system(make_run(tmp_path, checkpoints))
     try:
         with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, system.run.url) as trainer:
@@ -75,7 +75,7 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
     assert logged[0] == pytest.approx(found[:8].mean(), abs=1e-4)
 
 
-def test_ppo_in_trl_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, checkpoints: Checkpoints):
+def test_trl_ppo_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, checkpoints: Checkpoints):
     """The example, as it is."""
     system = start_system(make_run(tmp_path / "run", checkpoints))
     ours = {"policy": checkpoints.policy, "url": system.run.url, "run_id": "test"}
@@ -95,7 +95,7 @@ def test_ppo_in_trl_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, 
     assert all(math.isfinite(entry["critic/loss"]) for entry in state["log_history"] if "critic/loss" in entry)
 
 
-def test_grpo_trains_on_rows_that_agents_have_left(tmp_path: Path):
+def test_trl_grpo_trains_on_exported_agent_rows(tmp_path: Path):
     """Ten groups of two sessions, with two turns each; all but the replies is masked."""
     export = tmp_path / "rows.jsonl"
 
@@ -139,7 +139,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["whole", "adapter"])
-def test_a_reward_model_of_trl_is_served_as_it_was_trained(
+def test_trl_reward_model_serves_the_scores_of_its_training(
     trained: Path, tmp_path: Path, checkpoints: Checkpoints, name: str
 ):
     """All weights trained on texts, and a LoRA adapter on chats: TRL's own scores and accuracy, through the server."""

@@ -85,6 +85,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)])
-def test_a_rank_loads_with_at_most_two_and_a_half_bytes_a_parameter(folder: Path, case: str):
+def test_policy_rank_loads_within_2_5_host_bytes_per_parameter(folder: Path, case: str):
     found = on_ranks(2, beside_what_it_keeps, folder, CASES[case])
     assert max(max(peaks) for peaks in found) <= 2.5

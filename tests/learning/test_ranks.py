@@ -70,7 +70,7 @@ def broadcasts(ranks: Ranks) -> Any:
 
 
 @pytest.mark.slow
-def test_the_operations_run_on_every_rank_even_after_a_group_timeout():
+def test_idle_group_runs_operations_after_its_timeout():
     assert on_ranks(2, operations, 6.0, group_timeout_s=5) == [[2, 4], [2, 4]]
 
 
@@ -87,7 +87,7 @@ def errors_and_broadcasts(ranks: Ranks) -> Any:
     return failures(ranks), broadcasts(ranks)
 
 
-def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank():
+def test_one_ranks_error_and_broadcast_reach_every_rank():
     (first, sent), (second, received) = on_ranks(2, errors_and_broadcasts)
     assert first == [("OSError", "rank 1: disk full"), ("RankFailed", "no such model"), 0]
     assert second == [("OSError", "disk full"), ("RankFailed", "rank 0: no such model"), 1]

@@ -90,11 +90,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path):
+def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path: Path):
     assert on_ranks(2, fail_to_write, tmp_path) == [[errno.ENOSPC] * 2] * 2
 
 
-def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path):
+def test_slices_from_two_ranks_load_in_one_process(written: Path):
     model = a_model(1)
     read_tensors(model.state_dict(), written / "slices", ALONE)
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in a_model(0).state_dict().items())
@@ -102,11 +102,11 @@ def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_slices_of_two_ranks_are_read_by_others(written: Path, size: int):
+def test_slices_from_two_ranks_load_on_another_number_of_ranks(written: Path, size: int):
     assert on_ranks(size, read, written / "slices") == [True] * size
 
 
-def test_a_checkpoint_of_two_ranks_is_an_ordinary_one_with_the_same_bytes_each_time(written: Path):
+def test_checkpoint_from_two_ranks_loads_in_transformers_and_is_reproducible(written: Path):
     loaded = LlamaForCausalLM(a_model(0).config)
     names = sorted(path.name for path in (written / "checkpoint").iterdir())
     assert names == [

@@ -71,7 +71,7 @@ def loss_of(trained: Trained, rows: list[int]) -> tuple[Tensor, dict[str, Tensor
     return trained.model(ROWS[rows]).square().sum(), {"rows": torch.tensor(float(len(rows)))}
 
 
-def test_a_loaded_model_goes_on_bit_for_bit(tmp_path: Path, kind: str):
+def test_restored_model_continues_bit_identically(tmp_path: Path, kind: str):
     """Also from a checkpoint before the first step, when the optimizer has no state; in the schedule, too."""
     one, other = linear(kind=kind), linear(1, kind=kind)
     for steps in (0, 2):
@@ -89,7 +89,7 @@ def test_a_loaded_model_goes_on_bit_for_bit(tmp_path: Path, kind: str):
     assert decays == [(0.1, [2]), (0.0, [1])]  # matrices only
 
 
-def test_micro_batches_change_neither_gradients_nor_statistics():
+def test_accumulate_gives_the_same_gradients_for_any_token_budget():
     found = []
     for token_budget in (1, 6, 100):
         trained = linear(token_budget=token_budget)
@@ -111,7 +111,7 @@ def test_micro_batches_change_neither_gradients_nor_statistics():
         ("lora_targets", ("q_proj",), None),
     ],
 )
-def test_a_resume_names_what_changed_and_refuses_what_is_fixed(setting: str, value: Any, changed: str | None):
+def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting: str, value: Any, changed: str | None):
     saved, trained = linear().settings, linear(**{setting: value})
     assert linear().changed(saved, Path("5")) == []
     if changed is None:
@@ -125,12 +125,12 @@ def rate_of(actor: ActorSection, step: int) -> float:
     return actor.optimizer.learning_rate(step, total_steps=actor.optimizer_steps)
 
 
-def test_without_settings_the_policy_keeps_its_learning_rate():
+def test_policy_learning_rate_is_constant_by_default():
     actor = actor_section(lr=9e-7, steps=3)
     assert {rate_of(actor, step) for step in range(100)} == {9e-7}  # to the last bit
 
 
-def test_the_policy_s_cosine_ends_with_the_run():
+def test_policy_cosine_schedule_ends_with_the_run():
     """Two passes over 3 minibatches (the last one smaller) in each of 10 steps; the first 2 train the critic alone."""
     schedule = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 4}
     sizes = {"steps": 10, "critic_warmup_steps": 2, "rollout_size": 20, "minibatch_size": 8, "update_epochs": 2}

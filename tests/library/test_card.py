@@ -50,7 +50,7 @@ def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
-def test_every_row_is_done_once_and_in_order_whatever_fits(most: int):
+def test_halving_processes_each_row_once_and_in_order(most: int):
     halving = Halving("critic.token_budget", remedy=REMEDY)
     parts = halving.in_parts(fits(most), range(20))
     assert [row for part in parts for row in part] == list(range(20))
@@ -58,7 +58,7 @@ def test_every_row_is_done_once_and_in_order_whatever_fits(most: int):
     assert max(map(len, parts)) <= most
 
 
-def test_a_failed_attempt_holds_no_memory_while_it_is_repeated():
+def test_failed_attempt_holds_no_memory_during_the_retry():
     held = weakref.WeakSet[torch.Tensor]()
     gc.freeze()  # what other tests left takes a second to examine
 
@@ -73,7 +73,7 @@ def test_a_failed_attempt_holds_no_memory_while_it_is_repeated():
     gc.unfreeze()
 
 
-def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
+def test_halving_keeps_the_reduced_size(caplog: pytest.LogCaptureFixture):
     halving = Halving("actor.policy.token_budget", 1000, remedy=REMEDY)
     work = Mock(side_effect=lambda size: fits(30)(range(min(size, 100))) and size)
     with caplog.at_level(logging.WARNING):
@@ -83,7 +83,7 @@ def test_the_size_stays_halved(caplog: pytest.LogCaptureFixture):
     assert all("actor.policy.token_budget" in line and "2.00 GiB" not in line for line in caplog.messages)
 
 
-def test_a_row_too_large_alone_is_an_error_and_does_not_shrink_batches():
+def test_single_row_that_does_not_fit_raises_and_keeps_the_batch_size():
     halving = Halving("trainer.token_budget", 64, remedy=REMEDY)
     with pytest.raises(OutOfMemory, match=r"one row alone.*CUDA out of memory.*; lower max_length$"):
         halving.in_parts(fits(0), range(4))
@@ -93,7 +93,7 @@ def test_a_row_too_large_alone_is_an_error_and_does_not_shrink_batches():
     assert (halving.new(), halving.new()) == (2 + 3, 0)
 
 
-def test_other_errors_are_raised_at_once():
+def test_halving_raises_other_errors_at_once():
     halving, work = Halving("x", 8, remedy=REMEDY), Mock(side_effect=RuntimeError("CUDA error: an illegal access"))
     for attempt in (lambda: halving.in_parts(work, [1, 2]), lambda: halving.repeat(work, least=1, most=8)):
         with pytest.raises(RuntimeError, match="illegal"):
@@ -137,9 +137,7 @@ def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (R
 
 
 @pytest.mark.parametrize("at_launch", [True, False])
-def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhere(
-    reward: Any, monkeypatch: pytest.MonkeyPatch, at_launch: bool
-):
+def test_model_refuses_requests_after_a_device_error(reward: Any, monkeypatch: pytest.MonkeyPatch, at_launch: bool):
     counted: list[tuple[int, ...]] = []
     monkeypatch.setattr(reward.served.compute._troubles, "add", counted.append)
     fail = Mock(side_effect=torch.AcceleratorError(ILLEGAL))
@@ -154,7 +152,7 @@ def test_after_a_device_error_the_model_refuses_requests_so_that_they_go_elsewhe
     assert counted == [(1, 0)]
 
 
-def test_a_version_is_not_blamed_for_a_device_error(reward: Any, monkeypatch: pytest.MonkeyPatch):
+def test_device_error_while_loading_does_not_reject_the_version(reward: Any, monkeypatch: pytest.MonkeyPatch):
     """The thread that loads it never goes on, and so rejects no version."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
     monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
@@ -163,7 +161,7 @@ def test_a_version_is_not_blamed_for_a_device_error(reward: Any, monkeypatch: py
     assert UNTIL_LOADED in str(ask(reward).error)
 
 
-def test_a_pass_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_refused(
+def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(
     reward: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     expected = load_reward(checkpoints.reward).score(ROWS)
@@ -198,7 +196,9 @@ def test_idle_threads_release_replaced_versions(tmp_path: Path, checkpoints: Che
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_out_of_memory_explains_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int):
+def test_lost_serving_rank_reports_that_it_ran_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+):
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
         let_memory_be_short(

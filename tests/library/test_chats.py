@@ -93,7 +93,7 @@ ALTERNATING = (
         (R1, [USER, REASONED], f"[1].reasoning_content: {LOST}"),
     ],
 )
-def test_a_message_that_the_template_leaves_out_is_refused(
+def test_render_chat_refuses_a_message_that_the_template_leaves_out(
     template: str, messages: list[dict[str, Any]], left_out: str | None
 ):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
@@ -116,7 +116,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(
         (CHATML, {**REPLY, "name": "Ada"}, "the name of a message of the role 'assistant'"),
     ],
 )
-def test_names_and_reasoning_that_templates_leave_out_on_purpose_are_said_once(
+def test_names_and_reasoning_left_out_by_the_template_are_warned_about_once(
     template: str, reply: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
 ):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
@@ -149,7 +149,7 @@ WITH_TOOLS = (
 
 @pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA]), [json.dumps(SCHEMA)]])
 @pytest.mark.parametrize("variables", [{"enable_thinking": False, "effort": None}, '{"enable_thinking": false}'])
-def test_columns_of_trl_are_arguments_of_the_template(tools: Any, variables: Any):
+def test_trl_columns_tools_and_chat_template_kwargs_reach_the_template(tools: Any, variables: Any):
     tokenizer = make_text_tokenizer("qwen2", chat_template=WITH_TOOLS)
     options = template_options(tokenizer, {"tools": tools, "chat_template_kwargs": variables, "other": 1})
     found = render_chat(tokenizer, [USER], options, owner="policy")
@@ -175,7 +175,7 @@ STRINGS = (
         (STRINGS.replace("m.content or ''", "m.content + '.'"), '{"at": "Rome"}!.'),
     ],
 )
-def test_arguments_of_a_tool_call_are_written_once(template: str, written: str):
+def test_tool_call_arguments_are_rendered_once_as_text_or_object(template: str, written: str):
     """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts, and a content."""
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
@@ -218,7 +218,7 @@ NO_SYSTEM = CHATML.replace("{{ m.content }}", "{{ raise_exception('no') if m.rol
         *((each, [USER, REPLY], "") for each in (CHATML, FEW, FIRST_SYSTEM, CHANGED, THINKING, ALTERNATING, NO_SYSTEM)),
     ],
 )
-def test_a_template_that_reads_lists_of_parts_gets_them(
+def test_template_that_expects_content_parts_receives_them(
     tmp_path: Path, template: str, messages: list[dict[str, Any]], written: str | None
 ):
     make_text_tokenizer("qwen2", chat_template=template).save_pretrained(tmp_path)

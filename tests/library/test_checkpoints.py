@@ -34,7 +34,7 @@ def refused(*parts: object):
 # ---- everything else ----
 
 
-def test_shards_are_one_checkpoint(tmp_path: Path):
+def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path: Path):
     model = save_tiny(tmp_path / "one", "llama", "reward")
     model.save_pretrained(tmp_path / "many", max_shard_size="3KB")
     one, many = inspect_checkpoint(tmp_path / "one"), inspect_checkpoint(tmp_path / "many")
@@ -61,7 +61,9 @@ WRONG = "reward_standardization.*std above 0"
         ({"reward_standardization": {"mean": float("nan"), "std": 1}}, WRONG),
     ],
 )
-def test_constants_of_the_standardization(tmp_path: Path, config: dict[str, object], found: Constants | str | None):
+def test_inspection_finds_standardization_constants_in_config_json(
+    tmp_path: Path, config: dict[str, object], found: Constants | str | None
+):
     save_tiny(tmp_path, "llama", "reward")
     change_config(tmp_path, **config)
     if isinstance(found, str):
@@ -74,7 +76,7 @@ def test_constants_of_the_standardization(tmp_path: Path, config: dict[str, obje
 # ---- what is no checkpoint ----
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path: Path):
+def test_folder_that_is_not_a_checkpoint_is_refused_with_the_reason(tmp_path: Path):
     with refused(tmp_path / "none", "does not exist or is not a folder"):
         inspect_checkpoint(tmp_path / "none")
     for name, content, *message in (
@@ -126,7 +128,9 @@ def header(text: str, data: bytes = b"") -> bytes:
         ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, message: tuple[str, ...]):
+def test_damaged_checkpoint_file_is_refused_by_name(
+    tmp_path: Path, file: str, content: bytes, message: tuple[str, ...]
+):
     if file in ("config.json", "model.safetensors"):
         save_tiny(tmp_path, "llama", "reward")
     elif "index" in file:
@@ -136,7 +140,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, mess
         inspect_checkpoint(tmp_path)
 
 
-def test_inspecting_imports_no_torch(tmp_path: Path):
+def test_inspect_checkpoint_does_not_import_torch(tmp_path: Path):
     save_tiny(tmp_path, "llama", "reward")
     script = (
         "import sys, pathlib; from rlhf_triton.checkpoints.inspection import inspect_checkpoint;"
@@ -148,7 +152,7 @@ def test_inspecting_imports_no_torch(tmp_path: Path):
 # ---- fingerprints ----
 
 
-def test_the_fingerprint_tells_weights_apart(tmp_path: Path):
+def test_fingerprint_differs_for_different_weights(tmp_path: Path):
     model = save_tiny(tmp_path / "one", "llama", "language")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     with torch.no_grad():
@@ -179,7 +183,7 @@ def test_fingerprint_samples_the_whole_file(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("has_file", [True, False])
-def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, family: str, has_file: bool):
+def test_end_of_sequence_matches_the_loaded_models_eos_ids(tmp_path: Path, family: str, has_file: bool):
     save_tiny(tmp_path, family, "language")
     assert (tmp_path / "generation_config.json").is_file()
     if not has_file:
@@ -201,7 +205,7 @@ def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, fami
         ((None, 0, 0), None, None, None),
     ],
 )
-def test_tokens_with_a_role(
+def test_special_tokens_gives_eos_pad_and_banned_ids(
     ids: tuple[int | None, ...],
     eos: Any,
     vocab_size: int | None,
@@ -238,7 +242,7 @@ BY_PLACE = CHATS["qwen2"].replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last
     ],
     ids=str,
 )
-def test_tokenizer_embeddings_generation_config_and_template_are_compared(
+def test_special_tokens_combine_tokenizer_embeddings_generation_config_and_template(
     tmp_path: Path, settings: dict[str, Any], ends: list[int], banned: list[int], template_end: int | None
 ):
     tokenizer = save_chat_policy(tmp_path, **settings)
@@ -247,7 +251,7 @@ def test_tokenizer_embeddings_generation_config_and_template_are_compared(
     assert (special.eos_ids, special.banned_ids, special.template_end) == (ends, banned, template_end)
 
 
-def test_vocabulary_gaps_are_not_entries_but_duplicates_are():
+def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
     words = {"a": 0, "</s>": 1, "b": 3, "c": 7}
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "a")), eos_token="</s>")
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]

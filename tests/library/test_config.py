@@ -30,7 +30,7 @@ def dumped(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json", exclude={"report"}))
 
 
-def test_an_empty_file_is_all_defaults_which_are_valid_themselves(tmp_path: Path):
+def test_empty_file_gives_valid_defaults_that_survive_a_round_trip(tmp_path: Path):
     """pydantic does not check defaults: a round trip through YAML does."""
     assert load(tmp_path) == RunConfig() == load(tmp_path, dumped(RunConfig()))
     # As a resume and the report read the settings of a run.
@@ -47,7 +47,9 @@ def test_an_empty_file_is_all_defaults_which_are_valid_themselves(tmp_path: Path
         ("{name: ppo}", None, 0.01),
     ],
 )
-def test_what_the_yaml_says_overrides_what_was_published(tmp_path: Path, written: str, high: float | None, kl: float):
+def test_yaml_values_override_an_algorithms_published_settings(
+    tmp_path: Path, written: str, high: float | None, kl: float
+):
     """A null is a value, too; so it is in sections that were validated before, and among overrides."""
     config = load(tmp_path, f"actor: {{algorithm: {written}}}")
     assert (config.actor.algorithm.clip_ratio_high, config.actor.kl.coef) == (high, kl)
@@ -58,7 +60,7 @@ def test_what_the_yaml_says_overrides_what_was_published(tmp_path: Path, written
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_repositorys_own_files_are_valid(path: Path):
+def test_yaml_files_in_configs_are_valid(path: Path):
     assert without_effect(load_config(path)) == []
 
 
@@ -260,12 +262,12 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         (b"\xff\xfe", "my.yaml is not valid YAML"),
     ],
 )
-def test_invalid_values_are_named_by_key_and_value(tmp_path: Path, text: str | bytes, message: str):
+def test_invalid_yaml_is_refused_by_key_and_value(tmp_path: Path, text: str | bytes, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, text)
 
 
-def test_all_problems_are_said_at_once_each_with_its_source(tmp_path: Path):
+def test_all_config_problems_are_reported_together_with_their_source(tmp_path: Path):
     text = "actor: {step: 3, optimizer: {lr: -1}}\nserver: {http_port: x}"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, "actor.steps=3", "actor.step_size=2")
@@ -318,7 +320,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("run.dir.x=1", "override 'run.dir.x=1': 'dir' is a value, not a section"),
     ],
 )
-def test_overrides_are_refused_by_name(tmp_path: Path, override: str, message: str):
+def test_invalid_overrides_are_refused_by_name(tmp_path: Path, override: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, "run: {dir: here}", override)
 
@@ -326,20 +328,20 @@ def test_overrides_are_refused_by_name(tmp_path: Path, override: str, message: s
 @pytest.mark.parametrize(
     ("folder", "identity"), [("runs/demo", "demo"), ("my run!", "my-run-"), ("_._", "run"), ("x" * 99, "x" * 64)]
 )
-def test_the_run_is_named_by_its_folder(tmp_path: Path, folder: str, identity: str):
+def test_run_identity_defaults_to_the_folder_name(tmp_path: Path, folder: str, identity: str):
     config = load(tmp_path, "", f"run.dir={tmp_path / folder}")
     assert config.run.identity == identity
     assert load(tmp_path, "", f"run.run_id={identity}").run.identity == identity  # and may be written out
 
 
-def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
+def test_override_of_one_section_does_not_change_its_yaml_alias(tmp_path: Path):
     overrides = ["reward.model=a", "critic.model=b", "critic.threads=3"]
     config = load(tmp_path, "reward: &same {threads: 2}\ncritic: *same\n", *overrides)
     found = [(str(section.model), section.threads) for section in (config.reward, config.critic)]
     assert found == [("a", 2), ("b", 3)]
 
 
-def test_merge_keys_and_the_numbers_of_yaml_1_2(tmp_path: Path):
+def test_yaml_merge_keys_and_yaml_1_2_numbers_are_supported(tmp_path: Path):
     text = (
         "reward: &a {threads: 2, instances: 3}\ncritic: &b {<<: *a, threads: 4}\n"
         "reference: {<<: [*b, *a], instances: 9}\n"
@@ -386,7 +388,7 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
 
 
 @pytest.mark.parametrize(("overrides", "count", "why"), WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT.keys())
-def test_settings_without_effect_are_named_with_the_reason(tmp_path: Path, overrides: list[str], count: int, why: str):
+def test_settings_without_effect_are_listed_with_the_reason(tmp_path: Path, overrides: list[str], count: int, why: str):
     assert without_effect(load(tmp_path, "", *overrides[:-count])) == []
     config = load(tmp_path, "", *overrides)
     keys = sorted(override.partition("=")[0] for override in overrides[-count:])
@@ -425,9 +427,7 @@ def test_an_unused_reward_model_is_refused(tmp_path: Path):
         ),
     ],
 )
-def test_the_default_precision_is_bfloat16_on_gpus_alone(
-    tmp_path: Path, overrides: tuple[str, ...], precisions: list[str]
-):
+def test_default_precision_is_bfloat16_only_on_gpus(tmp_path: Path, overrides: tuple[str, ...], precisions: list[str]):
     config = load(tmp_path, "{}", *overrides)
     served = [section.dtype for section in (config.reward, config.critic, config.reference)]
     assert [*served, config.trainer.precision, config.actor.policy.precision] == precisions
@@ -456,13 +456,13 @@ def test_deterministic_fixes_dependent_settings(tmp_path: Path):
         ("actor.policy.device=cuda", "actor.policy.device: 'cuda', but run.deterministic: true needs 'cpu'"),
     ],
 )
-def test_a_deterministic_run_refuses_what_would_change_bits(tmp_path: Path, override: str, message: str):
+def test_deterministic_run_refuses_settings_that_change_results(tmp_path: Path, override: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, "run: {deterministic: true}", override)
     load(tmp_path, "", override)
 
 
-def test_one_file_of_prompts_or_several(tmp_path: Path):
+def test_prompts_come_from_path_or_files(tmp_path: Path):
     config = load(tmp_path, "actor: {prompts: {files: [{path: a}, {path: b, weight: 2}]}}")
     assert load(tmp_path, dumped(config)) == config
     prompts = load(tmp_path, "actor: {prompts: {files: [], path: a.jsonl}}").actor.prompts
@@ -519,12 +519,12 @@ LAYOUTS = {  # overrides -> what the error says; None: accepted
 
 
 @pytest.mark.parametrize(("overrides", "error"), LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_gpu_is_shared_by_roles_of_one_gpu_or_on_purpose(tmp_path: Path, overrides: list[str], error: str | None):
+def test_roles_with_several_gpus_must_not_overlap_with_others(tmp_path: Path, overrides: list[str], error: str | None):
     with pytest.raises(ConfigError, match=error) if error else contextlib.nullcontext():
         load(tmp_path, yaml.safe_dump({"run": {"dir": str(tmp_path)}}), *overrides)
 
 
-def test_a_role_has_the_gpus_from_its_first_one_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_role_occupies_consecutive_gpus_from_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert devices_of("cuda", 2) == ("cuda:0", "cuda:1")
     assert devices_of("cuda:4", 4) == ("cuda:4", "cuda:5", "cuda:6", "cuda:7")
     assert (devices_of("cuda:1"), devices_of("cpu", 2), device_of("cpu", 3)) == (("cuda:1",), ("cpu", "cpu"), "cpu")
@@ -571,7 +571,7 @@ def names_elsewhere() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("level", ["{%s: 1}", "actor: {%s: 1}", "actor: {algorithm: {%s: 1}}"])
-def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
+def test_keys_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
     named, wrong = names_elsewhere(), {}
     assert len(named) > 200
     for name, keys in named.items():
@@ -588,7 +588,7 @@ def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
     assert wrong == {}
 
 
-def test_user_code_sees_no_key_of_the_run_but_its_own(tmp_path: Path):
+def test_hidden_variables_excludes_only_the_functions_own_key(tmp_path: Path):
     text = (
         "{server: {training_key_env: A}, gateway: {key_env: B}, "
         "rewards: {judge: {function: 'a.py:f', options: {api_key_env: C}}}}"

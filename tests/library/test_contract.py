@@ -59,7 +59,7 @@ def refused(text: str):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:, 0], LENGTHS.astype(np.int32)])
-def test_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
+def test_scoring_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
     padding = np.pad(TOKENS, ((0, 0), (0, 50)), constant_values=-100)  # may hold anything and be any length
     rows = scoring_rows(padding.astype(dtype), lengths, limits=LIMITS)
     assert rows.width == 54
@@ -68,7 +68,7 @@ def test_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
 
 
 @pytest.mark.parametrize("shape", [(2, 2500), (2, 1, 2500)])  # as the reshape in config.pbtxt delivers ordinary rows
-def test_rows_without_lengths_are_whole(shape: tuple[int, ...]):
+def test_scoring_rows_without_lengths_keep_all_tokens(shape: tuple[int, ...]):
     rows = scoring_rows(np.ones(shape, np.int64), None, limits=Limits(10))
     assert (rows.width, [row.tokens.size for row in rows.rows]) == (2500, [2500, 2500])
 
@@ -95,7 +95,7 @@ def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, messag
 # ---- training ----
 
 
-def test_padded_and_packed_are_the_same_payload():
+def test_padded_and_packed_arrays_give_the_same_payload():
     one, other = train_payload(padded(), LIMITS), train_payload(packed(), LIMITS)
     assert one.digest() == other.digest()
     assert {name: array.dtype for name, array in one.arrays().items()} == {
@@ -109,12 +109,12 @@ def test_padded_and_packed_are_the_same_payload():
 
 
 @pytest.mark.parametrize("name", ["tokens", "returns", "prev_values", "mask"])
-def test_the_digest_knows_every_field(name: str):
+def test_payload_digest_changes_with_every_field(name: str):
     changed = padded(**{name: at(padded()[name], (0, 1), 7)})
     assert train_payload(changed, LIMITS).digest() != train_payload(padded(), LIMITS).digest()
 
 
-def test_the_digest_knows_where_a_row_ends():
+def test_payload_digest_changes_with_row_boundaries():
     ones = np.ones((1, 3), np.float32)
     arrays = packed(tokens=np.array([[1, 2, 3, 4, 5]]), returns=ones, prev_values=ones, mask=ones)
     digests = [
@@ -124,14 +124,14 @@ def test_the_digest_knows_where_a_row_ends():
     assert digests[0] != digests[1]
 
 
-def test_without_lengths_rows_end_behind_the_last_masked_position():
+def test_training_rows_without_lengths_end_after_the_last_masked_position():
     payload = train_payload(padded(sequence_lengths=None), LIMITS)
     assert payload.lengths.tolist() == [4, 2, 3]
     nothing = padded(sequence_lengths=None, mask=at(at(padded()["mask"], (1, 0), 0), (2, 1), 0))
     assert train_payload(nothing, LIMITS).lengths.tolist() == [4, 2, 2]  # a row without a mask keeps one position
 
 
-def test_rows_without_padding_are_not_copied():
+def test_payload_without_padding_is_not_copied():
     arrays = {name: array[:1] for name, array in padded().items()}  # packed and padded at once
     payload = sent_payload(arrays, LIMITS).packed()
     assert payload.lengths.tolist() == [4]
@@ -184,7 +184,7 @@ def texts(*rows: bytes) -> np.ndarray:
     return np.array([[row] for row in rows], dtype=np.object_)
 
 
-def test_identity_counts_sentences_and_metadata_are_parsed_and_optional():
+def test_optional_inputs_are_parsed_and_have_defaults():
     assert contract.step_identity(None, None) == (None, None)
     assert contract.step_identity(texts(b"run-1")[0], np.array([3])) == ("run-1", 3)
     assert contract.step_identity(np.empty(0, np.object_), np.array([3], np.int32)) == (None, 3)
@@ -200,7 +200,9 @@ def test_identity_counts_sentences_and_metadata_are_parsed_and_optional():
     ("parameters", "included", "text"),
     [({"min_version": 4}, {4, 5, 6}, "4 or newer"), ({"exact_version": 4}, {4}, "4"), ({"exact_version": 0}, {0}, "0")],
 )
-def test_a_demanded_version_is_sent_and_read_back(parameters: dict[str, int], included: set[int], text: str):
+def test_version_range_round_trips_through_request_parameters(
+    parameters: dict[str, int], included: set[int], text: str
+):
     demanded = contract.VersionRange.of({**parameters, "priority": 3})
     assert demanded is not None
     assert {version for version in range(7) if demanded.includes(version)} == included
@@ -216,7 +218,7 @@ DEEP = [(b"[", b"]"), (b'{"b": ', b"}")]
 SMALL = Limits(vocab_size=9, max_request_tokens=8)
 
 
-def test_limits_are_inclusive():
+def test_request_limits_are_inclusive():
     assert all(metadata_rows(texts(nested(*brackets, 99)), 1) for brackets in DEEP)
     assert text_bytes(texts(b"abc", "é".encode()), None, SMALL) == 5
     assert scoring_rows(np.zeros((2, 4), np.int64), None, limits=SMALL).width == 4
@@ -284,7 +286,7 @@ def test_limits_are_inclusive():
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_field_and_value(call: Callable[..., Any], arguments: tuple, message: str):
+def test_invalid_inputs_are_refused_by_field_and_value(call: Callable[..., Any], arguments: tuple, message: str):
     with refused(message):
         call(*arguments)
 
@@ -299,6 +301,6 @@ def test_what_is_wrong_is_refused_by_field_and_value(call: Callable[..., Any], a
         ([2, *range(151_665, 151_936)], "[2, [151665, 151935]]"),  # Qwen2.5's
     ],
 )
-def test_banned_ids_are_written_as_ranges(ids: list[int], text: str):
+def test_id_ranges_round_trips_banned_ids(ids: list[int], text: str):
     assert id_ranges(ids) == text
     assert ids_in(text) == ids

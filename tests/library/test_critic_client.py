@@ -55,7 +55,7 @@ def play(call: Call, behaviour: Behaviour = lambda *_: "ok", server: type[FakeTr
 # ---- rows ----
 
 
-def test_ragged_and_padded_rows_give_the_same_payload():
+def test_critic_client_sends_the_same_payload_for_ragged_and_padded_rows():
     rows = [[1, 2, 3, 4], np.asarray([5, 6], np.int32), torch.tensor([7, 8, 9])]
     sizes = [4, 2, 3]
     numbers = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
@@ -87,12 +87,12 @@ def test_ragged_and_padded_rows_give_the_same_payload():
         ({3: [[0, 0]]}, r"^mask: all 0, there is nothing to train on"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_named(change: dict[int, Any], told: str):
+def test_invalid_training_rows_are_refused_by_field_and_index(change: dict[int, Any], told: str):
     with pytest.raises(ContractError, match=told):
         training_arrays(*(change.get(i, given) for i, given in enumerate(UPDATE)))
 
 
-def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_critic_client_raises_on_non_finite_values(monkeypatch: pytest.MonkeyPatch):
     def call(critic: CriticClient) -> None:
         monkeypatch.setattr(critic._client._client, "score", not_finite)
         with pytest.raises(RlhfError, match=r"values\[0\]: the critic returned numbers that are not finite"):
@@ -107,7 +107,7 @@ def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pyt
 # ---- calls ----
 
 
-def test_a_call_demands_a_version_of_the_weights(monkeypatch: pytest.MonkeyPatch):
+def test_critic_client_sends_the_demanded_version(monkeypatch: pytest.MonkeyPatch):
     def call(critic: CriticClient) -> None:
         infer, demanded = critic._client._client._infer, list[VersionRange]()
 
@@ -127,7 +127,7 @@ def test_a_call_demands_a_version_of_the_weights(monkeypatch: pytest.MonkeyPatch
     play(call)
 
 
-def test_values_updates_checkpoints_and_rewinds():
+def test_critic_client_scores_trains_saves_and_rewinds():
     def call(critic: CriticClient) -> None:
         with ThreadPoolExecutor(8) as threads:
             for scored in threads.map(lambda _: critic.values(ROWS), range(32)):
@@ -146,7 +146,7 @@ def test_values_updates_checkpoints_and_rewinds():
     play(call)
 
 
-def test_async_calls_overlap():
+def test_async_critic_calls_overlap():
     async def run() -> None:
         async with FakeTriton(lambda model, number: "wait" if model == "critic_infer" else "ok") as server:
             async with AsyncCriticClient([server.url], run_id="mine", settings=QUICK) as critic:
@@ -173,7 +173,7 @@ def test_async_calls_overlap():
         ("localhost:8000", "", "run_id: ''"),
     ],
 )
-def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: str):
+def test_wrong_url_or_run_id_raises_at_construction(url: Any, run_id: str, told: str):
     before = threading.active_count()
     for kind in (CriticClient, AsyncCriticClient):
         with pytest.raises(ContractError, match=told):
@@ -181,7 +181,7 @@ def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: st
     assert threading.active_count() == before
 
 
-def test_a_server_without_a_critic_has_its_own_error():
+def test_server_without_a_critic_raises_a_specific_error():
     def call(critic: CriticClient) -> None:
         with pytest.raises(RlhfError, match=r"serves no critic: its YAML needs a section `critic`.*not found"):
             critic.values(ROWS)
@@ -189,7 +189,7 @@ def test_a_server_without_a_critic_has_its_own_error():
     play(call, server=NoCritic)
 
 
-def test_the_blocking_client_works_where_an_event_loop_runs():
+def test_blocking_client_works_inside_a_running_event_loop():
     """As in a notebook, whose cells run in one."""
 
     def call(critic: CriticClient) -> None:
@@ -201,7 +201,7 @@ def test_the_blocking_client_works_where_an_event_loop_runs():
     play(call)
 
 
-def test_a_future_has_the_answer_later():
+def test_futures_return_the_answers_of_values_and_train():
     def call(critic: CriticClient) -> None:
         critic.rewind(0)
         futures = [critic.values_future(ROWS), critic.train_future(1, *UPDATE)]
@@ -210,7 +210,7 @@ def test_a_future_has_the_answer_later():
     play(call)
 
 
-def test_the_client_of_one_loop_is_refused_in_another():
+def test_async_client_refuses_use_in_another_event_loop():
     async def run() -> None:
         async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
             await critic.values(ROWS)
@@ -220,7 +220,7 @@ def test_the_client_of_one_loop_is_refused_in_another():
     asyncio.run(run())
 
 
-def test_a_forked_process_needs_a_client_of_its_own():
+def test_critic_client_refuses_use_in_a_forked_process():
     with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic:
         pid = os.fork()
         if pid == 0:
@@ -234,7 +234,7 @@ def test_a_forked_process_needs_a_client_of_its_own():
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_closing_ends_the_calls_of_other_threads():
+def test_close_ends_pending_calls_of_other_threads():
     def call(critic: CriticClient) -> None:
         with ThreadPoolExecutor(1) as thread:
             waiting = thread.submit(critic.values, ROWS)

@@ -194,7 +194,7 @@ TestJournal.settings = settings(max_examples=25, stateful_step_count=40, phases=
 
 
 @pytest.mark.parametrize("lengths", [(2,), (17, 2, 300)])
-def test_an_entry_is_a_file_that_safetensors_reads(journal: Journal, lengths: tuple[int, ...]):
+def test_entry_file_is_readable_with_safetensors(journal: Journal, lengths: tuple[int, ...]):
     plain = payload(0.5, lengths)
     strided = np.repeat(plain.tokens, 2)[::2]  # numpy hands out views of what came over the wire
     entry = journal.accept_training(dataclasses.replace(plain, tokens=strided), run_id="run", step=1)
@@ -209,7 +209,7 @@ def test_an_entry_is_a_file_that_safetensors_reads(journal: Journal, lengths: tu
     assert [path.name for path in entries_folder(journal).iterdir()] == [entry.name]
 
 
-def test_names_of_entries_sort_by_number(journal: Journal):
+def test_entries_sort_by_step_and_rank(journal: Journal):
     train(journal, 1)
     for number in range(11):
         journal.accept_save(run_id=None, keep_steps=[number, 4])
@@ -222,14 +222,14 @@ def test_names_of_entries_sort_by_number(journal: Journal):
 
 
 @pytest.mark.parametrize("kind", ["training", "save", "rewind"])
-def test_another_run_is_refused(journal: Journal, kind: str):
+def test_journal_refuses_requests_of_another_run(journal: Journal, kind: str):
     content = {"training": {"payload": payload(), "step": 1}, "save": {}, "rewind": {"target": 0}}[kind]
     with conflict("run_id: 'other', but this critic belongs to run 'run'"):
         getattr(journal, f"accept_{kind}")(run_id="other", **content)
     assert journal.entries() == []
 
 
-def test_the_trace_of_a_request_is_not_part_of_its_content(journal: Journal):
+def test_repeated_request_may_have_another_traceparent(journal: Journal):
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     for other in (trace, None, trace.replace("a", "c")):  # repeats of the request
         entry = journal.accept_training(payload(), run_id="run", step=1, traceparent=other)
@@ -240,7 +240,7 @@ def test_the_trace_of_a_request_is_not_part_of_its_content(journal: Journal):
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])
-def test_content_that_is_refused_is_not_accepted_whatever_its_step(journal: Journal, step: int):
+def test_payload_that_fails_its_check_is_not_accepted(journal: Journal, step: int):
     """The check runs while the file is written: a step that is new, one known, and one that does not fit."""
     train(journal, 1)
 
@@ -252,7 +252,7 @@ def test_content_that_is_refused_is_not_accepted_whatever_its_step(journal: Jour
     assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
 
 
-def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_refused_step_returns_only_after_its_hashing_threads_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
     finished = []
 
@@ -267,7 +267,7 @@ def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, m
     assert len(finished) == 5
 
 
-def test_a_full_disk_accepts_nothing(journal: Journal, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_no_entry(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     train(journal, 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -277,7 +277,7 @@ def test_a_full_disk_accepts_nothing(journal: Journal, monkeypatch: pytest.Monke
     assert train(journal, 2).step == 2
 
 
-def test_results_of_a_thousand_steps_ago_are_forgotten_but_their_steps_are_not_taken_again(journal: Journal):
+def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal: Journal):
     last = KEPT_RESULTS + 2
     for step in (1, 2, 3, last):
         journal.finish(Entry(step, 0, "train"), Result(f"{step:08d}.train", step, digest="x"))
@@ -290,7 +290,7 @@ def test_results_of_a_thousand_steps_ago_are_forgotten_but_their_steps_are_not_t
     assert train(journal, None).step == 3
 
 
-def test_trained_steps_are_archived_when_they_are_no_longer_needed(journal: Journal):
+def test_trained_entries_are_archived_once_a_checkpoint_covers_them(journal: Journal):
     """The newest ones, and none that failed; the run itself no longer knows them."""
 
     def on_disk() -> list[tuple[str, str]]:
@@ -315,7 +315,7 @@ def test_trained_steps_are_archived_when_they_are_no_longer_needed(journal: Jour
     assert on_disk() == []
 
 
-def test_an_earlier_owner_is_refused_however_long_ago_the_rewind_was(journal: Journal):
+def test_requests_of_an_owner_before_a_rewind_are_refused(journal: Journal):
     owner = Sender("second", 2)
     for sender in (Sender("first", 1), Sender("second", 1), owner):
         rewound(journal, 0, sender)
@@ -354,9 +354,7 @@ def test_a_rewind_that_failed_does_not_change_the_owner(journal: Journal):
     assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed one is tried again"
 
 
-def test_a_rewind_moves_the_newest_first_so_that_a_killed_one_leaves_no_gap(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-):
+def test_rewind_removes_the_newest_entries_first(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     for step in range(1, 7):
         train(journal, step)
     rewind, rename, left = journal.accept_rewind(run_id=None, target=2), Path.rename, list[list[int]]()
@@ -383,7 +381,7 @@ def test_rewind_sets_removed_entries_aside(journal: Journal):
 # ---- damage ----
 
 
-def test_damage_anywhere_in_a_file_is_found(tmp_path: Path):
+def test_load_detects_damage_anywhere_in_an_entry(tmp_path: Path):
     journal = Journal(tmp_path / "journal", "run")
     entry, path = train(journal, 1), entries_folder(journal) / "00000001.train"
     data, (mine, other) = path.read_bytes(), (payload(value).digest().encode() for value in (1, 2))
@@ -394,7 +392,7 @@ def test_damage_anywhere_in_a_file_is_found(tmp_path: Path):
             journal.load(entry)
 
 
-def test_a_damaged_step_that_is_repeated_gets_the_result_of_the_sidecar(journal: Journal):
+def test_repeated_step_with_a_damaged_entry_returns_the_same_entry(journal: Journal):
     entry = train(journal, 1)
     (entries_folder(journal) / entry.name).write_bytes(b"?")
     assert train(journal, 1) == entry
@@ -407,7 +405,7 @@ def test_a_damaged_step_that_is_repeated_gets_the_result_of_the_sidecar(journal:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"epoch": 1'])
-def test_an_empty_heartbeat_file_counts_as_none(journal: Journal, content: str):
+def test_invalid_heartbeat_file_counts_as_none(journal: Journal, content: str):
     journal.root.mkdir()
     (journal.root / "heartbeat.json").write_text(content)
     assert journal.heartbeat() is None
@@ -456,15 +454,13 @@ def test_a_rewind_that_completes_during_an_accept_leaves_no_gap(journal: Journal
     assert [entry.kind for entry in journal.entries()] == ["train", "rewind"]
 
 
-def test_a_step_that_arrives_twice_at_once_is_one_entry(journal: Journal):
+def test_concurrent_duplicate_steps_become_one_entry(journal: Journal):
     first = send_during(journal, 1, lambda: train(Journal(journal.root, "run"), 1, 0.0))
     assert journal.entries() == [first]
     assert len(list(entries_folder(journal).iterdir())) == 1
 
 
-def test_a_writer_that_is_suspended_while_it_links_does_not_block_others_forever(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-):
+def test_accept_times_out_if_a_suspended_writer_holds_the_lock(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     train(journal, 1)
     monkeypatch.setattr("rlhf_triton.store.journal.ACCEPT_PATIENCE_S", 0.05)
     other = Journal(journal.root, "run")
@@ -475,7 +471,7 @@ def test_a_writer_that_is_suspended_while_it_links_does_not_block_others_forever
     assert train(journal, 2).step == 2
 
 
-def test_sweeping_takes_the_file_of_a_killed_writer_and_not_that_of_a_live_one(journal: Journal):
+def test_sweep_removes_temporary_files_of_dead_writers_only(journal: Journal):
     train(journal, 1)
     command = [sys.executable, "-c", WRITE_AND_STALL, str(entries_folder(journal))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -533,9 +529,7 @@ def ask(model: TritonModel, sender: str, **inputs: int | list[int]) -> Callable[
 
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
-def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_heartbeat_says(
-    model: TritonModel, tmp_path: Path, ahead_s: float
-):
+def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(model: TritonModel, tmp_path: Path, ahead_s: float):
     journal = Journal(tmp_path, "run")
     with journal.lock():
         journal.beat(Heartbeat(1, 7, 0, "training", time.time() + ahead_s))
@@ -548,7 +542,9 @@ def test_the_caller_of_a_silent_sidecar_gets_an_error_whatever_the_clock_of_its_
     ("sender", "is_served"),
     [("old/1", False), ("new/0", False), *((sender, True) for sender in ("new/1", "", "curl", "5", "/1", "a/-1"))],
 )
-def test_a_request_names_its_sender_in_a_header(model: TritonModel, sender: str, is_served: bool):
+def test_sender_header_decides_whether_a_request_is_served_after_a_rewind(
+    model: TritonModel, sender: str, is_served: bool
+):
     journal = model.served.journal
     for owner in ("old", "new"):
         rewound(journal, 0, Sender(owner, 1))

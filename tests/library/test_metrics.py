@@ -66,7 +66,7 @@ def scrape(port: int) -> dict[str, float]:
     return {name.removeprefix("rlhf_test_"): value for name, value in ours.items()}
 
 
-def test_a_gauge_appears_with_its_value_a_counter_starts_at_0_and_the_log_is_watched(tmp_path: Path):
+def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path: Path):
     depth: list[float] = []
 
     def live() -> Values:
@@ -101,9 +101,7 @@ def test_a_gauge_appears_with_its_value_a_counter_starts_at_0_and_the_log_is_wat
     }
 
 
-def test_without_a_port_nothing_is_served_and_a_taken_one_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_exporter_is_off_without_a_port_and_warns_once_if_it_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     handlers = list(logging.getLogger().handlers)
     Exporter("rlhf_test_", METRICS, tmp_path).serve("127.0.0.1", None)
     assert (logging.getLogger().handlers, caplog.messages) == (handlers, [])
@@ -114,7 +112,7 @@ def test_without_a_port_nothing_is_served_and_a_taken_one_is_one_warning(
     assert len(caplog.messages) == 1
 
 
-def test_a_family_of_metrics_is_never_freed(monkeypatch: pytest.MonkeyPatch):
+def test_triton_metric_families_are_never_freed(monkeypatch: pytest.MonkeyPatch):
     """One that Triton's stub frees when a model is unloaded ends the process with a segfault."""
     families, metric = weakref.WeakSet[stub.MetricFamily](), stub.MetricFamily()
 
@@ -145,7 +143,7 @@ def line(message: str = "hello", *arguments: Any, rank: int = 0, **attributes: A
     return dict(json.loads(text))
 
 
-def test_the_fields_of_a_line():
+def test_json_log_line_has_all_fields():
     assert line("%d of %d", 3, 8) == {
         "time": "2023-11-14T22:13:20.250+00:00",
         "level": "WARNING",
@@ -160,7 +158,7 @@ def test_the_fields_of_a_line():
     assert line(rank=2)["rank"] == 2
 
 
-def test_the_position_stays_until_it_changes():
+def test_log_position_persists_until_it_is_set_again():
     set_log_position(step=7, version=3)
     set_log_position(step=8)
     lines = [line(), line(step=2, version=1)]  # of a task that works on another step
@@ -169,7 +167,7 @@ def test_the_position_stays_until_it_changes():
 
 
 @pytest.mark.parametrize("text", ["10:00:00 ERROR no disk", "", "[1]", "null", '{"level": "ERROR"}'])
-def test_foreign_lines_are_not_parsed(text: str):
+def test_log_lines_of_other_programs_are_not_parsed(text: str):
     assert parsed(text) is None
 
 
@@ -189,7 +187,7 @@ raise RuntimeError("the end")
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_whatever_a_process_writes_is_a_line_of_its_log(log_format: str):
+def test_stderr_warnings_and_exceptions_become_log_lines(log_format: str):
     start = (
         "import logging, sys, threading, warnings\n"
         "from rlhf_triton.config.command_line import log_to_stderr, report\n"
@@ -259,7 +257,7 @@ def test_spans_nest_and_carry_their_attributes(received: Collector):
     assert set(received.requests) == {("/v1/traces", "application/json")}
 
 
-def test_a_parent_in_another_process(received: Collector):
+def test_span_continues_a_remote_parents_trace(received: Collector):
     with tracing.tracing("sidecar", received.url, "my-run"):
         with span("other"), span("train", parent=REMOTE, step=3):
             pass
@@ -313,12 +311,12 @@ def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received: 
         "ä" * 55,
     ],
 )
-def test_a_malformed_context_is_ignored(text: str | None):
+def test_malformed_traceparent_is_ignored(text: str | None):
     assert parsed_traceparent(text) is None
     assert parsed_traceparent(REMOTE) == REMOTE
 
 
-def test_a_collector_that_refuses_or_hangs_costs_one_warning(
+def test_failing_trace_collector_causes_one_warning(
     received: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
@@ -337,7 +335,7 @@ def test_a_collector_that_refuses_or_hangs_costs_one_warning(
     assert not received.answering.is_set()  # the block ended although no answer came
 
 
-def test_nothing_happens_without_an_endpoint():
+def test_tracing_imports_nothing_without_an_endpoint():
     script = (
         "import sys\n"
         "from rlhf_triton.monitoring import tracing\n"
@@ -352,7 +350,7 @@ def test_nothing_happens_without_an_endpoint():
     assert subprocess.check_output(command, text=True, env=environment) == "[]\n"
 
 
-def test_a_missing_extra_is_named():
+def test_tracing_without_opentelemetry_names_the_missing_extra():
     with (
         mock.patch.dict(sys.modules, {"opentelemetry.sdk.trace": None}),
         pytest.raises(RlhfError, match=r"run\.trace_endpoint needs opentelemetry.*pip install '\.\[tracing\]'"),
@@ -389,11 +387,11 @@ assert stop.wait(120)
 
 @pytest.mark.parametrize("script", [INSIDE_WAIT, JUST_BEFORE_WAIT], ids=["within a wait", "just before it"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_ends_a_wait_and_is_no_deadlock(script: str, name: str):
+def test_signal_ends_a_wait_without_a_deadlock(script: str, name: str):
     subprocess.run([sys.executable, "-c", script.format(name=name)], check=True, timeout=120)
 
 
-def test_a_signal_raises_once_and_only_where_the_caller_is_ready_for_it():
+def test_stop_signal_raises_once_and_only_within_raising():
     signals = StopSignals()
     signals.check()
     signal.raise_signal(signal.SIGTERM)  # as between the start of a process and its assignment

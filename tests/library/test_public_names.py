@@ -13,7 +13,7 @@ RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Sample S
 """
 
 
-def test_the_public_names_are_these():
+def test_public_names_match_the_frozen_list():
     """One that is added or goes changes what users may rely on."""
     assert rt.__all__ == dir(rt) == PUBLIC.split()
     for name in rt.__all__:

@@ -44,7 +44,7 @@ def play(call: Callable[[RewardClient, FakeReward], Any], server: FakeTriton | N
 # ---- rows and scores ----
 
 
-def test_texts_pairs_chats_and_tokens_have_rewards_in_one_call():
+def test_reward_client_scores_texts_pairs_chats_and_tokens_in_one_call():
     def call(reward: RewardClient, server: FakeReward) -> Scores:
         inputs = ["four", ("ab", "cde"), [*CHAT, *reply("Yes")], (CHAT, "No"), [1, 2, 3], torch.tensor([4, 5])]
         return reward.score(inputs, [{"answer": str(i)} for i in range(6)], prompt_lengths=[0] * 6)
@@ -55,7 +55,7 @@ def test_texts_pairs_chats_and_tokens_have_rewards_in_one_call():
     assert (scores.components, scores.steps, scores.step_ends) == ({}, [], [])
 
 
-def test_a_chat_is_sent_as_messages_and_reply_with_its_columns():
+def test_chat_is_sent_as_messages_response_and_metadata():
     def call(reward: RewardClient, server: FakeReward) -> dict[str, Any]:
         reward.score([[*CHAT, *reply("Yes")]], [{"answer": 5}])
         (inputs,) = server.received
@@ -65,7 +65,7 @@ def test_a_chat_is_sent_as_messages_and_reply_with_its_columns():
     assert play(call, terms=("length",)) == {"answer": 5, "messages": CHAT, "response": "Yes"}
 
 
-def test_a_row_without_a_reward_is_nan_with_its_error_and_its_terms():
+def test_failed_row_is_nan_with_its_error_and_terms():
     scores = play(lambda reward, _: reward.score(["ab", "refuse", "nan"]), terms=("length", "verifier"))
     assert scores.tolist()[0] == 2
     assert np.isnan(scores).tolist() == [False, True, True]
@@ -74,7 +74,7 @@ def test_a_row_without_a_reward_is_nan_with_its_error_and_its_terms():
     np.testing.assert_array_equal(scores.components["verifier"], [2, np.nan, np.nan])
 
 
-def test_scores_are_an_array_whose_parts_are_plain_arrays():
+def test_scores_behave_as_an_array_and_slices_are_plain_arrays():
     scores = play(lambda reward, _: reward.score(["a", "abc"]))
     assert isinstance(scores, np.ndarray)
     for part in (scores[:1], scores * 2, scores > 1, np.asarray(scores)):
@@ -83,7 +83,7 @@ def test_scores_are_an_array_whose_parts_are_plain_arrays():
     assert torch.as_tensor(scores).tolist() == [1, 3]
 
 
-def test_rows_name_the_version_that_scored_them_and_may_demand_one():
+def test_scores_report_their_version_and_min_version_is_sent():
     def call(reward: RewardClient, server: FakeReward) -> list[int | None]:
         server.version = 4
         with pytest.raises(ContractError, match=r"^min_version: -1, must be an integer"):
@@ -95,7 +95,7 @@ def test_rows_name_the_version_that_scored_them_and_may_demand_one():
     assert play(call) == [4]
 
 
-def test_steps_of_a_process_reward_and_labels_that_are_not_merged():
+def test_scores_have_process_reward_steps_and_several_labels():
     steps = (np.asarray([0.25, 0.5], np.float32), np.asarray([3, 7]))
     served = ServedModel(granularity="step")
     scores = Scores.of([RowResult(rewards=(0.5,), steps=steps), RowResult(error="refused")], served)
@@ -122,7 +122,7 @@ def test_steps_of_a_process_reward_and_labels_that_are_not_merged():
         ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_named_and_nothing_is_sent(inputs: Any, options: dict[str, Any], told: str):
+def test_invalid_inputs_are_refused_by_index_and_not_sent(inputs: Any, options: dict[str, Any], told: str):
     def call(reward: RewardClient, server: FakeReward) -> None:
         with pytest.raises(ContractError, match=told):
             reward.score(inputs, **options)
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_row_is_named_and_nothing_is_sent(inputs: Any, opti
     play(call)
 
 
-def test_no_rows_have_no_rewards():
+def test_score_of_no_rows_is_empty():
     scores = play(lambda reward, _: reward.score([]))
     assert (scores.shape, scores.errors) == ((0,), [])
 
@@ -146,7 +146,7 @@ class NoReward(FakeTriton):
         return web.json_response({"error": "Request for unknown model: 'reward_model' is not found"}, status=400)
 
 
-def test_a_server_without_a_reward_has_its_own_error():
+def test_server_without_a_reward_raises_a_specific_error():
     def call(reward: RewardClient, _: Any) -> None:
         with pytest.raises(RlhfError, match=r"serves no reward: its YAML needs a section `reward`.*not found"):
             reward.score(["a"])
@@ -154,14 +154,14 @@ def test_a_server_without_a_reward_has_its_own_error():
     play(call, NoReward())
 
 
-def test_a_server_that_cannot_be_reached_is_an_error_and_no_reward():
+def test_unreachable_server_raises():
     with RewardClient("127.0.0.1:1") as reward, pytest.raises(RequestFailed, match="cannot be reached"):
         reward.score(["a"])
     with pytest.raises(ContractError, match="url: 'http://localhost', must be host:port"):
         RewardClient("http://localhost")
 
 
-def test_a_client_works_in_a_forked_process_and_after_pickling():
+def test_reward_client_works_after_a_fork_and_a_copy():
     def call(reward: RewardClient, _: FakeReward) -> None:
         assert reward.score(["a"]).tolist() == [1]
         pid = os.fork()
@@ -177,7 +177,7 @@ def test_a_client_works_in_a_forked_process_and_after_pickling():
     play(call)
 
 
-def test_async_calls_overlap():
+def test_async_reward_calls_overlap():
     async def run() -> None:
         async with FakeReward(lambda model, number: "wait") as server, AsyncRewardClient(server.url) as reward:
             asked = [asyncio.create_task(reward.score([text])) for text in ("a", "ab")]
@@ -192,7 +192,7 @@ def test_async_calls_overlap():
 # ---- as functions of trainers ----
 
 
-def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(caplog: pytest.LogCaptureFixture):
+def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog: pytest.LogCaptureFixture):
     def call(reward: RewardClient, server: FakeReward) -> list[float | None]:
         function, logged = reward.as_trl(), dict[str, float]()
         assert function.__name__ == "triton_reward"  # TRL's name of its metrics
@@ -213,7 +213,7 @@ def test_trl_gets_rewards_or_none_of_texts_chats_and_columns(caplog: pytest.LogC
     assert told == ["reward functions do not receive the column image: object cannot be sent as JSON"]
 
 
-def test_verl_gets_a_number_or_an_error():
+def test_as_verl_returns_a_number_or_raises():
     def call(reward: RewardClient, server: FakeReward) -> float:
         function = reward.as_verl()
         info = {"question": "2+3=", "num_turns": np.int64(1)}
@@ -228,7 +228,7 @@ def test_verl_gets_a_number_or_an_error():
     assert play(call) == 5
 
 
-def test_openrlhf_gets_rewards_scores_and_terms_or_an_error():
+def test_as_openrlhf_returns_rewards_scores_and_terms_or_raises():
     def call(reward: RewardClient, server: FakeReward) -> dict[str, Any]:
         function = reward.as_openrlhf()
         with pytest.raises(RlhfError, match=r"row 1: .*has no tokens"):
@@ -244,7 +244,7 @@ def test_openrlhf_gets_rewards_scores_and_terms_or_an_error():
     assert play(call, terms=("length",)) == {"rewards": rewards, "scores": rewards, "extra_logs": terms}
 
 
-def test_no_reward_is_invented_without_a_server():
+def test_reward_functions_raise_while_the_server_is_busy():
     def call(reward: RewardClient, server: FakeReward) -> None:
         function = reward.as_trl()
         server.behaviour = lambda model, number: "failed"  # the server's last word on this row

@@ -134,13 +134,13 @@ def errors_of(found: Sequence[ScoreOutcome]) -> list[str]:
 # ---- worker processes: a failure costs its own sample ----
 
 
-def test_each_sample_gets_its_own_score_whatever_its_size(pool: WorkerPool):
+def test_worker_pool_returns_each_samples_own_score(pool: WorkerPool):
     assert outcomes(pool, doing(*[None] * 500)) == [ScoreOutcome(float(i)) for i in range(500)]
     huge = Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})  # larger than any buffer
     assert outcomes(pool, [huge]) == [ScoreOutcome(1e7)]
 
 
-def test_a_failure_costs_its_own_sample(make_pool: MakePool):
+def test_failing_function_fails_only_its_own_sample(make_pool: MakePool):
     causes = {
         "raise": "RuntimeError: no verdict on None",
         "exit": "SystemExit: enough",
@@ -158,13 +158,13 @@ def test_a_failure_costs_its_own_sample(make_pool: MakePool):
     assert (before.score, after.score) == (0, len(causes) + 1)
 
 
-def test_a_forked_child_never_answers(make_pool: MakePool):
+def test_child_forked_by_a_reward_function_returns_no_score(make_pool: MakePool):
     found = outcomes(make_pool(), doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
     assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
     assert found[3] == found[-1], "the worker itself goes on"
 
 
-def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
+def test_timeout_kills_the_worker_and_all_its_child_processes(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """No zombie is left: this process inherits all, as process 1 of a container does.
@@ -191,7 +191,7 @@ def test_a_sample_that_takes_too_long_is_killed_with_everything_it_started(
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 4
 
 
-def test_after_a_sample_that_breaks_the_protocol_a_new_worker_scores_the_next(make_pool: MakePool):
+def test_worker_that_breaks_the_protocol_is_replaced(make_pool: MakePool):
     pool = make_pool()
     for bad in doing("two results", "foreign result", "no results", "garbled frame", "foreign frame"):
         before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
@@ -223,7 +223,7 @@ def test_workers_inherit_only_their_own_secret(make_pool: MakePool, monkeypatch:
     assert outcomes(pool, asked) == [ScoreOutcome(0.0), ScoreOutcome(2.0)]
 
 
-def test_small_requests_overtake_large_ones(make_pool: MakePool):
+def test_small_requests_overtake_large_ones_in_the_worker_pool(make_pool: MakePool):
     pool = make_pool(most_waiting=202)
     long, short = (pool.submit([[sample] for sample in doing(*[None] * number)]) for number in (200, 2))
     with pytest.raises(RuntimeError, match=r"samples are waiting, 200 more exceed the limit of 202; send fewer rows"):
@@ -233,14 +233,14 @@ def test_small_requests_overtake_large_ones(make_pool: MakePool):
     assert len(long.result(120)) == 200
 
 
-def test_closing_ends_a_running_function_and_fails_what_waits(make_pool: MakePool):
+def test_close_kills_a_running_function_and_fails_pending_samples(make_pool: MakePool):
     pool = make_pool()
     pending = pool.submit([[sample] for sample in doing("loop", None)])
     pool.close()
     assert [bool(outcome.error) for (outcome,) in pending.result(0)] == [True, True]
 
 
-def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path):
+def test_workers_end_if_their_parent_is_killed(tmp_path: Path):
     pid_file = tmp_path / "pid"
     script = (
         "import sys, time\n"
@@ -272,7 +272,7 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path):
         ("broken.py:score", "import time\ntime.sleep(3600)", "cannot be imported: took longer than 1 s"),
     ],
 )
-def test_a_function_that_cannot_be_imported_is_one_sentence(
+def test_unimportable_reward_function_raises_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, text: str, cause: str
 ):
     monkeypatch.chdir(tmp_path)
@@ -287,14 +287,14 @@ def test_a_function_that_cannot_be_imported_is_one_sentence(
 # ---- functions, samples and options ----
 
 
-def test_a_file_may_import_its_neighbours(make_pool: MakePool, tmp_path: Path):
+def test_reward_file_can_import_modules_beside_it(make_pool: MakePool, tmp_path: Path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
     path = tmp_path / "with neighbour.py"
     path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
     assert outcomes(make_pool(f"{path}:f"), [Sample("abc")]) == [ScoreOutcome(5.0)]
 
 
-def test_samples_and_scores():
+def test_sample_gives_prompt_and_response_and_checked_accepts_numbers():
     found = [Sample("a b"), Sample("a b", [], {"prompt": "a", "response": " b"}), chat("42"), Sample("", [], NO_TURN)]
     expected = [(None, None), ("a", " b"), ("6 times 7?", "42"), ("", None)]
     assert [(sample.prompt, sample.response) for sample in found] == expected
@@ -302,7 +302,7 @@ def test_samples_and_scores():
 
 
 @pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])
-def test_a_spec_that_names_no_function_is_refused(spec: str):
+def test_invalid_function_spec_is_refused(spec: str):
     with pytest.raises(ValueError, match=re.escape("write path/to/file.py:name or package.module:name")):
         load_function(spec)
 
@@ -324,14 +324,14 @@ def test_a_spec_that_names_no_function_is_refused(spec: str):
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(spec: str, options: dict[str, Any], cause: str):
+def test_wrong_function_option_raises_one_sentence(spec: str, options: dict[str, Any], cause: str):
     given = {**({"model": "m", "base_url": "http://h/v1"} if spec == SPEC else {}), **options}
     with pytest.raises(FunctionError, match=f"^{re.escape(spec)}.*{re.escape(cause)}") as caught:
         load_function(spec, given, timeout_s=1.0)
     assert KEY not in str(caught.value)
 
 
-def test_a_class_gets_its_options_once_and_its_counts_reach_the_server():
+def test_reward_class_is_created_once_with_its_options_and_reports_counts():
     counted: list[Any] = []
     call = FunctionCall(spec=f"{FILE}:Scaled", timeout_s=2.0, options={"factor": 10})
     pool = WorkerPool(call, num_workers=1, counted=counted.append)
@@ -343,7 +343,7 @@ def test_a_class_gets_its_options_once_and_its_counts_reach_the_server():
 
 
 @pytest.mark.parametrize(("name", "amount"), [("A", 1), ("a b", 1), ("", 1), ("a", -1), ("a", math.inf)])
-def test_a_bad_count_is_refused(name: str, amount: float):
+def test_count_refuses_invalid_names_and_amounts(name: str, amount: float):
     take_counts()  # of other tests in this process
     with pytest.raises(ValueError, match="counter"):
         count(name, amount)
@@ -359,7 +359,7 @@ def test_a_groupwise_function_may_have_options_and_return_an_array():
         assert load_function(f"{FILE}:wins", {"margin": margin})(group).tolist() == expected
 
 
-def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: MakePool):
+def test_groupwise_failure_fails_its_group_and_a_bad_score_only_its_row(make_pool: MakePool):
     must = "but it must return 3 numbers, one per response"
     causes = {
         "die": "the worker process ended with exit code 3",
@@ -382,7 +382,7 @@ def test_a_failure_costs_its_own_group_and_a_bad_score_its_own_row(make_pool: Ma
     ]
 
 
-def test_rows_with_the_same_id_or_prompt_are_a_group():
+def test_group_key_is_equal_for_rows_with_the_same_group_or_prompt():
     chat = [{"role": "user", "content": "?"}]
     reply = {"role": "assistant", "content": ""}
     alike: list[list[dict[str, Any]]] = [
@@ -397,7 +397,7 @@ def test_rows_with_the_same_id_or_prompt_are_a_group():
     assert len(set.union(*keys)) == len(alike)
 
 
-def test_grouping_never_raises_for_any_metadata():
+def test_group_key_raises_only_contract_errors():
     prompt: list[Any] = []
     for _ in range(10_000):
         prompt = [prompt]
@@ -424,7 +424,7 @@ def message(content: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("groupwise", [False, True])
-def test_a_function_of_trl_scores_rows_alone_or_as_a_group(make_pool: MakePool, groupwise: bool):
+def test_trl_function_scores_single_rows_and_groups(make_pool: MakePool, groupwise: bool):
     group = [chat(rf"\boxed{{{n}}}", solution=text) for n, text in ((42, "42"), (41, "42"), (42, "many"))]
     pool = make_pool(f"{TRL_FILE}:accuracy", groupwise=groupwise)
     found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
@@ -442,13 +442,15 @@ def test_a_function_of_trl_scores_rows_alone_or_as_a_group(make_pool: MakePool, 
         (Sample("", [], {"messages": QUESTION}), [QUESTION], [message("")]),
     ],
 )
-def test_the_arguments_of_a_function_of_trl(sample: Sample, prompts: list[Any], completions: list[Any]):
+def test_trl_function_receives_prompts_completions_and_columns(
+    sample: Sample, prompts: list[Any], completions: list[Any]
+):
     expected = {"prompts": prompts, "completions": completions, "answer": ["a"], "level": [3]}
     sample.metadata.update({"answer": "a", "level": 3, "expected": expected})
     assert load_function(f"{TRL_FILE}:echo")(sample) == 1
 
 
-def test_functions_of_trl_with_and_without_options():
+def test_trl_functions_classes_and_coroutines_take_options():
     one, two = (responses(text, answer="a")[0] for text in ("a", "bb"))
     for name, options, scores in (
         ("contains", {}, [1, 0]),
@@ -506,7 +508,7 @@ def test_trl_functions_get_none_for_missing_columns():
         ([0, 0], [np.nan, 2], ["ValueError: x", ""], 0, ""),  # beside an environment's own rewards
     ],
 )
-def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
+def test_weighted_sum_is_nan_with_a_cause_unless_finite(
     weights: list[float], row: list[float], causes: list[str], reward: float, error: str
 ):
     by_name = {name: [cause, ""] for name, cause in zip("ab", causes, strict=True)}
@@ -519,9 +521,7 @@ def test_a_row_without_a_finite_sum_has_no_reward_and_a_cause(
 # ---- the Triton model of a function ----
 
 
-def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_become_errors(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     bounds = ("max_waiting_rows", "max_request_tokens")
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}
@@ -568,7 +568,7 @@ def test_a_health_check_never_calls_the_function_and_scores_that_cannot_be_sent_
         ({}, None),
     ],
 )
-def test_the_text_of_tokens_is_the_one_that_was_sent_beside_them(metadata: dict[str, Any], text: str | None):
+def test_function_model_prefers_the_sent_text_over_decoding_tokens(metadata: dict[str, Any], text: str | None):
     """The same as of sentences, whose tokens may be others; None: it is decoded."""
     assert importlib.import_module("rlhf_triton.python_backend.serving.function_reward").given_text(metadata) == text
 
@@ -636,7 +636,7 @@ PATTERN = {"pattern": r"VERDICT: (\w+)"}
         (PATTERN, "VERDICT: yes", "does not end with one score"),
     ],
 )
-def test_the_score_is_the_only_number_of_the_last_line(settings: dict[str, Any], answer: str, score: float | str):
+def test_judge_reads_the_score_from_the_last_line(settings: dict[str, Any], answer: str, score: float | str):
     if not isinstance(score, str):
         assert reader(**settings).read(answer) == score
     else:
@@ -665,7 +665,7 @@ def test_the_judges_request_has_rubric_model_and_options(server: ChatServer):
     assert "Authorization" not in server.headers
 
 
-def test_the_shipped_rubric_has_both_texts(server: ChatServer):
+def test_shipped_rubric_contains_prompt_and_response(server: ChatServer):
     with pytest.raises(BadScore, match="with one score"):  # the server repeats the rubric's last line
         shipped_judge(server)(row("Because.", "Why not?"))
     message = server.requests[-1]["messages"][0]["content"]
@@ -674,7 +674,7 @@ def test_the_shipped_rubric_has_both_texts(server: ChatServer):
 
 
 @pytest.mark.parametrize("what", ["busy once", "half once"])
-def test_a_fault_that_passes_is_retried(server: ChatServer, what: str):
+def test_judge_retries_a_transient_fault(server: ChatServer, what: str):
     assert judge(server)(row(what)) == 7
     counts = take_counts()
     assert (counts["requests"], counts["retries"]) == (2, 1)
@@ -693,7 +693,7 @@ def test_a_fault_that_passes_is_retried(server: ChatServer, what: str):
         ("no grade at all", 1, "the judge's answer does not end with one score: 'no grade at all'"),
     ],
 )
-def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str):
+def test_judge_raises_if_a_fault_persists(server: ChatServer, what: str, requests: int, cause: str):
     before = len(server.requests)
     with pytest.raises(BadScore, match=re.escape(cause)):
         judge(server)(row(what))
@@ -702,7 +702,7 @@ def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests:
     assert len(server.requests) == before + requests
 
 
-def test_no_answer_is_awaited_beyond_the_deadline(server: ChatServer):
+def test_judge_gives_up_at_its_deadline(server: ChatServer):
     server.retry_after = "30"
     for what in ("broken", "hang"):
         with pytest.raises(BadScore, match=r"/v1: no answer within 0\.45 s"):
@@ -711,7 +711,7 @@ def test_no_answer_is_awaited_beyond_the_deadline(server: ChatServer):
     server.retry_after = "0"
 
 
-def test_the_key_is_sent_and_never_shown(
+def test_judge_key_is_sent_and_never_shown(
     server: ChatServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("JUDGE_KEY", KEY)
@@ -730,7 +730,7 @@ def test_the_key_is_sent_and_never_shown(
     assert KEY not in shown
 
 
-def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer):
+def test_judge_sends_no_request_if_the_rubric_cannot_be_rendered(server: ChatServer):
     before = len(server.requests)
     with pytest.raises(BadScore, match="'prompt' is undefined"):
         shipped_judge(server)(Sample("x"))
@@ -740,7 +740,9 @@ def test_a_row_without_what_the_rubric_needs_costs_no_request(server: ChatServer
 
 
 @pytest.mark.parametrize(("code", "kind"), [("raise KeyboardInterrupt", KeyboardInterrupt), ("exit(1)", FunctionError)])
-def test_ctrl_c_during_an_import_is_no_fault_of_the_file(tmp_path: Path, code: str, kind: type[BaseException]):
+def test_keyboard_interrupt_during_an_import_is_not_a_function_error(
+    tmp_path: Path, code: str, kind: type[BaseException]
+):
     file = tmp_path / "mine.py"
     file.write_text(code)
     with pytest.raises(kind):
@@ -771,7 +773,7 @@ def answering(answer: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("way", ["redirect", "http_proxy"])
-def test_the_key_of_a_judge_reaches_no_other_address(way: str, monkeypatch: pytest.MonkeyPatch):
+def test_judge_key_is_not_sent_through_redirects_or_proxies(way: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("no_proxy", "NO_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JUDGE_KEY", "sesame")

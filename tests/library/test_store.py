@@ -105,7 +105,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
 
 
 @pytest.mark.parametrize("kind", ["training", "save", "result", "CURRENT"])
-def test_a_file_is_on_the_disk_before_it_gets_its_name_and_under_it_when_the_call_returns(
+def test_files_are_synced_before_their_rename_and_folders_after_it(
     journal: Journal, store: WeightsStore, synced: Synced, kind: str
 ):
     add(store, 0)
@@ -139,7 +139,7 @@ def test_set_aside_entries_are_synced(journal: Journal, synced: Synced):
     assert [path for path in synced if path.is_relative_to(aside)] == [aside / entry.name, aside]
 
 
-def test_checkpoints_and_versions_are_on_the_disk_before_they_get_their_names(make: Callable[..., Rig], synced: Synced):
+def test_checkpoints_and_versions_are_synced_before_their_rename(make: Callable[..., Rig], synced: Synced):
     rig = make()
     rig.serve()
     rig.start().train(1)
@@ -154,7 +154,7 @@ def test_checkpoints_and_versions_are_on_the_disk_before_they_get_their_names(ma
     assert [path for path in synced if path.is_relative_to(rig.checkpoints.root)][-1] == rig.checkpoints.root
 
 
-def test_a_write_that_stops_within_a_part_is_continued_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_create_file_continues_after_a_partial_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:4]))
     create_file(tmp_path / "file", b"abc", b"", b"defghijk", b"lm")
     assert (tmp_path / "file").read_bytes() == b"abcdefghijklm"
@@ -203,7 +203,7 @@ def filled(text: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int):
+def test_failed_rename_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int):
     write_folder(tmp_path / "best", filled("old"))
     calls, rename = [], Path.rename
 
@@ -219,7 +219,7 @@ def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: 
     assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [("best", "old")]
 
 
-def test_a_removed_folder_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sweep_does_not_restore_a_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The content that a killed writer had replaced already must not stand in for a folder removed later."""
     write_folder(tmp_path / "10", filled("old"))
     with monkeypatch.context() as patch:
@@ -230,7 +230,7 @@ def test_a_removed_folder_does_not_come_back(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_nfs_keeps_for_their_readers_fail_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_remove_folder_tolerates_nfs_silly_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A client replaces a deleted file that is open or mapped by `.nfs...`, so that its folder cannot be removed."""
     write_folder(tmp_path / "1", filled("mapped"))
     with monkeypatch.context() as patch:
@@ -255,7 +255,7 @@ def test_append_after_a_torn_line_starts_a_new_line(tmp_path: Path, torn: str):
     assert [line["step"] for line in read_jsonl(path)] == [1, 3, 4]
 
 
-def test_processes_append_one_after_the_other(tmp_path: Path):
+def test_concurrent_appends_to_jsonl_wait_for_each_other(tmp_path: Path):
     """Or one would take the line that another one is writing for what a crash left."""
     path = tmp_path / "export.jsonl"
     other = threading.Thread(target=append_jsonl, args=(path, [{"step": 2}]), daemon=True)
@@ -331,7 +331,7 @@ def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_pa
 # ---- versions of weights ----
 
 
-def test_versions_count_upwards_and_say_what_they_are(store: WeightsStore):
+def test_versions_are_numbered_upwards_and_current_never_falls(store: WeightsStore):
     for step in range(3):
         manifest = add(store, step, parent=step - 1 if step else None)
         assert manifest == store.manifest(step) == store.verify_files(step)
@@ -360,7 +360,7 @@ def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: Weig
     assert store.versions() == [0, 1, 2, 3, 4]
 
 
-def test_pruning_keeps_what_is_needed_and_numbers_never_return(store: WeightsStore):
+def test_prune_keeps_served_versions_and_never_reuses_numbers(store: WeightsStore):
     for step in range(8):
         add(store, step)
     store.set_current(4)
@@ -373,7 +373,7 @@ def test_pruning_keeps_what_is_needed_and_numbers_never_return(store: WeightsSto
     assert store.versions() == [0, 2, 4, 5, 6, 7, 8, 12]
 
 
-def test_a_removal_cut_short_leaves_no_half_version(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_prune_leaves_no_partial_version(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
     for step in range(3):
         add(store, step)
 
@@ -404,7 +404,7 @@ NO_OFFSETS = b'{"w": {"dtype": "F32"}}'
     ],
     ids=["cut", "cut in the header", "empty", "no header", "no offsets", "one bit", "missing"],
 )
-def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None):
+def test_verify_files_detects_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes] | None):
     store = WeightsStore(tmp_path / "weights")
     manifest = add(store, 0)
     assert manifest.digest.startswith("xxh3:")
@@ -419,7 +419,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[bytes], bytes] | None
 
 
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 2 * mmap.PAGESIZE + 1])
-def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
+def test_digest_of_mapped_file_equals_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
     monkeypatch.setattr(digests, "MAPPED_AT_ONCE", mmap.PAGESIZE)
     monkeypatch.setattr(digests, "HASHED_AT_ONCE", 1000)
     content = np.random.default_rng(0).bytes(size)
@@ -429,7 +429,7 @@ def test_a_mapped_file_has_the_digest_of_its_bytes(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"version": 0}', "\udcff"])
-def test_an_unreadable_manifest_is_found(store: WeightsStore, text: str):
+def test_verify_files_detects_an_unreadable_manifest(store: WeightsStore, text: str):
     add(store, 0)
     (store.folder(0) / "manifest.json").write_text(text, errors="surrogateescape")
     with pytest.raises(WeightsError, match="version 0: unreadable manifest"):
@@ -437,14 +437,14 @@ def test_an_unreadable_manifest_is_found(store: WeightsStore, text: str):
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
-def test_every_field_of_a_manifest_is_sealed(store: WeightsStore, field: str):
+def test_edited_manifest_field_is_detected(store: WeightsStore, field: str):
     edited = {**add(store, 0).to_json(), field: 7}
     (store.folder(0) / "manifest.json").write_text(json.dumps(edited))
     with pytest.raises(WeightsError, match=r"version 0: manifest\.json is damaged"):
         store.manifest(0)
 
 
-def test_a_manifest_that_names_other_tensors_is_found(store: WeightsStore):
+def test_verify_files_detects_a_manifest_with_other_tensors(store: WeightsStore):
     add(store, 0)
     reseal(store.folder(0), tensors={"w": ["F32", [3, 2]]})
     with pytest.raises(WeightsError, match="version 0: tensors differ"):
@@ -466,7 +466,9 @@ def test_non_canonical_numbers_are_not_versions(store: WeightsStore, name: str):
         store.current()
 
 
-def test_a_suspended_writer_is_not_waited_for_forever(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+def test_store_write_times_out_if_a_suspended_writer_holds_the_lock(
+    store: WeightsStore, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
     add(store, 0)
     for write in (lambda: add(store, 1), lambda: store.prune(keep=1)):
@@ -505,7 +507,7 @@ def instances(found: list[ServingRecord]) -> list[str]:
     return [record.instance for record in found]
 
 
-def test_a_record_lives_as_long_as_its_process(records: ServingRecords, clock: Clock):
+def test_serving_record_is_alive_while_its_process_is(records: ServingRecords, clock: Clock):
     mine = ServingRecord.of_this_process("critic_0", 0)
     records.put(mine)
     for name, text in (("a.json", ""), ("b.json", "{}"), ("c.json", '{"instance": "x", "colour": 1}')):
@@ -535,7 +537,7 @@ def test_a_record_lives_as_long_as_its_process(records: ServingRecords, clock: C
     assert records.alive() == []
 
 
-def test_a_process_id_that_is_used_again_is_another_process(records: ServingRecords):
+def test_serving_record_of_a_reused_process_id_is_dead(records: ServingRecords):
     mine = ServingRecord.of_this_process("critic_0", 0)
     records.put(dataclasses.replace(mine, born=mine.born - 1))
     assert records.alive() == []
@@ -550,7 +552,9 @@ def elsewhere(records: ServingRecords, clock: Clock) -> ServingRecord:
     return record
 
 
-def test_remote_records_live_while_their_mtime_changes(records: ServingRecords, elsewhere: ServingRecord, clock: Clock):
+def test_remote_serving_record_is_alive_while_its_mtime_changes(
+    records: ServingRecords, elsewhere: ServingRecord, clock: Clock
+):
     records.put(ServingRecord.of_this_process("critic_0", 4))
     assert len(records.alive()) == 2, "they do not share a file"
     path = records._folder / elsewhere.file_name
@@ -568,7 +572,7 @@ def test_remote_records_live_while_their_mtime_changes(records: ServingRecords, 
 
 
 @pytest.mark.parametrize("seconds", [60, -60, 3600])
-def test_a_clock_that_is_wrong_or_jumps_changes_no_record(
+def test_clock_skew_and_jumps_do_not_change_serving_records(
     records: ServingRecords, elsewhere: ServingRecord, clock: Clock, seconds: int
 ):
     os.utime(records._folder / elsewhere.file_name, (clock.time() - seconds,) * 2)
@@ -585,7 +589,7 @@ def test_a_clock_that_is_wrong_or_jumps_changes_no_record(
 # ---- run locks ----
 
 
-def test_a_run_is_in_progress_while_it_or_its_only_actor_holds_a_lock(tmp_path: Path):
+def test_run_is_in_progress_while_the_run_or_actor_lock_is_held(tmp_path: Path):
     assert not in_progress(tmp_path / "none")
     for lock, what in ((only_run, "`rlhf-triton run`"), (only_actor, "actor")):
         with lock(tmp_path), only_actor(tmp_path / "other"):
@@ -601,7 +605,7 @@ def test_a_run_is_in_progress_while_it_or_its_only_actor_holds_a_lock(tmp_path: 
 
 
 @pytest.mark.parametrize("lock", [only_run, only_actor])
-def test_a_run_in_progress_is_not_moved_by_fresh(
+def test_fresh_refuses_to_move_a_run_in_progress(
     tmp_path: Path, checkpoints: Checkpoints, lock: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
 ):
     run = make_run(tmp_path / "run", checkpoints)

@@ -97,7 +97,7 @@ def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:
     return {name: set(loaded) for name, *loaded in lines}
 
 
-def test_what_does_not_compute_never_imports_torch(tmp_path: Path):
+def test_modules_that_do_not_compute_never_import_torch(tmp_path: Path):
     loaded = imported_after(WITHOUT_TORCH, tmp_path)
     assert set(loaded) == set(WITHOUT_TORCH)
     guilty = [name for name, packages in loaded.items() if packages & {"torch", "transformers"}]
@@ -123,14 +123,14 @@ def test_clients_and_the_gateway_are_installed_without_torch():
         assert {"torch", "transformers", "nvidia-pytriton"} <= packages(extras[name])
 
 
-def test_no_module_is_a_catch_all_and_what_is_read_first_is_short():
+def test_no_module_is_named_utils_and_entry_modules_stay_short():
     assert not {path.stem for path in modules()} & {"utils", "common", "helpers", "base"}
     assert not (ROOT / "tests" / "__init__.py").exists()
     for path, most in MOST_LINES.items():
         assert len((ROOT / path).read_text().splitlines()) <= most, path
 
 
-def test_modules_have_docstrings_and_pickle_nothing_and_public_classes_have_names_of_their_own():
+def test_modules_have_docstrings_no_pickle_and_unique_class_names():
     classes = collections.defaultdict(list)
     for path, text in modules().items():
         tree = ast.parse(text)
@@ -142,7 +142,7 @@ def test_modules_have_docstrings_and_pickle_nothing_and_public_classes_have_name
     assert {name: files for name, files in classes.items() if len(files) > 1} == {}
 
 
-def test_no_key_and_no_path_of_a_machine_is_committed():
+def test_no_keys_or_absolute_paths_are_committed():
     """Absolute paths of a home or a checkout; /dev, /usr, /opt and /tmp are the same everywhere."""
     assert not tracked("*.env", "*.key", "*.pem")
     pattern = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|workspace)/[\w.-]")
@@ -153,7 +153,7 @@ def test_no_key_and_no_path_of_a_machine_is_committed():
         assert not found or path.name.startswith("Dockerfile"), f"{path}: {found}"
 
 
-def test_the_tree_of_errors_has_each_of_them():
+def test_errors_docstring_lists_every_exception_class():
     nodes = [
         node for text in modules().values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
     ]

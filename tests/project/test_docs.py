@@ -92,7 +92,7 @@ COMMAND_LINES = sorted(
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
-def test_a_command_exists_with_its_options(command: str, tmp_path: Path):
+def test_documented_commands_and_options_exist(command: str, tmp_path: Path):
     program, *arguments = shlex.split(command)
     if program == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -139,7 +139,7 @@ def options_in(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
+def test_documented_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
     path = tmp_path / "my.yaml"
     path.write_text(text)
     assert yaml.safe_load(text)
@@ -156,7 +156,7 @@ def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
         if not {"LossInputs", "ReportSection"} & {*block.values[0].split()} and not block.id.startswith("environments-")
     ],
 )
-def test_a_reward_function_scores(text: str, tmp_path: Path):
+def test_documented_reward_functions_score(text: str, tmp_path: Path):
     names: dict[str, Any] = {}
     exec(compile(text, "a page", "exec"), names)
     arguments = {name: getattr(value, "__annotations__", {}).keys() for name, value in names.items()}
@@ -172,7 +172,7 @@ def test_a_reward_function_scores(text: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_keys_paths_and_links_exist(page: Path):
+def test_documented_keys_paths_and_links_exist(page: Path):
     text = prose(page)
     for span in SPAN.findall(text):
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]+", span):
@@ -195,7 +195,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_list_of_keys_is_frozen():
+def test_configuration_keys_match_the_frozen_list():
     """A new key needs one to go: keys.txt changes by whole lines, and never grows."""
     keys = {*keys_of(RunConfig, ""), *keys_of(RewardTerm, "rewards.<name>.")}
     sections = {key.rpartition(".")[0] for key in keys}

@@ -104,7 +104,9 @@ def test_follower_serves_current_and_writes_its_record(store: WeightsStore, inst
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_no_instance_serves_a_damaged_version(store: WeightsStore, instance: Instance, file: str):
+def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(
+    store: WeightsStore, instance: Instance, file: str
+):
     """Neither one that runs nor one that starts, as a process that was replaced does: each reads the files itself."""
     version = add(store, 1.5)
     path = store.folder(version) / file
@@ -119,7 +121,7 @@ def test_no_instance_serves_a_damaged_version(store: WeightsStore, instance: Ins
         Instance(store).follower.start()
 
 
-def test_a_first_version_that_cannot_be_served_is_an_error_and_replaces_no_dead_instance(store: WeightsStore):
+def test_follower_start_fails_on_an_unusable_first_version_and_keeps_dead_records(store: WeightsStore):
     """An instance that cannot start takes no place, so the missing one must still be visible."""
     gone = ServingRecord.of_this_process("critic_1", 0)
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
@@ -156,9 +158,7 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
     until(lambda: instance.record.version == version)
 
 
-def test_a_demanded_version_comes_from_when_current_names_it_until_it_is_rejected(
-    store: WeightsStore, instance: Instance
-):
+def test_follower_expects_the_version_that_current_names_until_it_is_rejected(store: WeightsStore, instance: Instance):
     follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), list[int]()
     instance.while_loading = lambda number: (loading.set(), go.wait(PATIENCE_S))
     follower.changed = lambda: changes.append(follower.version.number)
@@ -175,9 +175,7 @@ def test_a_demanded_version_comes_from_when_current_names_it_until_it_is_rejecte
     assert not Instance(store, swaps=False).follower.comes(VersionRange(0)), "only a fresh process serves it"
 
 
-def test_a_damaged_version_is_rejected_once_current_names_it_and_the_old_one_serves_on(
-    store: WeightsStore, instance: Instance
-):
+def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store: WeightsStore, instance: Instance):
     bad = add(store, np.nan)
     store.announce(bad)
     until(lambda: (bad, 0.0) in instance.loaded)
@@ -195,7 +193,7 @@ def test_a_damaged_version_is_rejected_once_current_names_it_and_the_old_one_ser
     assert instance.record.rejected is None
 
 
-def test_a_version_that_is_cut_short_after_it_was_loaded_is_rejected(store: WeightsStore, instance: Instance):
+def test_version_truncated_after_its_load_is_rejected(store: WeightsStore, instance: Instance):
     """The file is mapped: a forward that reads behind its end would kill the process."""
     version = add(store, 2.5)
     store.announce(version)
@@ -209,7 +207,7 @@ def test_a_version_that_is_cut_short_after_it_was_loaded_is_rejected(store: Weig
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_current_may_move_during_the_first_load_which_is_not_pruned(store: WeightsStore, swaps: bool):
+def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store: WeightsStore, swaps: bool):
     """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
     publish(store, 0.5)
     instance, pruned = Instance(store, swaps=swaps), list[int]()
@@ -227,7 +225,7 @@ def test_current_may_move_during_the_first_load_which_is_not_pruned(store: Weigh
     assert found == ([2, 3, 4], 5, 5), "1 is being loaded"
 
 
-def test_a_full_disk_and_an_unreadable_current_are_logged_and_retried(
+def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(
     store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
 ):
     put, full = store.records.put, threading.Event()
@@ -253,7 +251,7 @@ def test_a_full_disk_and_an_unreadable_current_are_logged_and_retried(
     until(lambda: instance.record.version == version)
 
 
-def test_the_verdict_on_an_announced_version_with_a_canary_row_is_recorded(instance: Instance, store: WeightsStore):
+def test_record_reports_whether_a_staged_version_with_a_canary_loaded(instance: Instance, store: WeightsStore):
     """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
     plain = add(store, 1.0)
     store.announce(plain)

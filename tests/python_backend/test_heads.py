@@ -132,7 +132,7 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_reward_and_a_swapped_one_score_as_plain_transformers(
+def test_reward_scores_match_transformers_before_and_after_a_swap(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     save, settings, change = HEADS[kind]
@@ -192,7 +192,7 @@ def saved(critic: CriticModel, folder: Path, **settings: torch.dtype) -> Path:
 
 
 @pytest.mark.parametrize(("family", "at"), [("llama", "inside"), ("gpt2", "end")])
-def test_the_last_token_is_at_length_minus_1_also_where_it_is_the_padding_id(tmp_path: Path, family: str, at: str):
+def test_reward_reads_the_last_token_even_if_it_is_the_padding_id(tmp_path: Path, family: str, at: str):
     """Hugging Face takes the last token that is not the padding id: another one in a row that ends with that id."""
     model = save_tiny(tmp_path, family, "reward")  # its padding id is 0
     row = MIXED[4].copy()
@@ -210,7 +210,7 @@ def refused(*parts: object) -> Any:
     return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
 
 
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
+def test_pooling_and_attribute_weights_that_do_not_fit_the_head_are_refused(tmp_path: Path):
     save_tiny(tmp_path, "bert", "reward", num_labels=3)
     for settings, message in (
         ({"attribute_weights": [1, 2]}, ["its head has 3 outputs, but attribute_weights has 2"]),
@@ -257,7 +257,7 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize(("loader", "kind"), [("load_reward", "reward"), ("load_language_model", "language")])
-def test_no_model_is_served_with_weights_that_are_not_finite(tmp_path: Path, loader: str, kind: str):
+def test_load_model_refuses_non_finite_weights(tmp_path: Path, loader: str, kind: str):
     save_tiny(tmp_path, "llama", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 3] = float("nan")
@@ -270,7 +270,7 @@ def test_no_model_is_served_with_weights_that_are_not_finite(tmp_path: Path, loa
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, "roberta"])
-def test_the_head_keeps_its_fp32_values_under_a_bfloat16_body(tmp_path: Path, family: str):
+def test_head_stays_float32_under_a_bfloat16_body(tmp_path: Path, family: str):
     model = save_tiny(tmp_path, family, "reward")
     reward = load_reward(tmp_path, dtype="bfloat16")
     stored = load_file(tmp_path / "model.safetensors")
@@ -289,9 +289,7 @@ def test_the_head_keeps_its_fp32_values_under_a_bfloat16_body(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize(("family", "is_causal"), CAUSAL.items())
-def test_causality_is_measured_and_without_a_mask_the_values_are_those_under_huggingfaces_mask(
-    tmp_path: Path, family: str, is_causal: bool
-):
+def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path: Path, family: str, is_causal: bool):
     assert TokenHead(save_tiny(tmp_path, family, "critic" if family in CONFIGS else "reward")).is_causal is is_causal
     critic, seen = load_critic(tmp_path), []
     body = critic.model.base_model
@@ -311,7 +309,7 @@ def test_causality_is_measured_and_without_a_mask_the_values_are_those_under_hug
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_saved_critic_is_an_ordinary_checkpoint(tmp_path: Path, family: str):
+def test_saved_critic_loads_as_a_transformers_checkpoint(tmp_path: Path, family: str):
     save_tiny(tmp_path / "0", family, "body", reward_standardization={"mean": 0.5, "std": 2.0})
     critic = load_critic(tmp_path / "0")
     with torch.no_grad():
@@ -325,7 +323,7 @@ def test_a_saved_critic_is_an_ordinary_checkpoint(tmp_path: Path, family: str):
 
 
 @pytest.mark.parametrize("shards", ["5GB", "3KB"])
-def test_a_file_stays_as_it_is_while_a_critic_that_came_from_it_trains(tmp_path: Path, shards: str):
+def test_training_a_critic_does_not_change_its_mapped_file(tmp_path: Path, shards: str):
     save_tiny(tmp_path / "whole", "llama", "critic").save_pretrained(tmp_path, max_shard_size=shards)
     shutil.rmtree(tmp_path / "whole")
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}

@@ -136,7 +136,7 @@ def directly(model: Any, row: np.ndarray) -> np.ndarray:
 
 @pytest.mark.device
 @names(SERVED.split())
-def test_a_row_scores_as_in_plain_transformers_whatever_shares_its_forward_pass(tmp_path: Path, name: str):
+def test_row_scores_match_transformers_alone_and_batched(tmp_path: Path, name: str):
     if name == "convbert":
         skip_on_cards("the simulated cards have no depthwise convolution")
     for kind in KINDS:
@@ -165,7 +165,7 @@ def test_a_row_scores_as_in_plain_transformers_whatever_shares_its_forward_pass(
 
 
 @names(list(REFUSED))
-def test_what_cannot_be_scored_is_refused_by_name(tmp_path: Path, name: str):
+def test_unsupported_architectures_are_refused_with_the_reason(tmp_path: Path, name: str):
     message = "(?s)" + re.escape(REFUSED[name])
     refused = 0
     for kind, load in (("reward", load_reward), ("critic", load_critic)):
@@ -191,7 +191,7 @@ def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["convbert", "fnet"])
-def test_padding_does_not_change_the_training_of_a_critic(tmp_path: Path, name: str):
+def test_critic_training_does_not_depend_on_padding(tmp_path: Path, name: str):
     save_architecture(tmp_path, name, "critic")
     sizes = np.array([row.size for row in ROWS[:4]])
     zeros = np.zeros(sizes.sum() - sizes.size, np.float32)
@@ -210,7 +210,7 @@ def test_padding_does_not_change_the_training_of_a_critic(tmp_path: Path, name: 
 
 
 @families
-def test_a_body_without_a_head_gets_one_that_answers_0_and_can_learn(tmp_path: Path, family: str):
+def test_critic_without_a_head_gets_a_trainable_zero_head(tmp_path: Path, family: str):
     save_tiny(tmp_path, family, "body")
     critic, again = load_critic(tmp_path), load_critic(tmp_path).model.state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in critic.model.state_dict().items())
@@ -255,7 +255,7 @@ def test_body_is_memory_mapped_if_its_dtype_is_served(tmp_path: Path, family: st
         assert all_mapped(load(tmp_path, dtype=dtype).model) is (form != "cast")
 
 
-def test_a_swap_leaves_nothing_behind(tmp_path: Path):
+def test_swap_leaks_no_objects(tmp_path: Path):
     """safetensors 0.8.0 loses two numbers for each tensor that it reads: a gigabyte after 100,000 swaps of 150."""
     save_tiny(tmp_path, "llama", "reward")
     critic = modeling.load_critic(tmp_path)
@@ -275,9 +275,7 @@ def test_a_swap_leaves_nothing_behind(tmp_path: Path):
 
 
 @given(lengths=st.lists(st.integers(1, 40), max_size=60), token_budget=st.integers(1, 100), max_rows=st.integers(1, 9))
-def test_batches_hold_every_row_once_within_the_budget_and_have_no_room_for_another(
-    lengths: list[int], token_budget: int, max_rows: int
-):
+def test_plan_micro_batches_packs_each_row_once_within_the_budget(lengths: list[int], token_budget: int, max_rows: int):
     plan = plan_micro_batches(lengths, token_budget=token_budget, max_rows=max_rows)
     order = [row for batch in plan for row in batch]
     assert order == sorted(range(len(lengths)), key=lambda row: lengths[row])  # equal lengths keep their order
@@ -346,7 +344,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.device
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt", "gptj"])
-def test_log_probs_are_those_of_each_row_alone(tmp_path: Path, sizes: list[int], family: str):
+def test_reference_logprobs_are_the_same_alone_and_batched(tmp_path: Path, sizes: list[int], family: str):
     save_tiny(tmp_path, family, "language", tie_word_embeddings=family == "qwen2")
     model = load_language_model(tmp_path, **SAMPLING)
     sizes.clear()
@@ -358,7 +356,7 @@ def test_log_probs_are_those_of_each_row_alone(tmp_path: Path, sizes: list[int],
 
 
 @pytest.mark.device
-def test_a_model_that_changes_its_logits_after_the_head(tmp_path: Path):
+def test_reference_logprobs_include_logit_scaling_after_the_head(tmp_path: Path):
     torch.manual_seed(1)
     model = GraniteForCausalLM(GraniteConfig(**SMALL, max_position_embeddings=32, logits_scaling=0.25))
     for parameter in model.parameters():
@@ -375,7 +373,7 @@ def test_a_model_that_changes_its_logits_after_the_head(tmp_path: Path):
         *((family, "language", r"is not causal.*set is_decoder: true") for family in ("bert", "roberta")),
     ],
 )
-def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, family: str, head: str, message: str):
+def test_reference_that_is_not_a_causal_language_model_is_refused(tmp_path: Path, family: str, head: str, message: str):
     save_tiny(tmp_path / "0", family, head)
     with pytest.raises(CheckpointError, match=message):
         load_language_model(tmp_path / "0", **SAMPLING)
@@ -408,7 +406,7 @@ def test_log_probs_and_entropies_equal_a_loop_over_softmax(seed: int, temperatur
         assert float(entropies[at]) == pytest.approx(-sum(p * math.log(p) for p in shares if p))
 
 
-def test_half_precision_is_computed_in_float32_at_the_size_of_real_logits():
+def test_target_logprobs_of_bfloat16_logits_are_computed_in_float32():
     logits = (20 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)) - 30).bfloat16()
     result = target_logprobs(logits, torch.arange(8), temperature=1.0)
     expected = logits.float().log_softmax(-1).gather(-1, torch.arange(8)[:, None])[:, 0]
@@ -416,7 +414,7 @@ def test_half_precision_is_computed_in_float32_at_the_size_of_real_logits():
 
 
 @pytest.mark.parametrize(("temperature", "banned"), [(0.0, []), (math.nan, []), (1.0, [3, 1]), (1.0, [-1, 1])])
-def test_sampling_settings_are_checked(temperature: float, banned: list[int]):
+def test_target_logprobs_refuses_invalid_sampling_settings(temperature: float, banned: list[int]):
     message = "banned_token_ids" if banned else f"temperature.*{temperature}"
     with pytest.raises(ValueError, match=message):
         target_logprobs(torch.zeros(2, 3), torch.zeros(2).long(), temperature=temperature, banned_token_ids=banned)
@@ -428,7 +426,7 @@ def test_sampling_settings_are_checked(temperature: float, banned: list[int]):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_log_probs_and_gradients_equal_those_of_whole_logits(
+def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(
     sizes: list[int], bias: bool, with_entropy: bool, is_frozen: bool
 ):
     targets = torch.arange(3, 19)
@@ -473,7 +471,7 @@ LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_h
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=1), False),  # no body
     ],
 )
-def test_models_with_capped_logits_are_detected(kind: Any, config: Any, is_linear: bool):
+def test_linear_head_rejects_models_that_change_their_logits(kind: Any, config: Any, is_linear: bool):
     torch.manual_seed(0)
     model = kind(config).eval()
     assert linear_head(model) is (model.lm_head if is_linear else None)
@@ -527,7 +525,7 @@ def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 @models
 @pytest.mark.parametrize("role", ROLES)
-def test_a_row_scores_as_in_transformers_whatever_was_scored_before_or_beside_it(tmp_path: Path, model: str, role: str):
+def test_dynamic_rope_rows_score_the_same_after_and_beside_longer_rows(tmp_path: Path, model: str, role: str):
     head, load = ROLES[role]
     theirs = save(tmp_path, model, head)
     expected = [load(tmp_path).launch([row])()[0] for row in MIXED]  # alone in a fresh model
@@ -573,9 +571,7 @@ def test_rotary_tables_are_fixed_per_layer_type():
 
 
 @models
-def test_rows_beyond_max_positions_are_refused_and_padding_is_capped(
-    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
-):
+def test_rows_beyond_the_stable_rope_length_are_refused(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture):
     save(folder := tmp_path / "0", model, "critic")
     with caplog.at_level(logging.WARNING):
         critic = load_critic(folder)
@@ -641,6 +637,8 @@ def test_rows_beyond_max_positions_are_refused_and_padding_is_capped(
         ({}, None, None),
     ],
 )
-def test_what_a_config_says(config: dict[str, Any], limit: int | None, positions: int | None):
+def test_stable_length_and_max_positions_are_read_from_config_json(
+    config: dict[str, Any], limit: int | None, positions: int | None
+):
     assert stable_length(config) == limit
     assert max_positions(config) == positions

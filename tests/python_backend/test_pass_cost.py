@@ -39,9 +39,7 @@ class Machine:
         (1e-3, 1e-5, 16, (64, 64)),  # one size only
     ],
 )
-def test_the_fixed_cost_of_a_pass_in_tokens(
-    constant: float, slope: float, token_budget: int, expected: tuple[int, int]
-):
+def test_fit_recovers_overhead_tokens(constant: float, slope: float, token_budget: int, expected: tuple[int, int]):
     for seed in range(9):
         machine = Machine(constant, slope, seed)
         assert expected[0] <= machine.overhead(token_budget) <= expected[1]
@@ -50,7 +48,7 @@ def test_the_fixed_cost_of_a_pass_in_tokens(
 
 @pytest.mark.parametrize("slope", [1e-5, 1e-3, 1e-2, 0.1, 10.0])
 @pytest.mark.parametrize("first_s", [0.0, 1.5, 5.0])
-def test_measuring_takes_two_seconds_at_most_after_the_first_pass(slope: float, first_s: float):
+def test_calibration_takes_at_most_two_seconds_after_the_first_pass(slope: float, first_s: float):
     machine = Machine(1e-3, slope, first_s=first_s)
     overhead = machine.overhead()
     assert machine.now <= 1.1 * (first_s + 1e-3 + 16 * slope) + 2.2, machine.sizes
@@ -59,12 +57,12 @@ def test_measuring_takes_two_seconds_at_most_after_the_first_pass(slope: float, 
     assert is_measured or len(machine.sizes) <= 2
 
 
-def test_no_row_is_longer_than_the_model_takes():
+def test_calibration_rows_stay_within_max_length():
     machine = Machine(1e-3, 1e-5)
     machine.overhead(longest=48)
     assert {width for _, width in machine.sizes} == {16, 48}
 
 
-def test_a_time_that_falls_with_the_tokens_is_all_overhead():
+def test_overhead_tokens_is_bounded_for_negative_fits():
     assert cost.overhead_tokens((1e-3, -1e-9), 1024) == 256
     assert cost.overhead_tokens((-1e-3, 1e-5), 1024) == 0

@@ -76,7 +76,7 @@ def by_hand(model: Any, rows: list[SampledRow], banned: list[int]) -> torch.Tens
     ],
     ids=str,
 )
-def test_frozen_matrices_are_held_in_bfloat16_and_nothing_else_changes(
+def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(
     tmp_path: Path, family: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     exact = make_policy(save_policy(tmp_path, family), precision="float32", kl_coef=0)
@@ -115,7 +115,7 @@ def test_equivalence_checks_run_in_float32(tmp_path: Path):
     assert {p.dtype for n, p in policy.model.named_parameters() if "base_layer" in n} == {torch.bfloat16}
 
 
-def test_an_update_reaches_a_bfloat16_sampler(tmp_path: Path):
+def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path: Path):
     policy = make_policy(save_policy(tmp_path), one_step_off_policy=True, kl_coef=0)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     before = logprobs_of(policy, rollout)
@@ -139,9 +139,7 @@ def test_an_update_reaches_a_bfloat16_sampler(tmp_path: Path):
     ],
     ids=str,
 )
-def test_a_served_reference_computes_as_the_actor_does(
-    tmp_path: Path, settings: dict[str, Any], family: str, stored: str
-):
+def test_served_reference_logprobs_match_the_actors(tmp_path: Path, settings: dict[str, Any], family: str, stored: str):
     """So that the KL begins at 0."""
     folder = save_policy(tmp_path, family)
     if stored == "bfloat16":
@@ -161,7 +159,7 @@ def test_a_served_reference_computes_as_the_actor_does(
 # ---- merged weights ----
 
 
-def test_a_model_keeps_the_weights_of_the_file_that_it_is_saved_over(tmp_path: Path):
+def test_saving_over_a_mapped_checkpoint_keeps_the_models_weights(tmp_path: Path):
     """They are mapped: without the file's pages behind them, reading them would end the process."""
     save_tiny(tmp_path, "llama", "critic")
     critic = load_critic(tmp_path)
@@ -173,7 +171,7 @@ def test_a_model_keeps_the_weights_of_the_file_that_it_is_saved_over(tmp_path: P
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_policy_is_peft_s_own_merge_one_tensor_at_a_time(
+def test_saved_lora_policy_equals_pefts_merge_one_tensor_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, precision: str
 ):
     """GPT-2's layers are transposed and its output layer is tied; Mixtral's experts are stored under other names."""
@@ -220,7 +218,7 @@ LAST = {**dict.fromkeys(MODELS, LIMIT), "gpt2": POSITIONS, "opt": POSITIONS, "gp
 
 
 @pytest.mark.parametrize("model", LAST)
-def test_a_policy_that_rows_may_outgrow_is_refused_at_the_start(tmp_path: Path, model: str):
+def test_policy_with_too_few_positions_is_refused_at_the_start(tmp_path: Path, model: str):
     """Where positions are learned, it would end with an IndexError in the first step with a response as long."""
     message = rf"more than {LAST[model]} tokens.*actor.prompts.max_tokens \(6\) \+ actor.generation.max_new_tokens"
     with pytest.raises(CheckpointError, match=message):

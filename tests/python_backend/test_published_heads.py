@@ -395,7 +395,7 @@ KINDS = ("Skywork-Reward", "GRM-sftreg", "ArmoRM, Gemma", "QRM", "URM-3.1", "bea
 
 @pytest.mark.device
 @pytest.mark.parametrize("name", quick(SHAPES, *KINDS, "LLaMA-Factory", "an MLP of another activation"))
-def test_a_published_shape_scores_by_its_formula_and_a_damaged_one_never_otherwise(tmp_path: Path, name: str):
+def test_published_head_scores_by_its_formula_and_damaged_ones_are_refused(tmp_path: Path, name: str):
     shape = SHAPES[name]
     body = save(tmp_path, shape)
     files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
@@ -431,7 +431,7 @@ def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -
     assert_scores(folder, shape, expected)
 
 
-def test_a_head_in_a_file_for_each_of_its_modules(tmp_path: Path):
+def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path: Path):
     shape = SHAPES["LDL"]
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -445,7 +445,7 @@ def test_a_head_in_a_file_for_each_of_its_modules(tmp_path: Path):
         load_reward(tmp_path)
 
 
-def test_a_row_without_the_header_that_a_gate_reads_has_no_reward(tmp_path: Path):
+def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path: Path):
     save(tmp_path, SHAPES["ArmoRM, Gemma"])
     given, bare = rows(SHAPES["ArmoRM, Gemma"]), np.arange(5, 12)
     scores = load_reward(tmp_path).score([given[0], bare, bare[:2]])
@@ -471,7 +471,7 @@ def bare(name: str) -> str:
 
 @pytest.mark.parametrize("rename", [str, bare], ids=["under a prefix", "without"])
 @pytest.mark.parametrize("pair", [("v_head", "score"), ("v_head", "v_head.summary"), ("regression_head", "out_proj")])
-def test_of_two_heads_value_head_prefix_says_which_is_read(
+def test_value_head_prefix_selects_one_of_two_heads(
     tmp_path: Path, pair: tuple[str, str], rename: Callable[[str], str]
 ):
     shape = Shape("llama", LLAMA, {**one(pair[0]), **one(pair[1], bias=True)})
@@ -530,7 +530,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "wrapper"), quick(WRAPPED, *QUICK))
-def test_a_wrapper_around_all_names_changes_nothing(tmp_path: Path, wrapper: str, name: str):
+def test_prefix_around_all_tensor_names_changes_no_score(tmp_path: Path, wrapper: str, name: str):
     shape = SHAPES[name]
     body = save(tmp_path, shape)
     expected = right(shape, body, stored_in(tmp_path))
@@ -546,7 +546,7 @@ COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "r
 
 @pytest.mark.parametrize(("root", "other"), quick(COPIES, *COPIES[::2]))
 @pytest.mark.parametrize("name", ["v_head", "score"])
-def test_a_second_copy_of_body_or_head_is_harmless_if_it_is_equal(tmp_path: Path, root: str, other: str, name: str):
+def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path: Path, root: str, other: str, name: str):
     shape = Shape("llama", "GPTRewardModel", one(name), root=root, language=name == "v_head")
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -582,7 +582,7 @@ UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
 
 
 @pytest.mark.parametrize(("name", "rename", "given"), UNKNOWN)
-def test_a_head_of_an_unknown_name_is_named_with_the_remedy(
+def test_head_with_an_unknown_name_is_refused_with_the_remedy(
     tmp_path: Path, name: str, rename: Callable[[str], str], given: Shape | None
 ):
     shape = given or Shape("llama", "X", one(name))
@@ -600,7 +600,7 @@ def test_a_head_of_an_unknown_name_is_named_with_the_remedy(
 
 
 @pytest.mark.parametrize("family", ["distilbert", "electra"])
-def test_the_layers_of_a_class_with_its_own_pooling_are_never_left_out(tmp_path: Path, family: str):
+def test_pooler_layers_of_a_classifier_are_never_ignored(tmp_path: Path, family: str):
     model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}), num_labels=1))
     large(model).save_pretrained(tmp_path)
     change_config(tmp_path, {"architectures": ["RewardModel"]})
@@ -637,7 +637,7 @@ def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, fi
 @pytest.mark.parametrize(
     "dtype", quick([torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool], torch.int8)
 )
-def test_numbers_that_are_no_floating_point_ones_are_refused(tmp_path: Path, name: str, dtype: torch.dtype):
+def test_integer_and_float8_weights_are_refused_as_quantised(tmp_path: Path, name: str, dtype: torch.dtype):
     save(tmp_path, SHAPES["Skywork-Reward"])
     stored = stored_in(tmp_path)
     store(tmp_path, {**stored, name: stored[name].to(dtype)})
@@ -650,7 +650,7 @@ COUNTERS = {"global_step": [12], "module.steps": 3, "v_head.num_updates": 7, "ep
 
 
 @pytest.mark.parametrize("name", COUNTERS)
-def test_a_counter_beside_the_weights_changes_nothing(tmp_path: Path, name: str):
+def test_counter_tensors_beside_the_weights_change_no_score(tmp_path: Path, name: str):
     shape = SHAPES["Skywork-Reward"]
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -685,7 +685,7 @@ OF_EACH_TYPE = [("Skywork-Reward", "architectures"), ("Skywork-Reward", "id2labe
 @pytest.mark.parametrize(
     ("name", "key"), quick([(name, key) for name, keys in KEYS.items() for key in keys], *OF_EACH_TYPE)
 )
-def test_a_key_of_another_json_type_is_refused_or_changes_nothing(tmp_path: Path, name: str, key: str):
+def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path: Path, name: str, key: str):
     shape = SHAPES[name.partition(", moments")[0]]
     if "moments" in name:
         shape = replace(shape, head=one("score_head"), values={}, config={**shape.config, "mean": 0.5, "var": [4.0]})
@@ -727,7 +727,7 @@ UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("family", "config", "told"), UNUSUAL, ids=lambda each: str(each)[:40])
-def test_an_unusual_key_of_config_json_changes_no_score_or_is_named(
+def test_unusual_config_key_changes_no_score_or_is_refused_by_name(
     tmp_path: Path, family: str, config: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(loading, "OWN_PATHS", {})
@@ -828,7 +828,7 @@ def test_several_labels_need_attribute_weights(tmp_path: Path):
         load_reward(tmp_path / "three")
 
 
-def test_a_live_version_with_labels_in_another_order_is_refused(tmp_path: Path):
+def test_swap_refuses_labels_in_another_order(tmp_path: Path):
     for name, labels in (("served", ("bad", "good")), ("same", ("bad", "good")), ("other", ("good", "bad"))):
         labelled(tmp_path / name, *labels)
     served = load_reward(tmp_path / "served", attribute_weights=[-1, 1])
@@ -856,7 +856,7 @@ LABELS: list[tuple[tuple[str, str], int | None]] = [
 @pytest.mark.parametrize(
     ("labels", "good"), quick(LABELS, *LABELS[::3]), ids=[" ".join(labels) for labels, _ in LABELS]
 )
-def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
+def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(
     tmp_path: Path, labels: tuple[str, str], good: int | None
 ):
     given, logits = labelled(tmp_path, *labels)
@@ -874,7 +874,7 @@ def test_the_good_one_of_two_labels_is_known_by_name_or_asked_for(
         load_process_reward(tmp_path)
 
 
-def test_a_process_reward_reads_each_step_as_published(tmp_path: Path):
+def test_process_reward_matches_published_formulas_at_each_token(tmp_path: Path):
     qwen = Shape("qwen2", "Qwen2ForProcessRewardModel", mlp("score", H, H, 2), language=True)
     for shape, score in ((qwen, "auto"), (SHAPES["Skywork-o1-PRM"], "probability")):
         body, given = save(tmp_path / shape.architecture, shape), rows(shape)[0]
@@ -939,7 +939,7 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_a_shape_without_a_score_is_refused_with_the_true_cause(tmp_path: Path, name: str):
+def test_checkpoints_that_give_no_score_are_refused_with_the_cause(tmp_path: Path, name: str):
     shape, words = UNSERVED[name]
     save(tmp_path, shape)
     with refused(match=".*".join(words)):
@@ -984,7 +984,7 @@ HEAD_KEYS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(
     ("key", "value"), quick(HEAD_KEYS, *HEAD_KEYS[::3]), ids=[f"{key}-{value}" for key, value in HEAD_KEYS]
 )
-def test_what_config_json_says_of_a_head_is_done_or_refused(tmp_path: Path, family: str, key: str, value: Any):
+def test_head_settings_in_config_json_are_applied_or_refused(tmp_path: Path, family: str, key: str, value: Any):
     shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"))
     save(tmp_path, shape)
     change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
@@ -1017,7 +1017,7 @@ def test_irrelevant_config_keys_are_accepted_silently(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("config", UNREAD["without effect"], ids=str)
-def test_what_changes_nothing_in_config_json_is_accepted(tmp_path: Path, config: dict[str, Any]):
+def test_config_keys_without_effect_on_scores_are_accepted(tmp_path: Path, config: dict[str, Any]):
     shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
@@ -1028,7 +1028,7 @@ def test_what_changes_nothing_in_config_json_is_accepted(tmp_path: Path, config:
         load_reward(tmp_path)
 
 
-def test_a_model_type_that_transformers_reads_as_another_one_is_read_so(tmp_path: Path):
+def test_model_type_that_transformers_remaps_is_remapped(tmp_path: Path):
     """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
     shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
@@ -1053,7 +1053,7 @@ STRAYS = [
 @pytest.mark.parametrize(
     ("family", "prefix", "name"), quick(STRAYS, *STRAYS[1:4:2]), ids=[family for family, *_ in STRAYS]
 )
-def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
+def test_misplaced_missing_or_duplicate_body_tensor_is_refused(
     tmp_path: Path, family: str, prefix: str, name: str, change: str
 ):
     save(tmp_path, Shape(family, "", one("score")))
@@ -1076,7 +1076,7 @@ def test_a_tensor_of_the_body_comes_from_its_place_or_is_refused(
     "name",
     quick(["INF-ORM", "GRM-sftreg", "with a dropout", "trlX", "beaver", "an MLP of another activation"], "INF-ORM"),
 )
-def test_a_critic_starts_from_each_head_on_tokens_trains_it_and_is_loaded_again(tmp_path: Path, name: str):
+def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path: Path, name: str):
     shape = SHAPES[name]
     body = save(tmp_path / "0", shape)
     expected = right(shape, body, stored_in(tmp_path / "0"))
@@ -1105,7 +1105,7 @@ HEADERS = {  # vocabularies, and the header's ids; None: the tokenizer has no su
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_the_tokenizer_does_not_have_is_refused(tmp_path: Path, name: str):
+def test_gated_reward_is_refused_if_its_tokenizer_lacks_the_answer_header(tmp_path: Path, name: str):
     save(tmp_path, SHAPES["ArmoRM"])
     vocabulary, unknown = HEADERS[name]
     tokenizer = Tokenizer(WordLevel(vocabulary, "[UNK]") if "[UNK]" in vocabulary else BPE(vocabulary, []))
@@ -1122,7 +1122,7 @@ def test_a_header_that_the_tokenizer_does_not_have_is_refused(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", ["ArmoRM, Gemma", "URM-3.1", "LDL"])
-def test_a_critic_of_a_gated_reward_model_starts_at_0_and_says_so(tmp_path: Path, name: str):
+def test_critic_from_a_gated_reward_model_starts_at_0_with_a_note(tmp_path: Path, name: str):
     save(tmp_path, SHAPES[name])
     critic = load_critic(tmp_path)
     assert critic.note.endswith("has its own gate: the value head starts at 0")

@@ -74,13 +74,13 @@ def serving() -> Any:
         ("x" * 61, "x" * 60 + " …"),
     ],
 )
-def test_texts_are_made_printable(text: str, shown: str):
+def test_printable_escapes_control_characters_and_truncates(text: str, shown: str):
     assert printable(text, limit=60) == shown
     assert shown.encode()
 
 
 @pytest.mark.parametrize("error", [ContractError(f"messages: {LONE}"), KeyError(LONE), RuntimeError("x" * 100_000)])
-def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, error: Exception):
+def test_errors_with_any_text_are_sent_as_responses(serving: Any, error: Exception):
     def handle(call: Any) -> None:
         raise error
 
@@ -93,7 +93,7 @@ def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, e
         assert "\\ud800" in sent or "xxx" in sent
 
 
-def test_a_request_is_answered_once_and_its_texts_are_escaped(serving: Any):
+def test_request_is_answered_once_with_escaped_texts(serving: Any):
     request = Request({}, ("reward_errors",))
 
     def handle(call: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_request_is_answered_once_and_its_texts_are_escaped(serving: Any):
 
 
 @pytest.mark.parametrize("failures", [1, 9])
-def test_an_answer_that_cannot_be_sent_becomes_an_error_and_raises_nothing(
+def test_response_that_cannot_be_sent_becomes_an_error_response(
     serving: Any, monkeypatch: pytest.MonkeyPatch, failures: int
 ):
     send, tried = Request.send, list[int]()
@@ -126,7 +126,7 @@ def test_an_answer_that_cannot_be_sent_becomes_an_error_and_raises_nothing(
     assert request.responses.empty()
 
 
-def test_a_key_that_is_no_text_is_no_key(serving: Any):
+def test_training_key_header_must_be_text(serving: Any):
     """A client may send parameters of any JSON type in the body, under the header's name."""
     for value in (5, True, None, 1.5):
         call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER: value})))
@@ -151,7 +151,7 @@ with tempfile.NamedTemporaryFile(dir="/dev/shm") as region:
 """
 
 
-def test_requests_are_hidden_from_other_users_wherever_libraries_were_loaded_from(tmp_path: Path):
+def test_shared_memory_files_are_private_even_with_a_non_ascii_library_path(tmp_path: Path):
     """A stub decodes as ASCII, also the names of its libraries' folders."""
     (tmp_path / "übung").write_bytes(b"a library")
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "support" / "stub"), *filter(None, sys.path)])
@@ -180,7 +180,7 @@ def pool(*, budget: int = 100, overhead: int = 10) -> RowPool[str]:
         ({"budget": 40}, dict.fromkeys("ab", 500), ["a", "b"]),  # longer than the budget
     ],
 )
-def test_rows_of_nearly_the_oldest_rows_length_join_it_within_the_limits(
+def test_row_pool_batches_rows_of_similar_length_with_the_oldest(
     settings: dict[str, int], rows: dict[str, int], expected: list[str]
 ):
     waiting = pool(**settings)
@@ -192,7 +192,7 @@ def test_rows_of_nearly_the_oldest_rows_length_join_it_within_the_limits(
     assert taken == expected
 
 
-def test_short_requests_pass_between_the_forwards_of_a_long_one_which_is_served_under_a_flood():
+def test_row_pool_interleaves_short_requests_with_a_long_one():
     waiting = pool(budget=10, overhead=0)
     waiting.add("long", [10] * 100)
     assert [waiting.take()[0][0] for _ in range(5)] == ["long"] * 5
@@ -208,7 +208,7 @@ def test_short_requests_pass_between_the_forwards_of_a_long_one_which_is_served_
     assert served[: 20 * LONG_REQUEST_SHARE].count("long") < 20
 
 
-def test_pressing_tokens_of_a_long_request_are_bounded():
+def test_row_pool_bounds_the_pressing_tokens_of_a_long_request():
     waiting = pool(budget=10, overhead=0)
     waiting.add("long", [10] * 100)
     waiting.add("short", [7])
@@ -229,7 +229,7 @@ def test_pressing_tokens_of_a_long_request_are_bounded():
     overhead=st.integers(0, 200),
     discarded=st.sets(st.integers(0, 11)),
 )
-def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
+def test_row_pool_returns_each_row_once_within_the_token_budget(
     requests: list[list[int]], budget: int, overhead: int, discarded: set[int]
 ):
     waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead)
@@ -250,7 +250,7 @@ def test_each_row_that_is_not_discarded_leaves_once_within_the_limits(
     assert (len(waiting), waiting.tokens, waiting.pressing_tokens, waiting.take()) == (0, 0, 0, [])
 
 
-def test_short_jobs_pass_a_long_one_and_all_are_finished_at_the_end(monkeypatch: pytest.MonkeyPatch):
+def test_round_robin_finishes_short_jobs_first_and_all_at_close(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduling, "SLICE_S", 0.0)  # a step is a slice
     log: list[str] = []
     begin = threading.Event()
@@ -350,7 +350,7 @@ def answers(*requests: Request) -> list[InferenceResponse]:
     return [request.responses.get(timeout=PATIENCE_S) for request in requests]
 
 
-def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(make_model: Any):
+def test_swap_under_a_backlog_takes_effect_within_two_micro_batches(make_model: Any):
     model, requests = make_model(token_budget=200), [rows_of(1, 20) for _ in range(600)]  # ten rows a forward pass
     threading.Thread(target=model.loaded.execute, args=[requests], daemon=True).start()  # until the backlog is short
     assert model.run(3) == [(1, 10)] * 3
@@ -374,7 +374,7 @@ def test_a_started_request_keeps_its_version_without_blocking_others(make_model:
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
 
 
-def test_a_request_whose_first_forward_pass_starts_after_its_deadline_is_refused(make_model: Any):
+def test_request_not_started_by_its_deadline_is_refused(make_model: Any):
     model, requests = make_model(token_budget=10, queue_timeout_s=1), [rows_of(3, 10) for _ in range(2)]
     model.loaded.execute(requests)
     model.run(3)
@@ -411,7 +411,7 @@ def numbered(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbered
     model.end()
 
 
-def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numbered: Numbered):
+def test_request_for_a_version_not_served_is_refused_alone(numbered: Numbered):
     good = [rows_of(1, 10), demanding(min_version=0), demanding(min_version=1), demanding(exact_version=1)]
     bad = [demanding(min_version=2), demanding(exact_version=0), demanding(min_version=-1)]
     inside = demanding(min_version=2)
@@ -428,7 +428,7 @@ def test_a_version_that_is_not_served_is_refused_and_costs_no_other_request(numb
     ]
 
 
-def test_a_request_waits_for_a_swap_that_has_begun(numbered: Numbered):
+def test_request_waits_briefly_for_a_swap_to_its_demanded_version(numbered: Numbered):
     """Also for one that is rejected; and no longer than a moment, because another server may be faster."""
     numbered.coming = 2
     numbered.loaded.execute([waiting := demanding(min_version=2)])
@@ -451,7 +451,7 @@ def test_a_request_waits_for_a_swap_that_has_begun(numbered: Numbered):
     assert "m serves version 2" in str(answers(last)[0].error)
 
 
-def test_a_version_swapped_out_before_the_first_pass_does_not_answer(numbered: Numbered):
+def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered: Numbered):
     first, exact, least = rows_of(1, 64), demanding(exact_version=1), demanding(min_version=1)
     numbered.loaded.execute([first])
     numbered.loaded.execute([exact, least])
@@ -463,7 +463,7 @@ def test_a_version_swapped_out_before_the_first_pass_does_not_answer(numbered: N
     assert answers(least)[0].outputs[VALUES].tolist() == [[2], [2]]
 
 
-def test_counters_that_the_server_refuses_cost_no_answer(
+def test_requests_are_answered_while_triton_refuses_counters(
     make_model: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
 ):
     model, sent = make_model(token_budget=10), list[float]()
@@ -490,7 +490,7 @@ def sentence(text: bytes = b"A list") -> Request:
     return Request({"sentences": np.asarray([[text]], dtype=np.object_)}, (VALUES,))
 
 
-def test_tokens_do_not_wait_for_sentences_that_are_being_read(make_model: Any):
+def test_token_requests_do_not_wait_for_sentences_being_tokenised(make_model: Any):
     model = make_model(token_budget=100)
     slow, bad, tokens = sentence(), sentence(b"bad"), rows_of(2, 3)
     model.go.release(2)
@@ -503,7 +503,7 @@ def test_tokens_do_not_wait_for_sentences_that_are_being_read(make_model: Any):
     assert bad.responses.get_nowait().error == "INTERNAL: ValueError: a bad sentence"
 
 
-def test_sentences_beyond_the_bound_wait_in_tritons_queue(
+def test_execute_blocks_above_the_limit_of_unread_sentence_bytes(
     make_model: Any, scoring: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scoring, "MAX_UNREAD_BYTES", 15)
@@ -601,7 +601,7 @@ def test_exactly_the_requested_outputs_are_sent(
     assert request.num_looks_at_outputs <= 1  # each builds a new set of strings
 
 
-def test_a_request_that_names_no_outputs_gets_no_optional_ones(models: dict[str, Any], run: LiveRun):
+def test_optional_outputs_are_not_sent_if_the_request_names_none(models: dict[str, Any], run: LiveRun):
     """Triton then names all that the configuration declares."""
     model = "reward_checkpoint"
     response = answer_to(models[model], Request(SCORING, (*OUTPUTS[model], UNNAMED)), run)
@@ -609,7 +609,7 @@ def test_a_request_that_names_no_outputs_gets_no_optional_ones(models: dict[str,
 
 
 @pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer
-def test_the_critic_runs_for_values_alone(
+def test_critic_runs_a_forward_only_if_values_are_requested(
     models: dict[str, Any], run: LiveRun, monkeypatch: pytest.MonkeyPatch, requested: list[str]
 ):
     def fail(*_: object) -> None:

@@ -77,7 +77,7 @@ def assert_same(ranks: ServingRanks, split: Any, whole: Any) -> None:
     ("loader", "head", "options"),
     [("load_reward", "reward", {}), ("load_critic", "critic", {}), ("load_language_model", "language", REFERENCE)],
 )
-def test_outputs_equal_those_of_one_process(
+def test_tensor_parallel_outputs_match_one_process(
     ranks: ServingRanks, tmp_path: Path, family: str, loader: str, head: str, options: dict[str, Any]
 ):
     save_tiny(tmp_path, family, head, **FAMILIES[family])
@@ -97,7 +97,7 @@ def versions(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def test_two_versions_keep_their_own_weights(ranks: ServingRanks, versions: list[Path]):
+def test_tensor_parallel_versions_keep_their_own_weights(ranks: ServingRanks, versions: list[Path]):
     wholes = [load_model("load_critic", folder, None, {}) for folder in versions]
     first = ranks.load("load_critic", versions[0], None, {})
     second = ranks.load("load_critic", versions[1], first, {})
@@ -110,7 +110,9 @@ def test_two_versions_keep_their_own_weights(ranks: ServingRanks, versions: list
     assert_same(ranks, third, wholes[0])
 
 
-def test_a_new_version_of_a_reward_is_not_probed(ranks: ServingRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensor_parallel_swap_runs_no_forward_while_loading(
+    ranks: ServingRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A request's collectives could meet those of a probe, which another rank runs before or after the request."""
     for seed in (1, 2):
         save_tiny(tmp_path / str(seed), "llama", "reward", seed=seed, **FAMILIES["llama"])
@@ -122,7 +124,7 @@ def test_a_new_version_of_a_reward_is_not_probed(ranks: ServingRanks, tmp_path: 
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_what_one_rank_refuses_no_rank_serves(ranks: ServingRanks, versions: list[Path], is_cut: bool):
+def test_version_refused_by_one_rank_is_served_by_none(ranks: ServingRanks, versions: list[Path], is_cut: bool):
     """What only the last rank reads of a layer: a row is cut off, or NaN is written into it."""
     served = ranks.load("load_critic", versions[0], None, {})
     tensors = load_file(versions[1] / WEIGHTS_FILE)
@@ -135,7 +137,7 @@ def test_what_one_rank_refuses_no_rank_serves(ranks: ServingRanks, versions: lis
     assert_same(ranks, served, load_model("load_critic", versions[0], None, {}))
 
 
-def test_a_rank_loads_one_model_after_the_other(monkeypatch: pytest.MonkeyPatch):
+def test_rank_loads_models_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """Rank 0 may begin a load while a refused one still ends on another rank: both would count votes together."""
     log, may_end = [], threading.Event()
 
@@ -157,7 +159,7 @@ def test_a_rank_loads_one_model_after_the_other(monkeypatch: pytest.MonkeyPatch)
     assert log[0] == log[1] != log[2] == log[3]
 
 
-def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block():
+def test_rank_that_fails_before_the_vote_votes_once():
     """Its vote on the outer block meets theirs on the inner one; a second vote would wait for one that never comes."""
     group = RankGroup.__new__(RankGroup)
     group._gather_reasons = Mock(side_effect=[{1: "no file"}, {}])  # type: ignore[method-assign]
@@ -176,7 +178,7 @@ def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block():
         ("llama", HEADS, r"num_key_value_heads is 2, which tensor_parallel \(4\) does not divide"),
     ],
 )
-def test_models_that_cannot_be_split_are_refused(tmp_path: Path, family: str, sizes: Any, message: str):
+def test_models_that_tensor_parallel_cannot_split_are_refused(tmp_path: Path, family: str, sizes: Any, message: str):
     save_tiny(tmp_path, family, "body", **sizes)
     with pytest.raises(CheckpointError, match=message):
         check_tensor_parallel(tmp_path, 4)

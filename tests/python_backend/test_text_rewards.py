@@ -125,9 +125,7 @@ def score_ids(folder: Path, ids: list[int]) -> float:
 
 
 @families
-def test_a_text_scores_as_in_the_pipeline_and_without_special_tokens_as_in_the_replaced_system(
-    tmp_path: Path, family: str
-):
+def test_text_scores_match_the_pipeline_and_special_tokens_can_be_turned_off(tmp_path: Path, family: str):
     tokenizer = save_text_reward(tmp_path, family)
     texts = [*TEXTS, "y", *([] if family == "qwen2" else [""])]
     rows, rewards = score(tmp_path, texts)
@@ -142,7 +140,7 @@ def test_a_text_scores_as_in_the_pipeline_and_without_special_tokens_as_in_the_r
 
 
 @families
-def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
+def test_chat_scores_match_its_own_templates_rendering(tmp_path: Path, family: str):
     tokenizer = save_text_reward(tmp_path, family)
     rows, rewards = score(tmp_path, [REPLY, "", "No chat."], [{"messages": MESSAGES}, {"messages": CHAT}, {}])
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -157,9 +155,7 @@ def test_a_chat_scores_as_its_own_template_says(tmp_path: Path, family: str):
 
 @pytest.mark.parametrize("family", ["llama", "bert", "roberta"])
 @pytest.mark.parametrize("has_cls", [True, False])
-def test_only_an_encoders_chat_gets_special_tokens_whatever_the_tokenizer_has(
-    tmp_path: Path, family: str, *, has_cls: bool
-):
+def test_rendered_chat_gets_special_tokens_only_for_encoders(tmp_path: Path, family: str, *, has_cls: bool):
     cls = {"cls_token": "[CLS]" if family == "bert" else "<s>"} if has_cls else {"cls_token": None}
     tokenizer = save_text_reward(tmp_path, family, chat_template=PLAIN_CHAT, **cls)
     rows, rewards = score(tmp_path, [""], [{"messages": CHAT}])
@@ -169,7 +165,7 @@ def test_only_an_encoders_chat_gets_special_tokens_whatever_the_tokenizer_has(
 
 
 @families
-def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
+def test_text_pair_scores_match_the_pipeline(tmp_path: Path, family: str):
     tokenizer = save_text_reward(tmp_path, family)
     pairs = [(TEXTS[0], TEXTS[1]), ("", TEXTS[3]), ("y [SEP] </s> y", "[SEP] y")]
     seconds = texts_array([second for _, second in pairs])
@@ -204,7 +200,7 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path
     assert abs(model.score(untyped)[0, 0] - rewards[0]) > 1e-4
 
 
-def test_texts_end_with_eos_as_in_trl_and_the_prompt_of_a_pair_may_be_a_chat(tmp_path: Path):
+def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path: Path):
     tokenizer = save_text_reward(tmp_path / "qwen2", "qwen2")
     eos = [tokenizer.eos_token_id]
     metadata: list[dict[str, Any]] = [{}, {}, {"messages": MESSAGES}]
@@ -226,7 +222,7 @@ def test_texts_end_with_eos_as_in_trl_and_the_prompt_of_a_pair_may_be_a_chat(tmp
         score(tmp_path, ["y"], append_eos=True)
 
 
-def test_texts_that_cannot_be_read_are_refused(tmp_path: Path):
+def test_invalid_sentences_and_text_pairs_are_refused(tmp_path: Path):
     save_text_reward(tmp_path, "qwen2", chat_template=None)
     ones, pairs = texts_array(["y"]), {"takes_pairs": True}
     cases: list[tuple[str, str, list[dict[str, Any]] | None, dict[str, Any]]] = [
@@ -251,7 +247,7 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path: Path):
     ("num_labels", "problem"),
     [(1, None), (1, "regression"), (3, None), (3, "regression"), (3, "multi_label_classification")],
 )
-def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
+def test_probabilities_match_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
     save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
     classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
     model = load_reward(tmp_path, standardization=(0.5, 2.0), attribute_weights=[1] * num_labels)
@@ -263,7 +259,7 @@ def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int
         np.testing.assert_allclose(found, [by_label[f"LABEL_{i}"] for i in range(num_labels)], atol=1e-6)
 
 
-def test_a_padding_token_that_ends_texts_is_skipped_as_in_the_pipeline(tmp_path: Path):
+def test_trailing_padding_tokens_are_skipped_as_in_the_pipeline(tmp_path: Path):
     """end-of-text is also the padding token: transformers pools the token before it."""
     settings: dict[str, Any] = {"added": ("<s>", "</s>"), "pad_token": "</s>"}
     tokenizer = save_text_reward(tmp_path, "llama", **settings)
@@ -291,7 +287,7 @@ BY_TURN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
         ("Open it.", {}, REPLY),
     ],
 )
-def test_a_row_of_one_token_too_many_is_refused_with_its_number_of_tokens(
+def test_text_one_token_too_long_is_refused_with_its_token_count(
     tmp_path: Path, text: str, metadata: dict[str, Any], pair: str
 ):
     """A turn's end is also the padding: it counts."""
@@ -335,14 +331,14 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_the_tokens_with_which_a_template_ends_a_reply(template: str | dict[str, str] | None, ends: list[str]):
+def test_turn_ends_finds_the_templates_end_tokens(template: str | dict[str, str] | None, ends: list[str]):
     tokenizer = make_text_tokenizer("llama", chat_template=template)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
     tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])
     assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == ends
 
 
-def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path):
+def test_reply_text_keeps_special_tokens_except_ends_and_padding(tmp_path: Path):
     """Neither BOS, padding, the end of a turn in the template, nor one that generation_config.json names."""
     tokenizer = make_text_tokenizer("llama", chat_template=CHATML)
     names = ("<|im_start|>", "<|im_end|>", "<|return|>", "<think>")
@@ -362,7 +358,7 @@ def test_a_replys_text_has_the_special_tokens_that_are_no_end(tmp_path: Path):
 
 @families
 @pytest.mark.parametrize("pad", ["!", "the"])
-def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, family: str, pad: str):
+def test_padding_token_that_is_ordinary_text_is_sampled_and_kept_in_replies(tmp_path: Path, family: str, pad: str):
     """Published tokenizers pad with "!", which transformers then lists among the special tokens."""
     texts = [*TEXTS, "y!"]
     (token,) = make_text_tokenizer(family, texts)("y " + pad, add_special_tokens=False)["input_ids"][-1:]
@@ -382,7 +378,7 @@ def test_padding_that_ordinary_text_has_is_sampled_and_read(tmp_path: Path, fami
 
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")
-def test_a_tokenizer_in_python():
+def test_encode_text_works_with_a_slow_tokenizer():
     a, b = 100, 101  # ids are bytes + 3; </s> is 1
     for text in ("ab", "ab</s>"):
         assert encode_text(ByT5Tokenizer(), text) == [a, b, 1]
@@ -447,7 +443,7 @@ def assert_refused(ask: Ask, cases: list[tuple[dict[str, Any], str]]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "mixtral"])
-def test_log_odds_and_logits_are_those_of_the_whole_output_layer(tmp_path: Path, family: str):
+def test_logit_reward_matches_the_full_output_layer(tmp_path: Path, family: str):
     save_tiny(tmp_path, family, "language", vocab_size=VOCAB)
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     rows = [np.asarray([5, 9, 2, 11]), np.asarray([7]), np.asarray([3, 3, 8, 8, 1, 0, 12])]
@@ -459,7 +455,7 @@ def test_log_odds_and_logits_are_those_of_the_whole_output_layer(tmp_path: Path,
     assert odds.model.get_output_embeddings().weight.shape[0] == 4  # no [B, S, V] anywhere
 
 
-def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., Ask], tmp_path: Path):
+def test_logit_reward_reads_reward_template_and_generation_prompt(serve: Callable[..., Ask], tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     ids = single_tokens(tokenizer, [" the", " it"])
     hint = "{% if metadata.hint is defined %} {{ metadata.hint }}{% endif %}"
@@ -480,7 +476,7 @@ def test_a_template_and_a_chat_with_its_generation_prompt(serve: Callable[..., A
     near(reward[0, 0], own.softmax(-1)[0])
 
 
-def test_names_that_are_not_one_token(tmp_path: Path):
+def test_logit_reward_refuses_names_that_are_not_one_token(tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     for tokens, message in (
         (["sunshine"], r"'sunshine' is . tokens of the tokenizer in .*, but must be one"),
@@ -494,7 +490,7 @@ def test_names_that_are_not_one_token(tmp_path: Path):
         single_tokens(make_text_tokenizer("bert"), ["ж"])  # the unknown token is no name
 
 
-def test_bad_input_of_a_template(serve: Callable[..., Ask], tmp_path: Path):
+def test_reward_template_refuses_bad_input_and_keeps_serving(serve: Callable[..., Ask], tmp_path: Path):
     save_model(tmp_path, "language")
     ask = serve(tmp_path, logit=LOGIT, template=" {{ prompt }}{{ response }} ")
     needs = "tokens: reward.template needs more than a row of tokens; send sentences and metadata"
@@ -524,7 +520,7 @@ def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tup
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str):
+def test_process_reward_of_texts_reads_steps_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str):
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
     ask = serve(tmp_path, process={"separator": ". "})
     text = PROMPT + "".join(STEPS)
@@ -540,7 +536,7 @@ def test_steps_of_texts_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: 
 
 @pytest.mark.parametrize("template", [PLAIN_CHAT, CHATS["llama"]])
 @pytest.mark.parametrize("process", [{"separator": ". "}, {"separator": "<pad>"}, {"granularity": "token"}], ids=str)
-def test_steps_of_a_chat_begin_as_its_template_does(
+def test_process_reward_of_a_chat_starts_with_the_templates_rendering(
     serve: Callable[..., Ask], tmp_path: Path, template: str, process: dict[str, str]
 ):
     tokenizer = save_model(tmp_path, "critic", family="llama", num_labels=1)
@@ -558,7 +554,7 @@ def test_steps_of_a_chat_begin_as_its_template_does(
 
 @pytest.mark.parametrize("separator", [". ", " Read", "."])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_response_has_the_same_steps_as_text_and_as_tokens(
+def test_process_reward_finds_the_same_steps_in_text_and_tokens(
     serve: Callable[..., Ask], tmp_path: Path, family: str, separator: str
 ):
     """SentencePiece, as of Llama 2, has the space before a word in the word's token."""
@@ -572,7 +568,7 @@ def test_a_response_has_the_same_steps_as_text_and_as_tokens(
     assert counts[0] == counts[1] > 2
 
 
-def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path):
+def test_process_reward_of_tokens_splits_steps_at_the_separator(serve: Callable[..., Ask], tmp_path: Path):
     """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={"separator": "."}, score="logit")
@@ -608,7 +604,7 @@ def test_steps_of_tokens(serve: Callable[..., Ask], tmp_path: Path):
 
 
 @pytest.mark.parametrize("head", ["critic", "reward"])
-def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head: str):
+def test_token_granularity_gives_a_reward_at_every_response_token(serve: Callable[..., Ask], tmp_path: Path, head: str):
     """Of a token classifier, and of a decoder's sequence classification head applied at each token."""
     if head == "critic":
         save_model(tmp_path, head)
@@ -623,7 +619,7 @@ def test_a_reward_at_every_token(serve: Callable[..., Ask], tmp_path: Path, head
     assert got["step_ends"].tolist() == [[2, 3, 4]]
 
 
-def test_marks_and_next_token_logits_as_math_shepherd(serve: Callable[..., Ask], tmp_path: Path):
+def test_process_reward_reads_logits_at_marks_as_math_shepherd(serve: Callable[..., Ask], tmp_path: Path):
     tokenizer = save_model(tmp_path, "language")
     ids = single_tokens(tokenizer, [" the", " it"])
     ask = serve(tmp_path, logit=LOGIT, process={"separator": ". ", "mark": "<|im_end|> "})
@@ -646,7 +642,7 @@ BAD_ENDS: list[tuple[Any, str]] = [
 ]
 
 
-def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path):
+def test_process_reward_refuses_bad_step_ends_and_keeps_serving(serve: Callable[..., Ask], tmp_path: Path):
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={})
     full = {"tokens": np.asarray([[5] * POSITIONS])}
@@ -671,7 +667,7 @@ def test_bad_input_of_steps(serve: Callable[..., Ask], tmp_path: Path):
         assert_refused(serve(tmp_path, process=process, **settings), [(inputs, message)])
 
 
-def test_checkpoints_that_score_no_tokens(tmp_path: Path):
+def test_process_reward_refuses_checkpoints_that_score_no_single_token(tmp_path: Path):
     save_text_reward(tmp_path / "pooled", "bert")
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")

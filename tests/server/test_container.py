@@ -98,7 +98,7 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(tmp_path: 
     assert drain(repository, server.section.http_url) == 1, "it does not run"
 
 
-def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_drain_ends_soon_after_the_models_last_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A model stays in the index until its requests are answered, which those of a dead process never are."""
     name = f"stub-of-{tmp_path.name}-{os.getpid()}"
     monkeypatch.setattr("rlhf_triton.tools.server.drain.STUB", name)
@@ -122,14 +122,14 @@ def test_a_drain_ends_soon_after_the_last_process_of_a_model(tmp_path: Path, mon
     assert 103.0 < now[0] < 105.0
 
 
-def test_server_files_are_private_and_its_exit_code_is_passed_on(tmp_path: Path):
+def test_container_files_are_private_and_the_servers_exit_code_is_passed_on(tmp_path: Path):
     container = start_entry_point(tmp_path, "#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\nexit 3")
     container.communicate()
     assert container.returncode == 3
     assert [path for path in (tmp_path / "runs").rglob("*") if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
-def test_everything_that_is_not_needed_is_closed(tmp_path: Path):
+def test_container_command_restricts_unneeded_apis_to_the_control_key(tmp_path: Path):
     command = tritonserver_command(tmp_path, key="secret", address="0.0.0.0", control_address="127.0.0.1")
     options = {name: value for name, _, value in (argument.partition("=") for argument in command[1:])}
     for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
@@ -148,7 +148,7 @@ def test_everything_that_is_not_needed_is_closed(tmp_path: Path):
     ("make", "name", "variable"),
     [(training_key, "training.key", "TRAINING_KEY"), (control_key, "control.key", VARIABLE)],
 )
-def test_a_key_is_made_once_and_is_private(
+def test_keys_are_created_once_with_private_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str], name: str, variable: str
 ):
     monkeypatch.delenv(variable, raising=False)
@@ -159,7 +159,7 @@ def test_a_key_is_made_once_and_is_private(
     assert make(folder) == "given"
 
 
-def test_a_control_key_that_a_power_failure_has_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_truncated_control_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     for cut in ("", " \n", "0123456789abcde"):
         (tmp_path / "control.key").write_text(cut)
@@ -175,7 +175,9 @@ def rendered(folder: Path, **sections: dict) -> Path:
     return folder
 
 
-def test_training_needs_the_key_unless_another_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_copied_repository_gets_the_training_key_unless_one_was_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("MY_KEY", "other")
     rewards = {"length": {"function": "rewards/length.py:penalty"}}
     for name, key, sections in (
@@ -204,7 +206,7 @@ def make_current(weights: Path, version: int) -> None:
     (weights / "CURRENT").write_text(f"{version}\n")
 
 
-def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
+def test_healthcheck_infers_and_compares_the_served_version_with_current(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """With the wheel's server, but for the one option that it does not know yet."""
@@ -244,7 +246,7 @@ TEMPLATE = {"reward": {"template": "{{ response }}"}}
         (TEMPLATE, "out of memory", "HTTP Error 400"),
     ],
 )
-def test_the_healthcheck_without_a_probe_of_all_models(
+def test_healthcheck_fails_if_a_model_is_behind_current_or_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -342,7 +344,9 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_what_is_printed_serves_in_a_clean_shell_and_the_example_gets_rewards(checkpoints: Checkpoints, tmp_path: Path):
+def test_documented_plain_tritonserver_commands_serve_rewards_in_a_clean_shell(
+    checkpoints: Checkpoints, tmp_path: Path
+):
     folder = tmp_path
     (folder / "my.yaml").write_text(block("yaml"))
     (folder / "my_rewards.py").write_text(FUNCTION)

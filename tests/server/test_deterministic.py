@@ -113,7 +113,9 @@ def newest(run: LiveRun, room: str) -> int:
     return max(saved_steps(run.config.run.dir / "checkpoints" / room), default=0)
 
 
-def test_kills_of_all_processes_leave_the_run_bit_identical(calm: System, tmp_path: Path, checkpoints: Checkpoints):
+def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(
+    calm: System, tmp_path: Path, checkpoints: Checkpoints
+):
     """The critic's process and the sidecar, and then a rank of the actor, whose step 5 is trained already.
 
     All ranks go back to step 3. The actor is stopped by SIGTERM, and its requests hold other rows after that; then rank
@@ -154,7 +156,7 @@ def test_kills_of_all_processes_leave_the_run_bit_identical(calm: System, tmp_pa
         system.stop()
 
 
-def test_a_killed_actor_without_a_critic_changes_no_bit_and_goes_on_on_two_ranks(calm: System, tmp_path: Path):
+def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm: System, tmp_path: Path):
     """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
 
     def start(folder: str, *more: str) -> Child:

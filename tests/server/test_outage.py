@@ -112,7 +112,7 @@ def served(run: LiveRun) -> int:
 
 
 @pytest.mark.slow
-def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.CaptureFixture[str]):
+def test_answer_means_that_every_live_server_serves_the_version(pair: Pair, capsys: pytest.CaptureFixture[str]):
     version = train(pair.run, 1)  # the second server is not there yet: it does not hold up the first
     assert served(pair.run) == version
     pair.start(1)
@@ -152,7 +152,7 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     assert [line.count("(pid ") for line in told.splitlines() if "CURRENT" in line] == [2]
 
 
-def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
+def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
     def lookup(name: str, port: int, **_: object) -> list[tuple]:
         if name != "critic.svc":
             raise socket.gaierror(-2, "Name or service not known")
@@ -173,7 +173,7 @@ def num_answered(run: LiveRun, model: str) -> int:
 
 
 @pytest.mark.slow
-def test_failover_loses_no_request_and_waits_without_servers(pair: Pair):
+def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair: Pair):
     """The first is the one that training goes to; the last one comes back, and is killed again before Ctrl-C."""
     servers = pair.runs
     pair.start(1)
@@ -265,7 +265,7 @@ def plain_digest(run: LiveRun, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpoints):
+def test_full_disk_loses_no_step(tmp_path: Path, checkpoints: Checkpoints):
     """The weights lie on a disk of their own, which fills up first; everything else on another. Values are served on.
 
     Where the sidecar cannot write its heartbeat either, the server looks for itself.

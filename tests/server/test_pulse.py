@@ -63,7 +63,7 @@ def echoed(server: TritonServer, seconds: float) -> float:
         return float(client.infer("echo", [tensor]).as_numpy("seconds")[0])
 
 
-def test_a_process_that_triton_gives_up_within_a_request_ends_when_it_runs_again(server: TritonServer, tmp_path: Path):
+def test_process_suspended_during_a_request_exits_when_it_resumes(server: TritonServer, tmp_path: Path):
     process = stub_of(server, "echo")
     begun = tmp_path / "begun"
     assert echoed(server, 2.0) == 2.0  # a long request is no stop; by its end, the process is watched
@@ -105,9 +105,7 @@ class Watched(Pulse):
 
 
 @pytest.mark.parametrize("every", [TICK_S, 0.7, 10.0])
-def test_a_process_whose_other_threads_hold_the_interpreter_has_not_stopped(
-    monkeypatch: pytest.MonkeyPatch, every: float
-):
+def test_process_with_busy_threads_does_not_count_as_stopped(monkeypatch: pytest.MonkeyPatch, every: float):
     watched = Watched(monkeypatch)
     with watched.handing_over():
         watched.run(30.0, every, SLOWEST_WAKE_S)
@@ -116,7 +114,7 @@ def test_a_process_whose_other_threads_hold_the_interpreter_has_not_stopped(
 
 @pytest.mark.parametrize("switches", [0, 1, 2, 3])
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["starved", "stopped"])
-def test_a_second_without_wake_ups_ends_the_process_only_within_a_request(
+def test_process_exits_after_a_second_without_wakeups_only_during_a_request(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool, switches: int
 ):
     """The clock is the wall clock, as Triton's: a machine that was paused, and a clock that was set, count, too."""
@@ -132,7 +130,7 @@ def test_a_second_without_wake_ups_ends_the_process_only_within_a_request(
 
 
 @pytest.mark.parametrize(("later", "ended"), [(0.0, True), (HANDED_OVER_S + 2 * WAKE_S, False)])
-def test_a_request_that_waited_for_the_end_of_the_stop_ends_the_process(
+def test_process_exits_if_a_request_arrived_while_it_was_stopped(
     monkeypatch: pytest.MonkeyPatch, later: float, ended: bool
 ):
     watched = Watched(monkeypatch)

@@ -197,7 +197,7 @@ def assert_stored(store: WeightsStore, version: int, served: np.ndarray) -> None
 
 
 @pytest.mark.slow
-def test_processes_share_the_requests_and_change_versions_together(several: System):
+def test_critic_instances_share_requests_and_swap_versions_together(several: System):
     store, processes = several.run.store, processes_of(several)
     before = [cpu_s(process) for process in processes]
     with CriticLoad(several.run.url, ROWS) as load:
@@ -224,7 +224,7 @@ def test_processes_share_the_requests_and_change_versions_together(several: Syst
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_replaced(several: System):
+def test_killed_critic_instance_is_replaced(several: System):
     """What a killed instance had taken over is lost. Without a rank, rank 0 refuses requests until it is unloaded."""
     processes = processes_of(several)
     with CriticLoad(several.run.url, ROWS) as load:

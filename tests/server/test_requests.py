@@ -69,7 +69,7 @@ def test_rows_score_equally_alone_and_padded_in_one_request(live: System):
     assert_answer(live.run, rows, answer)
 
 
-def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System):
+def test_concurrent_requests_share_batches_and_keep_their_own_scores(live: System):
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = {model: settled_statistics(control, model) for model in (REWARD_MODEL, CRITIC)}
@@ -91,7 +91,7 @@ def mean_batch(before: Any, after: Any) -> float:
     return (after.inference_count - before.inference_count) / (after.execution_count - before.execution_count)
 
 
-def test_values_alone_do_not_run_the_reward_model(live: System):
+def test_critic_infer_skips_the_reward_model_if_only_values_are_requested(live: System):
     rows = scoring_inputs(mixed_rows(8, seed=6))
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = settled_statistics(control, REWARD_MODEL)
@@ -102,7 +102,7 @@ def test_values_alone_do_not_run_the_reward_model(live: System):
 
 
 @pytest.mark.slow
-def test_full_queue_and_passed_deadline_are_503(live: System):
+def test_full_queue_and_passed_deadline_return_503(live: System):
     def one_forward_a_row(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"] = {"string_value": "1"}
         config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 4
@@ -207,7 +207,7 @@ def test_a_bad_scoring_request_fails_alone(live: System):
     assert_scores(live, rows, answers[len(bad) : -len(bad)])
 
 
-def test_within_critic_infer_a_demanded_version_is_the_critics_and_not_the_rewards(live: System):
+def test_critic_infer_applies_min_version_to_the_critic_only(live: System):
     """Although Triton gives the parameters to all models of an ensemble."""
     served = live.run.store.current() or 0
     assert served > 0, "else the reward model, whose version is 0, would have it, too"
@@ -243,7 +243,7 @@ REFUSED = [
 ]
 
 
-def test_a_refusal_names_the_field(live: System):
+def test_refused_requests_name_the_field(live: System):
     ask(live.run.url, CRITIC_TRAIN, GOOD)
     last = live.run.journal.last_step()
     for model, arrays, words in REFUSED:
@@ -254,7 +254,7 @@ def test_a_refusal_names_the_field(live: System):
     assert live.run.journal.last_step() == last
 
 
-def test_a_request_that_a_model_refuses_is_counted(live: System):
+def test_refused_requests_are_counted_by_status(live: System):
     """Triton counts it as a success, since there was a response."""
 
     def refused(status: str) -> float:
@@ -275,7 +275,7 @@ def refused_json(system: System, model: str, body: dict[str, Any], headers: Mapp
     return answer.text
 
 
-def test_plain_json_without_rows_is_answered(live: System):
+def test_json_requests_without_rows_are_refused_instead_of_hanging(live: System):
     """Triton lets requests of no rows pass; without an answer the caller would wait indefinitely."""
     for model in (REWARD_MODEL, CRITIC, CRITIC_INFER):
         for name, shape, kind in (("tokens", [0, 5], "INT64"), ("sentences", [0, 1], "BYTES")):
@@ -304,7 +304,7 @@ def test_training_and_saving_need_the_key(live: System, training_key: str):
 
 
 @pytest.mark.parametrize("name", ["Origin", "origin"])
-def test_a_web_page_can_neither_train_nor_save(live: System, name: str):
+def test_requests_with_an_origin_header_can_neither_train_nor_save(live: System, name: str):
     """As a browser sends it without asking the server first; a parameter in the body does not hide the header."""
     before = live.run.journal.last_step()
     for model, tensor in NUMBERS.items():
@@ -317,7 +317,7 @@ def test_a_web_page_can_neither_train_nor_save(live: System, name: str):
 # ---- steps ----
 
 
-def test_a_step_sent_by_many_at_once_is_trained_once_and_clients_without_steps_never_share_one(live: System):
+def test_step_sent_concurrently_is_trained_once(live: System):
     """Half of them pad the same content otherwise; one comes again, later."""
     step = live.run.next_step()
     narrow = {**training_inputs(seed=21), "sequence_lengths": np.full((4, 1), 12), **identity("test", step)}
@@ -334,7 +334,7 @@ def test_a_step_sent_by_many_at_once_is_trained_once_and_clients_without_steps_n
     assert sorted(steps) == [step + 1, step + 2, step + 3]
 
 
-def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_sidecar_write(
+def test_shared_memory_and_metrics_files_are_private(
     live: System,
 ):
     def modes() -> list[int]:
@@ -379,7 +379,7 @@ def is_closed_over_grpc(channel: grpc.Channel, method: Any, headers: Mapping[str
 
 
 @pytest.mark.parametrize("holder", ["none", "wrong", "training", "control"])
-def test_the_control_key_alone_opens_what_changes_a_server(live: System, holder: str):
+def test_apis_that_change_the_server_need_the_control_key(live: System, holder: str):
     """docs/operating.md has the table. Over gRPC, every method is called."""
     control = control_key(live.run.config.run.weights_dir)
     key = {"none": "", "wrong": "guessed", "training": "open sesame", "control": control}[holder]
@@ -395,7 +395,7 @@ def test_the_control_key_alone_opens_what_changes_a_server(live: System, holder:
 
 
 @pytest.mark.slow
-def test_a_load_without_the_control_key_says_what_to_set_and_the_list_of_processes_does_not_show_it(
+def test_load_without_the_control_key_is_refused_and_the_key_is_masked_in_argv(
     live: System,
 ):
     refusal = pytest.raises(ControlPlaneError, match=r"requires a key for model control.*; set TRITON_CONTROL_KEY")

@@ -52,9 +52,7 @@ from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
 
 
-def test_a_short_run_writes_what_people_chart_checkpoints_and_a_policy(
-    live: System, checkpoints: Checkpoints, tmp_path: Path
-):
+def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpoints: Checkpoints, tmp_path: Path):
     folder = live.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
@@ -169,7 +167,7 @@ def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process: subprocess.Popen[str]):
+def test_run_stops_and_names_the_process_that_died(tmp_path: Path, process: subprocess.Popen[str]):
     log = tmp_path / "run" / "logs" / "sidecar.log"
     wait_for(lambda: "weights_version=" in log.read_text(), timeout_s=60)  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
@@ -185,7 +183,7 @@ def test_a_process_that_dies_stops_the_run_and_is_named(tmp_path: Path, process:
 
 
 @pytest.mark.slow
-def test_a_run_outlasts_its_server_and_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
+def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server(
     tmp_path: Path, process: subprocess.Popen[str]
 ):
     children(process)["server"].send_signal(signal.SIGKILL)
@@ -225,7 +223,9 @@ def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
 
 
 @pytest.mark.slow
-def test_the_critics_client_reads_trains_and_rewinds(live: System, checkpoints: Checkpoints, training_key: str):
+def test_critic_client_reads_values_trains_and_rewinds_on_the_real_server(
+    live: System, checkpoints: Checkpoints, training_key: str
+):
     rows, done = random_rows([3, 17, 40], seed=5), live.run.next_step() - 1
     with CriticClient(live.run.url, run_id="test", training_key=training_key) as critic:
         version = critic.rewind(done)
@@ -278,7 +278,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
 
 
 @pytest.mark.slow
-def test_one_trace_leads_from_the_step_to_the_reload(served: Served):
+def test_one_trace_per_step_spans_actor_server_and_sidecar(served: Served):
     for root in served.received.named("step"):
         step, spans = root.attributes["step"], [each for each in served.received.spans if each.trace == root.trace]
         names = {span.id: span.name for span in spans}
@@ -342,7 +342,7 @@ def compare(run: LiveRun, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_actor_with_other_settings_is_refused(
+def test_actor_refuses_a_served_reference_with_other_settings(
     served: Served, live: System, checkpoints: Checkpoints, tmp_path: Path
 ):
     """Other banned tokens are those of the same vocabulary and weights, with another role of a token."""

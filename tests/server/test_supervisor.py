@@ -147,7 +147,7 @@ def resume(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("hold", [stop, freeze])
-def test_freezes_up_to_5_s_are_tolerated_hangs_and_crashes_are_not(rig: Rig, hold: Callable[[Rig], None]):
+def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes(rig: Rig, hold: Callable[[Rig], None]):
     def script() -> Script:
         for seconds in np.linspace(1, 5, 20):
             yield 7.0
@@ -180,7 +180,7 @@ def test_freezes_up_to_5_s_are_tolerated_hangs_and_crashes_are_not(rig: Rig, hol
     ("metrics", "longest_s"),
     [([server_health.FORWARDS, server_health.CARD], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
 )
-def test_a_process_that_waits_for_its_card_does_not_count_as_computing(
+def test_process_without_forward_progress_on_its_gpu_is_replaced(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
 ):
     """It uses the CPU all the time, and answers no probe. On a card, only forward passes are progress."""
@@ -208,7 +208,7 @@ def test_a_process_that_waits_for_its_card_does_not_count_as_computing(
     assert rig.run(script()) is None
 
 
-def test_a_model_that_answers_with_errors_only_is_replaced(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_model_that_answers_only_errors_is_reloaded(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """As one whose card's context is broken: errors come at once, and raise Triton's own counters of requests."""
     requests = forwards = 0  # answered with an error; passes for others
 
@@ -251,7 +251,7 @@ def test_one_missed_probe_does_not_restart_the_server(rig: Rig):
     assert rig.run(script()) == "tritonserver has not answered over gRPC for 21 s"
 
 
-def test_checks_stop_before_they_began_and_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_health_checks_stop_before_their_start_and_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     ServerHealth(rig, print).stop()  # type: ignore[arg-type]  # a signal arrived before their thread was started
     loading, closed = threading.Event(), threading.Event()
 
@@ -301,7 +301,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]):
+def test_supervisor_keeps_restarting_with_growing_pauses(now: list[float]):
     """The pauses grow to a minute, and are forgotten once a server has lived a while."""
     supervisor = Supervisor(Scripted, log=lambda line: None)
     pauses = []
@@ -321,7 +321,7 @@ def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]):
     assert supervisor.server is not dead
 
 
-def test_a_start_that_fails_is_tried_again(now: list[float]):
+def test_supervisor_retries_a_failed_start(now: list[float]):
     lines: list[str] = []
     starts = iter([Scripted(), ServerStartError("no memory"), ServerStartError("no memory"), Scripted()])
 

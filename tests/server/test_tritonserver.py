@@ -44,7 +44,7 @@ def _nothing_is_left() -> Iterator[None]:
     assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
 
 
-def test_start_load_probe_stop(tmp_path: Path):
+def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path: Path):
     write_repository(tmp_path / "repository")
     lines: list[str] = []
     state = tmp_path / "server.json"
@@ -73,7 +73,7 @@ def test_start_load_probe_stop(tmp_path: Path):
     server.stop()  # once more does nothing
 
 
-def test_ports_must_be_free_and_differ_and_the_host_must_be_ours(tmp_path: Path):
+def test_taken_or_equal_ports_are_refused_before_the_start(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = tiny_server(tmp_path, metrics_port=port)
@@ -104,7 +104,7 @@ def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host: str, told
         check_ports(with_free_ports(section))
 
 
-def test_names_are_resolved_for_the_server(tmp_path: Path):
+def test_host_names_are_resolved_to_addresses_for_the_server(tmp_path: Path):
     """tritonserver binds 255.255.255.255 for a name."""
     for host, address in {"localhost": "127.0.0.1", "127.1": "127.0.0.1", "0.0.0.0": "0.0.0.0"}.items():
         section = with_free_ports(ServerSection(host=host, http_port=0, grpc_port=0, metrics_port=0))
@@ -139,7 +139,7 @@ def claiming(*ports: int, host: str = "127.0.0.1") -> Iterator[str]:
     process.join()
 
 
-def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads():
+def test_ports_stay_claimed_while_the_server_loads():
     first, second = ([free_port() for _ in range(3)] for _ in range(2))
     with claiming(*first) as claimed:
         assert claimed == "claimed"
@@ -157,7 +157,7 @@ def test_a_second_server_on_a_port_is_refused_while_the_first_still_loads():
         assert claimed == "claimed"
 
 
-def test_a_free_port_stays_free_for_the_server_alone():
+def test_free_port_is_reserved_until_the_server_binds_it():
     """Until the server starts, seconds later, no connection and no other process may be given its port."""
     port = free_port()
     with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
@@ -191,14 +191,14 @@ def write_loading(statement: str) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_a_start_that_fails_says_why(tmp_path: Path, write: Callable[[Path], None], reason: str):
+def test_failed_start_raises_with_the_cause(tmp_path: Path, write: Callable[[Path], None], reason: str):
     write(tmp_path / "repository")
     with tiny_server(tmp_path) as server, pytest.raises(ServerStartError, match=reason):
         server.wait_ready()
 
 
 @pytest.mark.slow
-def test_a_stub_of_another_python_does_not_hang(tmp_path: Path):
+def test_stub_of_another_python_fails_instead_of_hanging(tmp_path: Path):
     write_scoring_model(tmp_path / "repository", "critic")
     home = find_tritonserver(None)
     other = dataclasses.replace(home, stub=home.stub.parents[1] / "3.8" / home.stub.name)
@@ -209,7 +209,7 @@ def test_a_stub_of_another_python_does_not_hang(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path):
+def test_start_timeout_raises_and_keeps_the_previous_log(tmp_path: Path):
     write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(600)")
     for _ in range(2):
         with tiny_server(tmp_path, start_timeout_s=2) as server:
@@ -220,7 +220,7 @@ def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path):
     assert b"loading: critic:1" in server.log_path.with_suffix(".previous.log").read_bytes()
 
 
-def test_server_readiness_follows_its_models_not_their_errors(tmp_path: Path):
+def test_wait_ready_fails_if_a_loaded_model_answers_errors(tmp_path: Path):
     """Its log may hold bytes that are no text."""
     lines: list[str] = []
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
@@ -237,7 +237,7 @@ def test_server_readiness_follows_its_models_not_their_errors(tmp_path: Path):
         assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
 
 
-def test_a_stub_that_cannot_find_its_python(tmp_path: Path):
+def test_stub_failure_finds_a_fatal_python_error_in_the_log(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text("Fatal Python error: init_fs_encoding: failed to get the Python codec\n")
     assert "Fatal Python error: init_fs_encoding" in str(stub_failure(log))
@@ -264,7 +264,7 @@ input()
 """
 
 
-def test_regions_stay_as_long_as_any_of_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_shared_memory_regions_stay_while_any_owner_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -297,7 +297,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_next_start_removes_what_a_kill_left(tmp_path: Path):
+def test_next_start_removes_shared_memory_of_a_killed_server(tmp_path: Path):
     write_scoring_model(tmp_path / "repository", "critic")
     command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parents[1] / "support")]
     killed = subprocess.Popen(command)

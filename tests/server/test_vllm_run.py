@@ -180,7 +180,7 @@ def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) ->
     assert any(2 < len(tokens) < len(whole[row][0]) and ended for row, (tokens, ended) in found.items())
 
 
-def test_conversations_are_sampled_turn_by_turn(
+def test_vllm_samples_conversations_turn_by_turn(
     tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Every turn is trained as it was sampled, and its log-probs are those of a plain forward pass over the row."""
@@ -221,7 +221,7 @@ def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
     [({"name": "ppo"}, {}), ({"name": "grpo", "responses_per_prompt": 4}, {"lora_rank": 4})],
     ids=["ppo", "grpo with adapters"],
 )
-def test_a_run_outlasts_the_death_of_vllm(
+def test_run_continues_after_vllm_is_killed(
     tmp_path: Path, models: Path, vllm: Path, algorithm: dict[str, Any], policy: dict[str, Any]
 ):
     """`rlhf-triton run` starts vLLM, which is killed during a rollout, and started again."""

@@ -79,7 +79,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return set(lines)
 
 
-def test_help_has_a_line_for_each_command_and_imports_nothing(program: Path):
+def test_help_lists_each_command_without_heavy_imports(program: Path):
     done = run(program, "--help")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "usage: rlhf-triton <command> [--help]")
     for name, (_, what) in COMMANDS.items():
@@ -90,7 +90,7 @@ def test_help_has_a_line_for_each_command_and_imports_nothing(program: Path):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_is_quick_to_import(name: str, program: Path):
+def test_command_help_imports_no_heavy_package(name: str, program: Path):
     done = run(program, name, "--help")
     assert (done.returncode, done.stdout.startswith(f"usage: rlhf-triton {name} ")) == (0, True)
     assert not imported(done) & HEAVY
@@ -100,7 +100,7 @@ def test_help_of_a_command_is_quick_to_import(name: str, program: Path):
     ("arguments", "told"),
     [([], "usage: rlhf-triton"), (["staus"], "did you mean status?"), (["weights"], "usage: rlhf-triton weights")],
 )
-def test_exit_code_2_of_wrong_arguments(
+def test_wrong_arguments_exit_with_code_2(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["rlhf-triton", *arguments])
@@ -124,7 +124,7 @@ def test_exit_code_2_of_wrong_arguments(
         ("example-model", "rlhf_triton.tools.example_model", "gguf", "demo"),
     ],
 )
-def test_a_missing_package_names_the_extra_that_has_it(
+def test_missing_package_error_names_the_extra_to_install(
     command: str,
     module: str,
     package: str,
@@ -144,7 +144,7 @@ def test_a_missing_package_names_the_extra_that_has_it(
     assert capsys.readouterr().err == told
 
 
-def test_overrides_stand_on_both_sides_of_options():
+def test_overrides_are_accepted_before_and_after_options():
     whole, commands = argparse.ArgumentParser(), argparse.ArgumentParser()
     add_run_arguments(whole)
     add_run_arguments(commands.add_subparsers().add_parser("list"))
@@ -166,7 +166,7 @@ def test_overrides_stand_on_both_sides_of_options():
         ("--config x.yaml --nonsense=1", "section.key=value, such as server.http_port=…"),
     ],
 )
-def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
+def test_misplaced_setting_or_file_error_shows_the_right_form(
     words: str, told: str, capsys: pytest.CaptureFixture[str]
 ):
     parser = argparse.ArgumentParser()
@@ -176,7 +176,7 @@ def test_a_setting_or_a_file_in_the_wrong_place_is_named_with_the_right_one(
     assert told in capsys.readouterr().err
 
 
-def test_exit_code_2_of_an_error_of_each_command(
+def test_each_commands_error_exits_with_code_2_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "it reports an error as a finding"
@@ -198,7 +198,7 @@ def test_exit_code_2_of_an_error_of_each_command(
         ("list reward.store=true", "weights/reward is empty; `rlhf-triton serve` creates version 0"),
     ],
 )
-def test_versions_of_a_configuration_that_serves_none(
+def test_weights_command_refuses_a_configuration_without_versions(
     words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}}}\nreward: {{model: m}}")
@@ -209,7 +209,9 @@ def test_versions_of_a_configuration_that_serves_none(
 @pytest.mark.parametrize(
     ("command", "code"), [("run", 130), ("weights list", 130), ("gateway", 130), ("doctor", 130), ("serve", 0)]
 )
-def test_exit_code_of_an_interrupted_command(command: str, code: int, program: Path, tmp_path: Path):
+def test_interrupted_command_exits_with_its_code_and_no_traceback(
+    command: str, code: int, program: Path, tmp_path: Path
+):
     """The signal arrives while the command reads its YAML, a pipe that stays empty."""
     os.mkfifo(tmp_path / "my.yaml")
     arguments = [str(program), *command.split(), "--config", str(tmp_path / "my.yaml")]
@@ -238,7 +240,7 @@ def test_exit_code_of_an_interrupted_command(command: str, code: int, program: P
 
 
 @pytest.mark.parametrize(("left", "says"), [(0, "export"), (5, "export"), (7, "from_pretrained")])
-def test_the_newest_policy_is_named_after_an_error(
+def test_run_command_names_the_newest_policy_after_an_error(
     tmp_path: Path,
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
@@ -272,7 +274,9 @@ def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_status_in_each_phase(tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]):
+def test_status_describes_a_run_in_each_phase(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+):
     run = make_run(tmp_path, checkpoints)
     assert lines_of(run.path, capsys) == [
         f"run       test in {tmp_path}: not running; no step has ended",
@@ -300,9 +304,7 @@ def test_status_in_each_phase(tmp_path: Path, checkpoints: Checkpoints, capsys: 
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8")
 
 
-def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_host(
-    live: System, capsys: pytest.CaptureFixture[str]
-):
+def test_status_shows_a_running_server_and_a_silent_remote_instance(live: System, capsys: pytest.CaptureFixture[str]):
     run, store = live.run, live.run.store
     last = json.loads((run.config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     current = store.current()
@@ -329,7 +331,7 @@ def test_status_of_a_run_whose_server_is_up_and_of_a_silent_instance_on_another_
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
 
 
-def test_status_shows_what_blocks_a_sidecar_and_the_last_problem_of_each_log(
+def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ):
     run = make_run(tmp_path, checkpoints)

@@ -20,7 +20,7 @@ actor: {policy: {model: models/policy}, prompts: {path: prompts.jsonl}}
 """
 
 
-def test_both_models_are_usable_as_they_are(
+def test_example_model_writes_a_usable_reward_and_policy(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -31,7 +31,7 @@ def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[An
     return asyncio.run(within())
 
 
-def test_an_environment_passes_its_test_and_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_init_environment_writes_a_tested_playable_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert main(["environment", "my_game", "--policy", "a/policy"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -57,7 +57,7 @@ def test_an_environment_passes_its_test_and_plays(tmp_path: Path, monkeypatch: p
     assert used(config.environment, play) == [(-0.1, False), (1.0, True)]
 
 
-def test_the_environments_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_documented_environments_match_the_template_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The first is the one that is written; the second has a tool."""
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -86,7 +86,7 @@ def test_the_environments_of_the_docs(tmp_path: Path, monkeypatch: pytest.Monkey
         ("json", "no keyword or module of Python"),
     ],
 )
-def test_nothing_is_overwritten_or_unusable(
+def test_init_refuses_existing_files_and_unusable_names(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,7 @@ def save_tokenizer(folder: Path, *words: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
 
 
-def test_the_trial_and_the_yaml_take_settings_of_the_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_with_value_head(tmp_path / "reward", "bert", prefix="score")
     out, arguments = tmp_path / "my.yaml", ["--reward", str(tmp_path / "reward")]
     assert main(arguments) == 2
@@ -72,7 +72,7 @@ def test_the_trial_and_the_yaml_take_settings_of_the_sections(tmp_path: Path, ca
         assert message in capsys.readouterr().err
 
 
-def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_writes_reward_and_critic_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_tiny(tmp_path / "reward", "bert", "reward", reward_standardization={"mean": 0.5, "std": 2.0})
     save_tokenizer(tmp_path / "reward", "a", "b")
     save_with_value_head(tmp_path / "critic", "gpt2", prefix="v_head.summary", bias=True)
@@ -103,7 +103,9 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "already exists" in capsys.readouterr().err
 
 
-def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_lists_label_choices_for_a_reward_and_its_critic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     names = {0: "helpfulness", 1: "verbosity"}
     save_tiny(tmp_path, "llama", "reward", num_labels=2)
     change_config(tmp_path, id2label=names)
@@ -127,7 +129,7 @@ def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     body, reward = tmp_path / "body", tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
     assert main(["--critic", str(body)]) == 0
@@ -149,7 +151,7 @@ def test_what_is_no_reward_model_or_damaged_or_pickled_is_refused(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_adapter_merged_as_the_docs_say_scores_as_in_peft(
+def test_documented_adapter_merge_scores_as_in_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """As TRL saves it: the head is among its `modules_to_save`."""
@@ -228,7 +230,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     ],
     ids=["zip", "legacy", "module", "training"],
 )
-def test_a_pickled_checkpoint_is_converted(
+def test_init_models_converts_a_pickled_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None, name: str, change: Any, how: Any
 ):
     source, out = tmp_path / "source", tmp_path / "out"
@@ -306,7 +308,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and torch.load warns about an archive of it
 @pytest.mark.parametrize("content", REFUSED)
-def test_anything_but_tensors_in_a_pickle_is_refused(tmp_path: Path, content: str):
+def test_pickle_with_anything_but_tensors_is_refused(tmp_path: Path, content: str):
     save, told = REFUSED[content]
     file = tmp_path / "weights.bin"
     save(file)
@@ -350,7 +352,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_folders_that_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, "a.pt")
 
@@ -415,7 +417,9 @@ def test_heads_in_separate_pickles_are_converted(
     assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
 
 
-def test_a_policy_is_inspected_and_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None):
+def test_init_models_inspects_and_converts_a_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
+):
     source, out = tmp_path / "source", tmp_path / "out"
     save_tiny(source, "gpt2", "language")
     own = load_file(source / "model.safetensors")

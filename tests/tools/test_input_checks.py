@@ -74,7 +74,7 @@ ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
     ],
     ids=str,
 )
-def test_what_ends_a_response_and_sizes_that_differ(
+def test_token_findings_report_end_tokens_and_size_mismatches(
     tmp_path: Path, config: Path, settings: dict[str, Any], expected: list[tuple[str, str, str]]
 ):
     save_chat_policy(tmp_path / "policy", **settings)
@@ -94,7 +94,7 @@ def test_what_ends_a_response_and_sizes_that_differ(
         ("bert", [], True),  # no special token, but its "\nassistant :"
     ],
 )
-def test_a_text_that_is_a_rendered_chat_is_named_once_with_the_remedy(
+def test_prompt_text_that_is_a_rendered_chat_is_warned_about(
     tmp_path: Path, config: Path, family: str, settings: list[str], *, is_told: bool
 ):
     """Doctor and the start of a run say it: the reward model then reads no end of the reply's turn."""
@@ -125,7 +125,9 @@ WITHOUT_HEADER = "{% for m in messages %}{{ '[INST]' if m.role == 'user' }}{{ m.
 
 
 @pytest.mark.parametrize(("template", "is_told"), [(TURNS, True), (STARTED, False), (WITHOUT_HEADER, False)])
-def test_a_template_without_a_generation_prompt_is_named(tmp_path: Path, config: Path, template: str, *, is_told: bool):
+def test_chat_template_without_a_generation_prompt_is_warned_about(
+    tmp_path: Path, config: Path, template: str, *, is_told: bool
+):
     save_chat_policy(tmp_path / "policy", chat_template=template)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
     given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
@@ -139,7 +141,9 @@ def test_a_template_without_a_generation_prompt_is_named(tmp_path: Path, config:
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("writes_bos", [True, False])
-def test_a_template_without_the_bos_of_texts_is_named(tmp_path: Path, config: Path, family: str, *, writes_bos: bool):
+def test_chat_template_that_omits_the_bos_of_texts_is_warned_about(
+    tmp_path: Path, config: Path, family: str, *, writes_bos: bool
+):
     template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
     save_text_reward(tmp_path / "reward", family, chat_template=template)
     prompts = tmp_path / "prompts.jsonl"
@@ -207,7 +211,7 @@ COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth":
         ([{"text": f"### Input:\n{SENTENCE}\n\n### Response:\n", "output": SENTENCE}], None),
     ],
 )
-def test_a_file_whose_prompts_have_the_answer_is_named(config: Path, rows: list[dict[str, Any]], told: str | None):
+def test_prompts_that_contain_the_answer_are_warned_about(config: Path, rows: list[dict[str, Any]], told: str | None):
     found = [each for each in warnings(config, rows) if "the answer that the policy is to write" in each]
     assert len(found) == (told is not None)
     assert all(f"prompts.jsonl:1: the prompt ends with the row's {told}" in each for each in found)
@@ -244,9 +248,7 @@ def test_a_file_whose_prompts_have_the_answer_is_named(config: Path, rows: list[
         ({"prompt": QUESTION, "history": [["Hello.", "Yes?"]]}, "the column 'history' is not in the prompt"),
     ],
 )
-def test_a_column_that_should_change_the_prompt_but_does_not_is_named(
-    tmp_path: Path, config: Path, row: dict[str, Any], told: str | None
-):
+def test_unused_prompt_column_is_warned_about(tmp_path: Path, config: Path, row: dict[str, Any], told: str | None):
     save_chat_policy(tmp_path / "policy", chat_template=THINKING)
     environment = ["environment.class=there.py:Game", "rewards={model: {weight: 1.0}}"] if "environment" in row else []
     found = warnings(config, [row, row], f"actor.policy.model={tmp_path / 'policy'}", *environment)
@@ -261,7 +263,9 @@ def test_a_column_that_should_change_the_prompt_but_does_not_is_named(
     ("end", "is_told"),
     [("<|im_end|>\n", True), ("<|endoftext|>", True), ("<|im_end|>\n<|im_start|>assistant\n", False)],
 )
-def test_a_text_that_ends_as_a_response_does_is_named(tmp_path: Path, config: Path, end: str, *, is_told: bool):
+def test_prompt_text_that_ends_with_an_end_token_is_warned_about(
+    tmp_path: Path, config: Path, end: str, *, is_told: bool
+):
     save_chat_policy(tmp_path / "policy", **BASE)
     text = f"<|im_start|>user\nOpen it.<|im_end|>\n<|im_start|>assistant\nDone.{end}"
     settings = [f"actor.policy.model={tmp_path / 'policy'}", "reward.template='{{ text }}'"]
@@ -279,7 +283,7 @@ def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[
     return prompt_warnings(loaded, [reader.prompt(row) for row in read_rows(path)])
 
 
-def test_models_without_embeddings_for_what_the_policy_may_send_are_refused(tmp_path: Path, config: Path):
+def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_path: Path, config: Path):
     """By name, before the start: a run would end at the first such token."""
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")

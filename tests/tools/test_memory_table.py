@@ -49,7 +49,7 @@ def held(tmp_path: Path, *overrides: str, **actor: Any) -> dict[str, Held]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
-def test_weights_gradients_and_moments_are_those_of_real_models(tmp_path: Path, family: str):
+def test_memory_table_matches_the_bytes_of_real_models(tmp_path: Path, family: str):
     roles = held(tmp_path, family=family, kl_reference="triton")
     policy = save_tiny(tmp_path / "again", family, "language")
     parameters = sum(parameter.numel() for parameter in policy.parameters())
@@ -63,7 +63,7 @@ def test_weights_gradients_and_moments_are_those_of_real_models(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_cache_is_the_slot_decoders_with_every_turn_of_a_conversation(tmp_path: Path, precision: str):
+def test_memory_table_cache_matches_the_slot_decoders(tmp_path: Path, precision: str):
     def real(span: int) -> int:
         model = save_tiny(tmp_path / "again", "qwen2", "language").to(getattr(torch, precision))
         cache = SlotCache(ROWS, span + span // 2, cache_layers(model))
@@ -88,12 +88,12 @@ def test_the_cache_is_the_slot_decoders_with_every_turn_of_a_conversation(tmp_pa
         ({"kl_reference": "triton"}, 0),
     ],
 )
-def test_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: int):
+def test_memory_table_counts_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: int):
     actor = held(tmp_path, **settings)["actor"]
     assert actor.copies == pytest.approx(copies * actor.weights, abs=64)
 
 
-def test_adapters_frozen_weights_precision_and_ranks_hold_less(tmp_path: Path):
+def test_memory_table_shrinks_with_adapters_freezing_precision_and_ranks(tmp_path: Path):
     whole = held(tmp_path)
     frozen = held(tmp_path, "trainer.freeze=[layers]", "actor.policy.freeze=[layers]")
     lora = held(tmp_path, "trainer.lora_rank=1", "actor.policy.lora_rank=1")
@@ -110,14 +110,14 @@ def test_adapters_frozen_weights_precision_and_ranks_hold_less(tmp_path: Path):
     assert half["reward"].weights < whole["reward"].weights
 
 
-def test_served_models_their_ranks_instances_and_next_versions(tmp_path: Path):
+def test_memory_table_counts_instances_shards_and_next_versions(tmp_path: Path):
     one = held(tmp_path)["reward"]
     layers = 4 * sum(p.numel() for name, p in token_model(tmp_path / "reward").named_parameters() if "_proj" in name)
     assert one.weights - held(tmp_path, "reward.tensor_parallel=2")["reward"].weights == layers // 2 > 0
     assert held(tmp_path, "reward.instances=2", "reward.store=true")["reward"] == Held(2 * one.weights, 2 * one.weights)
 
 
-def test_the_sum_of_each_device_beside_its_free_memory(
+def test_dry_run_prints_memory_per_device_and_fails_if_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     config_of(tmp_path)
@@ -139,7 +139,7 @@ def test_the_sum_of_each_device_beside_its_free_memory(
     assert not (tmp_path / "run").exists()
 
 
-def test_devices_of_machines_of_their_own_and_of_every_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_table_sums_per_machine_and_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = config_of(tmp_path, *ON_GPUS, "critic.device=cuda:1")
     monkeypatch.setattr(memory_table.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(memory_table.torch.cuda, "mem_get_info", lambda index: (5 << 30, 80 << 30))
@@ -153,7 +153,7 @@ def test_devices_of_machines_of_their_own_and_of_every_card(tmp_path: Path, monk
     assert any(re.match("actor +actor cuda:0 to cuda:1, each ", line) for line in apart)
 
 
-def test_a_folder_whose_model_is_unknown_is_named(tmp_path: Path):
+def test_memory_table_names_a_folder_with_an_unknown_model(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"actor: .*absent has no config\.json"):
         held(tmp_path, f"actor.policy.model={tmp_path}/absent")
     save_tiny(tmp_path / "broken", "llama", "reward")

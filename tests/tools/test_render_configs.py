@@ -62,7 +62,7 @@ def described(tensors: Iterable[Any]) -> str:
     return " ".join(f"{t.name}:{DataType.Name(t.data_type)[5:]}{list(t.dims)}".replace(" ", "") for t in tensors)
 
 
-def test_models_names_dtypes_and_shapes_are_the_contracts():
+def test_rendered_models_have_the_contracts_names_dtypes_and_shapes():
     configs = parsed(actor={"kl": {"reference": "triton"}})
     assert set(configs) == set(TENSORS) == {config.name for config in configs.values()}
     assert configs["critic_infer"].platform == "ensemble"
@@ -77,7 +77,7 @@ def test_models_names_dtypes_and_shapes_are_the_contracts():
         assert [t.name for t in config.input if t.allow_ragged_batch] == ["tokens"] * is_scoring
 
 
-def test_settings_reach_the_files():
+def test_settings_reach_the_rendered_configs():
     configs = parsed(
         critic={
             "instances": 3,
@@ -126,7 +126,7 @@ def test_machine_dependent_settings_are_resolved_at_load(critic: dict[str, Any],
     assert (found["threads"], found["token_budget"]) == (threads, token_budget)
 
 
-def test_a_model_over_several_devices_is_one_instance():
+def test_tensor_parallel_model_is_rendered_as_one_instance():
     for device, kind in (("cpu", "KIND_CPU"), ("cuda:4", "KIND_MODEL")):
         config = parsed(critic={"tensor_parallel": 4, "device": device})["critic"]
         (group,) = config.instance_group
@@ -134,7 +134,7 @@ def test_a_model_over_several_devices_is_one_instance():
         assert parameters(config)["tensor_parallel"] == "4"
 
 
-def test_any_path_survives_the_quoting(tmp_path: Path):
+def test_rendered_paths_survive_quoting(tmp_path: Path):
     odd = tmp_path / 'a "quoted" \\ bäckslash, {{ jinja }} and a\ttab'
     configs = parsed(run={"dir": str(odd)}, critic={"model": str(odd)})
     assert parameters(configs["critic"])["model"] == str(odd)
@@ -171,11 +171,11 @@ PROCESS = {"process": {"granularity": "step", "separator": ". "}}
         {"rewards": REWARDS, "actor": {"algorithm": {"name": "reinforce++"}}},
     ],
 )
-def test_every_rendered_repository_keeps_the_rules(sections: dict):
+def test_rendered_repositories_are_consistent(sections: dict):
     check_rules(parsed(**sections))
 
 
-def test_what_triton_would_not_accept_is_refused(tmp_path: Path):
+def test_invalid_pbtxt_and_a_missing_tokenizer_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"critic_train/config.pbtxt is not valid for Triton"):
         render.parse_config("critic_train", 'backand: "python"')
     (tmp_path / "config.json").write_text("{}")
@@ -183,7 +183,7 @@ def test_what_triton_would_not_accept_is_refused(tmp_path: Path):
         parsed(critic={"model": str(tmp_path)})
 
 
-def test_versions_that_are_not_ours_are_removed(tmp_path: Path):
+def test_rendering_removes_foreign_version_folders(tmp_path: Path):
     """Triton takes each for a version; one of 20 digits ends it at the next load, and at every start."""
     config = RunConfig()
     render.render_repository(config, tmp_path)
@@ -195,7 +195,7 @@ def test_versions_that_are_not_ours_are_removed(tmp_path: Path):
     assert (tmp_path / "critic_infer" / "1").is_dir()
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_render_command_writes_and_checks_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = ["--out", str(tmp_path / "repository")]
     assert render.main([*out, "--check"]) == 1
     assert "is not up to date" in capsys.readouterr().err
@@ -207,9 +207,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "did you mean critic.instances?" in capsys.readouterr().err
 
 
-def test_models_of_a_checkout_beyond_ascii_do_not_import_it_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_rendered_model_imports_a_non_ascii_checkout_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for root, first in (("plain", "from"), ("ü", "import sys")):
         monkeypatch.setattr(render, "ROOT", tmp_path / root)
         render.render_repository(RunConfig(), tmp_path / "repository")
@@ -257,7 +255,7 @@ def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
 
 
-def test_declared_fingerprints_tell_servers_apart(tmp_path: Path):
+def test_declared_fingerprints_differ_for_different_rewards(tmp_path: Path):
     """A client sends its rows only to servers that declare the same."""
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=3)
     file = tmp_path / "mine.py"
@@ -278,7 +276,7 @@ def test_declared_fingerprints_tell_servers_apart(tmp_path: Path):
     assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [False, False]
 
 
-def test_model_and_functions():
+def test_model_and_function_rewards_render_as_an_ensemble():
     rewards = {"length": LENGTH, "model": {"weight": 2}, "label": LABEL}
     configs = parsed(rewards=rewards, critic={})
     functions = {"reward_function_length", "reward_function_label"}
@@ -311,7 +309,7 @@ def test_model_and_functions():
     assert both["reward_mixture"] == parts["reward_mixture"]
 
 
-def test_yes_and_no_without_quotes_are_refused(tmp_path: Path):
+def test_unquoted_yes_and_no_are_refused_as_logit_tokens(tmp_path: Path):
     """YAML reads them as true and false, which must not become the token ids 1 and 0."""
     path = tmp_path / "run.yaml"
     path.write_text("reward: {logit: {tokens: [yes], against: [no]}}")
@@ -348,7 +346,7 @@ def test_a_reward_term_sees_only_its_own_key(monkeypatch: pytest.MonkeyPatch):
     assert hidden == {"l": always | {"one", "two"}, "one": always | {"two"}, "two": always | {"one"}}
 
 
-def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path):
+def test_function_rewards_without_a_model_use_the_policys_tokenizer(tmp_path: Path):
     """Where the policy is another trainer's, the critic's, or what the reward names."""
     sections: dict[str, Any] = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
     sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
@@ -359,7 +357,7 @@ def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_
         assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / role)
 
 
-def test_terms_load_before_their_sum():
+def test_load_order_puts_reward_terms_before_their_sum():
     parts = {"reward_checkpoint", "reward_mixture", "reward_function_a"}
     others = [{"critic_infer"}, {"critic_train"}, {"critic_save"}]
     assert load_order(MODELS) == [{"reward_model", "critic"}, *others]
@@ -398,7 +396,7 @@ def test_rerendering_equals_a_fresh_folder(tmp_path: Path, before: dict[str, Any
     assert own.is_file()
 
 
-def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rendering_completes_an_interrupted_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before, after = (
         RunConfig.model_validate({"rewards": rewards}) for rewards in ({"length": LENGTH}, {"label": LABEL})
     )
@@ -431,7 +429,7 @@ def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_invalid_rewards_are_named_by_key_and_value(tmp_path: Path, rewards: str, message: str):
+def test_invalid_reward_terms_are_refused_by_key_and_value(tmp_path: Path, rewards: str, message: str):
     path = tmp_path / "my.yaml"
     path.write_text(f"rewards: {rewards}\n")
     with pytest.raises(ConfigError, match=re.escape(message)):

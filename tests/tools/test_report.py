@@ -92,7 +92,7 @@ class TestData:
         write_lines(tmp_path / "samples.jsonl", SAMPLES)
         return tmp_path
 
-    def test_summary_counted_by_hand(self, run_dir: Path):
+    def test_summary_matches_hand_computed_values(self, run_dir: Path):
         summary = finish_run(run_dir, **MEASURED).summary
         of_steps = ("process_reward_before", "process_reward_after", "steps_before", "steps_after")
         assert tuple(summary) == tuple(key for key in SUMMARY_KEYS if key not in of_steps)
@@ -113,7 +113,7 @@ class TestData:
         }
         assert {key: summary[key] for key in expected} == expected
 
-    def test_what_was_not_measured_is_not_in_the_summary(self, run_dir: Path):
+    def test_summary_omits_values_that_were_not_measured(self, run_dir: Path):
         """Nor what an earlier run in this folder measured with its critic."""
         critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
         actor = {key: value for key, value in ACTOR.items() if key not in {*critic, "reward_before", "kl_final"}}
@@ -135,7 +135,7 @@ class TestData:
             ("samples.jsonl", [], "0 texts before and 0 after"),
         ],
     )
-    def test_files_that_are_missing_or_damaged_are_named(
+    def test_finish_run_names_missing_or_damaged_files(
         self, run_dir: Path, name: str, rows: list[dict[str, Any]] | None, message: str
     ):
         (run_dir / name).unlink()
@@ -144,7 +144,7 @@ class TestData:
         with pytest.raises(FileNotFoundError if rows is None else ValueError, match=message):
             finish_run(run_dir, **MEASURED)
 
-    def test_only_the_last_line_may_be_torn(self, tmp_path: Path):
+    def test_read_jsonl_tolerates_only_a_torn_last_line(self, tmp_path: Path):
         path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)
         path.write_text(json.dumps(row, ensure_ascii=False) + '\n{"a": 2', encoding="utf-8")
         assert read_jsonl(path) == [row]
@@ -153,11 +153,11 @@ class TestData:
             with pytest.raises(ValueError, match=message):
                 read_jsonl(path)
 
-    def test_a_step_done_again_counts_once(self, tmp_path: Path):
+    def test_read_steps_keeps_the_last_line_of_a_repeated_step(self, tmp_path: Path):
         write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
         assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
 
-    def test_texts_are_prompt_and_response_and_conversations_may_begin_differently(self, run_dir: Path):
+    def test_read_pairs_joins_prompt_and_response_and_keeps_conversations(self, run_dir: Path):
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
         write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
@@ -168,14 +168,14 @@ class TestData:
         talks = pair.conversation_before, pair.conversation_after
         assert [talk and talk.prompt for talk in talks] == ["You begin before.", "You begin after."]
 
-    def test_figures_by_hand(self):
+    def test_series_and_number_formats_match_hand_computed_values(self):
         rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
         assert series(rows, "x") == ([4], [5.0])
         assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
         rounded = [(-0.004, ".2f"), (-0.006, ".2f"), (-0.0001, "+.3f"), (-1234.5, ",.0f")]
         assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
 
-    def test_the_interval_of_a_gain_keeps_pairs_and_agrees_with_the_normal_approximation(self):
+    def test_gain_interval_resamples_pairs_and_matches_the_normal_approximation(self):
         def interval(before: Any, after: Any) -> tuple[float, float]:
             no_text: Any = None
             gain = Gain.of([(no_text, *scores) for scores in zip(before, after, strict=True)])
@@ -198,7 +198,7 @@ def page_of(run_dir: Path) -> str:
 class TestPage:
     """Of synthetic run folders."""
 
-    def test_the_page_of_a_whole_run_needs_nothing_else_and_names_no_machine(self, tmp_path: Path):
+    def test_page_is_self_contained_escaped_and_names_no_machine(self, tmp_path: Path):
         full_run = write_run(tmp_path / "demo")
         page = page_of(full_run)
         for text in (
@@ -235,7 +235,7 @@ class TestPage:
         assert len(pictures(run)) == 8
 
     @pytest.mark.usefixtures("no_pictures")
-    def test_the_page_says_what_was_trained_and_with_which_settings(self, tmp_path: Path):
+    def test_page_shows_the_algorithm_changed_settings_and_policy(self, tmp_path: Path):
         run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
         actor = {
             "algorithm": {"name": "reinforce++"},
@@ -262,7 +262,7 @@ class TestPage:
 
     @pytest.mark.usefixtures("no_pictures")
     @pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (40, 16)])
-    def test_a_run_without_validation_shows_texts_of_its_rollouts(self, tmp_path: Path, num_texts: int, shown: int):
+    def test_page_without_validation_shows_rollout_texts(self, tmp_path: Path, num_texts: int, shown: int):
         run_dir = write_run(tmp_path / "short", validated=False, num_steps=2)
         rows = [
             {"step": k, "prompt": "It <b>is</b>", "response": f"{EVIL} {k}.", "reward": None if k == 2 else -0.001}
@@ -278,7 +278,7 @@ class TestPage:
         present = [k for k in (8, 9, 32) if f"great {k}." in section]
         assert present == ([8] if num_texts == 40 else [])
 
-    def test_a_resume_with_other_settings_is_marked_and_a_missing_kl_has_no_picture(self, tmp_path: Path):
+    def test_curves_mark_a_resume_with_other_settings_and_omit_a_missing_kl(self, tmp_path: Path):
         folder = write_run(tmp_path / "new", critic=False, validated=False, num_steps=3)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]]
         write_lines(folder / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
@@ -313,7 +313,7 @@ class TestSections:
         write_lines(run_dir / "rollouts.jsonl", texts)
         return page_of(run_dir)
 
-    def test_the_example_of_the_docs(self, tmp_path: Path):
+    def test_documented_report_section_example_works(self, tmp_path: Path):
         docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
         found = re.search(r"```python\n(from rlhf_triton.tools.report.data.*?)```", docs.read_text(), re.DOTALL)
         assert found is not None
@@ -322,7 +322,7 @@ class TestSections:
         assert "<table><tr><th class=n>step</th><th class=n>words</th><th>response</th></tr>" in page
         assert "<td class=n>1</td><td class=n>2</td><td>a &lt;b&gt;</td>" in page
 
-    def test_everything_that_a_section_may_have(self, tmp_path: Path):
+    def test_report_section_renders_all_its_fields(self, tmp_path: Path):
         code = (
             'return [ReportSection(title="Texts", text="a < b", results=["It <rose>."], cards=[("mine", "1", "note")], '
             'figures={"mine": (0.12345, "A figure.")}, pictures={"My picture.": lambda axes, run: axes.plot([1, 2])})]'
@@ -346,7 +346,7 @@ class TestSections:
             ('return [ReportSection(title="x", pictures={"y": lambda axes, run: 1 / 0})]', "ZeroDivisionError"),
         ],
     )
-    def test_failing_sections_are_named_and_the_page_is_written(self, tmp_path: Path, code: str, error: str):
+    def test_failing_report_section_is_named_and_the_page_is_still_written(self, tmp_path: Path, code: str, error: str):
         page = self.page_of(tmp_path, self.START + code)
         assert "my_report.py:sections failed: " in page
         assert error in page
@@ -357,7 +357,7 @@ class TestSections:
 class TestCommand:
     """On folders that the actor's recorder writes, while it writes them and afterwards."""
 
-    def test_conversations_are_shown_turn_by_turn(self, tmp_path: Path):
+    def test_page_shows_conversations_turn_by_turn(self, tmp_path: Path):
         call = '<tool_call>{"name": "look", "arguments": {"where": "<up>"}}</tool_call>'
         played = (
             {"role": "assistant", "content": f"I look. {call}"},
@@ -411,7 +411,7 @@ class TestCommand:
         words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
         assert not re.search(words, page)
 
-    def test_a_run_before_and_after_its_first_step(self, tmp_path: Path):
+    def test_page_of_a_run_before_and_after_its_first_step_has_no_curves(self, tmp_path: Path):
         run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
         with only_run(run_dir):
             page = page_of(run_dir)
@@ -423,7 +423,7 @@ class TestCommand:
         assert "After 1 step of GRPO" in page
         assert "<figure>" not in page, "no curve of one step"
 
-    def test_a_run_in_progress_and_after_a_crash_within_a_line(self, tmp_path: Path):
+    def test_page_of_a_running_or_crashed_run_reports_its_last_step(self, tmp_path: Path):
         run_dir = tmp_path / "run"
         run = RecordedRun(run_dir, validation_prompts="held.jsonl", validation_every=2).start()
         run.validated("before", 0, 0.0).steps(1, 2).validated("between", 2, 0.7)
@@ -457,7 +457,7 @@ class TestCommand:
             (["{}/damaged"], "the run in {}/damaged cannot be read: {}/damaged/metrics.jsonl line 1 is not JSON: "),
         ],
     )
-    def test_errors_are_one_sentence(
+    def test_report_command_errors_are_one_sentence(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
     ):
         RecordedRun(tmp_path / "run").start().steps(1)
@@ -504,7 +504,7 @@ TRITON = {
 }
 
 
-def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_progress_prints_a_line_per_phase_step_and_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with RunProgress(tmp_path, 4) as progress:
         progress.phase("starting [bold]tritonserver[/bold]")
         progress.refresh()  # no file yet
@@ -531,7 +531,7 @@ def test_phases_steps_and_validations_are_a_line_each(tmp_path: Path, capsys: py
     assert out.splitlines()[4:] == [*validations, "another"]
 
 
-def test_a_resumed_run_prints_no_step_again_and_its_eta_knows_no_pause(
+def test_progress_after_resume_repeats_no_step_and_excludes_the_pause_from_eta(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The actor writes the file anew."""

@@ -90,7 +90,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
 
 
 @every_combination
-def test_what_is_rendered_made_and_demanded(
+def test_rendered_models_and_version_0_per_algorithm(
     algorithm: str,
     reward: str,
     tmp_path: Path,
@@ -114,7 +114,7 @@ def test_what_is_rendered_made_and_demanded(
 
 
 @every_combination
-def test_what_is_missing_is_named_before_anything_starts(
+def test_missing_files_are_listed_before_anything_starts(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ):
     """All of it at once, a line each, and nothing that the run does without."""
@@ -134,7 +134,7 @@ def test_what_is_missing_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path):
+def test_missing_checkpoint_error_says_how_to_fix_it(tmp_path: Path):
     def missing(config: dict[str, Any], **of: bool) -> str:
         with pytest.raises(ConfigError) as caught:
             check_files(
@@ -171,7 +171,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path):
     )
 
 
-def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, checkpoints: Checkpoints):
+def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path: Path, checkpoints: Checkpoints):
     for role in ("policy", "reward"):
         shutil.copytree(getattr(checkpoints, role), tmp_path / role, ignore=shutil.ignore_patterns("*token*"))
     (tmp_path / "prompts.jsonl").touch()
@@ -205,7 +205,7 @@ def test_a_checkpoint_without_a_tokenizer_or_a_head_is_named(tmp_path: Path, che
         ({}, "reward.max_length: 100000 is more than the "),
     ],
 )
-def test_a_folder_that_cannot_be_served_is_one_sentence(
+def test_unservable_reward_folder_is_refused_in_one_line(
     change: dict[str, Any] | str, told: str, tmp_path: Path, checkpoints: Checkpoints
 ):
     """Of transformers' own text nothing but the reason."""
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_served_is_one_sentence(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Path, checkpoints: Checkpoints):
+def test_reward_model_is_refused_as_policy_reference_and_logit_reward(tmp_path: Path, checkpoints: Checkpoints):
     (tmp_path / "prompts.jsonl").touch()
     models = {"policy": {"model": checkpoints.reward}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
     sections = {
@@ -257,7 +257,7 @@ def test_a_reward_model_is_no_policy_no_reference_and_has_no_logits(tmp_path: Pa
         ("if True:\n    lenght = len", None),
     ],
 )
-def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: str, told: str | None):
+def test_missing_reward_function_is_refused_before_anything_starts(tmp_path: Path, code: str, told: str | None):
     (tmp_path / "mine.py").write_text(code)
     config = RunConfig.model_validate({"rewards": {"length": {"function": f"{tmp_path / 'mine.py'}:lenght"}}})
     if told is None:
@@ -276,7 +276,7 @@ def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: s
         (rlhf_triton.actor.__main__, ("actor.policy",)),
     ],
 )
-def test_each_command_names_a_gpu_that_is_missing_before_it_loads_a_model(
+def test_commands_refuse_a_missing_gpu_before_loading_a_model(
     command: Any,
     roles: tuple[str, ...],
     tmp_path: Path,
@@ -320,7 +320,7 @@ def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
         ({"critic", "functions"}, OF_THE_CRITIC | OF_THE_REWARD["functions"]),  # for a policy with its tokenizer
     ],
 )
-def test_without_an_actor_the_models_that_the_yaml_names_are_served(
+def test_yaml_without_an_actor_serves_the_models_it_names(
     sections: set[str], served: set[str], tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     every: dict[str, Any] = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
@@ -430,7 +430,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ),
     ],
 )
-def test_a_run_is_refused_with_one_line_for_each_problem(
+def test_check_run_refuses_each_problem_with_one_line(
     settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING"):
@@ -467,7 +467,7 @@ def test_a_run_is_refused_with_one_line_for_each_problem(
         ),
     ],
 )
-def test_prompts_that_cannot_be_used_are_named(text: str, words: str, tmp_path: Path, checkpoints: Checkpoints):
+def test_empty_and_too_long_prompts_are_refused(text: str, words: str, tmp_path: Path, checkpoints: Checkpoints):
     prompts = tmp_path / "empty.jsonl"
     prompts.write_text(text)
     config = load_config(
@@ -494,7 +494,7 @@ class Shop:
 '''
 
 
-def test_conversations_need_chat_templates(tmp_path: Path):
+def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path: Path):
     """The policy's, and the reward model's, which renders them itself whatever its vocabulary."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
@@ -576,7 +576,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
 
 
 @pytest.mark.parametrize(("names", "settings", "expected"), LABELS.values(), ids=LABELS.keys())
-def test_no_label_is_chosen_for_the_user(names: list[str], settings: list[str], expected: Any, tmp_path: Path):
+def test_reward_labels_must_be_chosen_by_the_user(names: list[str], settings: list[str], expected: Any, tmp_path: Path):
     model = tmp_path / "reward"
     save_tiny(model, "llama", "reward", num_labels=len(names))
     make_tokenizer().save_pretrained(model)
@@ -602,7 +602,7 @@ def parameters_of(text: str) -> dict[str, str]:
     return {name: value.string_value for name, value in config.parameters.items()}
 
 
-def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_with_several_rewards_per_row_is_refused_before_the_start(tmp_path: Path, checkpoints: Checkpoints):
     save_tiny(tmp_path / "two", "llama", "reward", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path / "two")
     run = make_run(tmp_path / "run", checkpoints)
@@ -612,7 +612,7 @@ def test_a_run_needs_one_reward_per_row_before_the_server_starts(tmp_path: Path,
         check_files(config, server=True, actor=True)
 
 
-def test_another_reward_model_than_that_of_the_store_is_refused(tmp_path: Path, checkpoints: Checkpoints):
+def test_reward_model_that_differs_from_the_store_is_refused(tmp_path: Path, checkpoints: Checkpoints):
     """It would not be served."""
     run = make_run(
         tmp_path / "run", checkpoints, reward={"store": True}, actor={"name": "grpo", "responses_per_prompt": 2}
@@ -671,7 +671,7 @@ def test_rows_must_fit_every_model_that_receives_them(
 
 @pytest.mark.usefixtures("signals_kept")
 @pytest.mark.parametrize(("command", "code"), [("serve", 0), ("run", 130)])
-def test_a_signal_in_the_last_moment_of_a_start_stops_the_server(
+def test_signal_at_the_end_of_the_servers_start_stops_it(
     command: str, code: int, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
     """The server runs by then, and the caller does not have it yet."""
@@ -701,7 +701,7 @@ def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_grpo_with_a_function_needs_neither_critic_nor_reward_model_and_is_resumed(
+def test_grpo_with_a_function_runs_without_critic_and_reward_model_and_resumes(
     tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
 ):
     path = write_yaml(tmp_path, "grpo", "functions", checkpoints)

@@ -117,7 +117,7 @@ def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str]
             process.kill()
 
 
-def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path):
+def test_serve_drains_requests_in_flight_and_refuses_new_ones(run_dir: Path):
     with busy(run_dir) as (process, in_flight):
         process.send_signal(signal.SIGTERM)
         while status(run_dir, "blocking/ready") == 200:
@@ -144,7 +144,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.slow
-def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path):
+def test_serve_drain_skips_requests_of_a_dead_model_process(run_dir: Path):
     """Triton never answers what a model's process had taken over, and never stops reporting the model as unloading."""
     write_scoring_model(run_dir / "model_repository", "blocking")
     (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
@@ -167,7 +167,7 @@ def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_serve_waits_for_requests_in_flight_until_the_second_signal(run_dir: Path):
+def test_serve_stops_draining_at_the_second_signal(run_dir: Path):
     with busy(run_dir) as (process, in_flight):
         process.send_signal(signal.SIGTERM)
         while status(run_dir, "blocking/ready") == 200:
@@ -193,7 +193,7 @@ def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path):
     assert (server_processes(process.pid), regions(process.pid)) == ([], [])
 
 
-def test_a_killed_serve_takes_its_server_along(run_dir: Path):
+def test_killed_serve_leaves_no_server_behind(run_dir: Path):
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)
     wait_for(run_dir / "server.json", process)
@@ -204,7 +204,7 @@ def test_a_killed_serve_takes_its_server_along(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path):
+def test_serve_retries_a_server_that_aborts_at_its_start_once(run_dir: Path):
     repository = run_dir / "model_repository"
     write_repository(repository)
     shutil.rmtree(repository / "reward_model")
@@ -244,7 +244,7 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_follower_goes_on_after_a_cut(tmp_path: Path):
+def test_log_relay_continues_after_a_rotation(tmp_path: Path):
     log, ended = tmp_path / "a.log", threading.Event()
     seen: list[str] = []
     with log.open("ab", buffering=0) as writer:
@@ -316,9 +316,7 @@ def vllm_config(folder: Path, *, script: str = SCRIPT, max_tokens: int = 20, **p
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(16, "16"), (48, "64")])
-def test_vllm_has_the_policy_its_dtype_its_lengths_and_one_of_the_ranks_that_it_takes(
-    tmp_path: Path, rank: int, limit: str
-):
+def test_vllm_arguments_have_the_policys_model_dtype_length_and_lora_rank(tmp_path: Path, rank: int, limit: str):
     config = vllm_config(tmp_path, precision="bfloat16", lora_rank=rank)
     assert starts_vllm(config)
     check_vllm(config)
@@ -330,7 +328,7 @@ def test_vllm_has_the_policy_its_dtype_its_lengths_and_one_of_the_ranks_that_it_
     assert pairs.items() >= (expected | {"--max-lora-rank": limit}).items()
 
 
-def test_what_vllm_cannot_serve_is_refused_before_the_start(tmp_path: Path):
+def test_settings_that_vllm_cannot_serve_are_refused_before_the_start(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"actor.policy.lora_rank: 513 is above 512"):
         check_vllm(vllm_config(tmp_path, lora_rank=513))
     long = r"rows of at most 64 tokens, but actor.prompts.max_tokens \(60\) \+ .* is 72"
@@ -342,7 +340,7 @@ def test_what_vllm_cannot_serve_is_refused_before_the_start(tmp_path: Path):
         check_vllm(config)
 
 
-def test_a_vllm_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path):
+def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path: Path):
     events: list[str] = []
     url = f"127.0.0.1:{free_port()}"
     config = vllm_config(tmp_path)

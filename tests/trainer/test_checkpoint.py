@@ -45,7 +45,7 @@ def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return update.trained.state()
 
 
-def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Path, tmp_path: Path):
+def test_damaged_checkpoint_file_is_detected_by_its_digest(critic: Path, tmp_path: Path):
     folder = CheckpointFolder(tmp_path)
     update = fresh(critic)
     place = folder.save(update, state(1, update)) / "state.json"
@@ -61,7 +61,7 @@ def test_a_damaged_file_is_found_by_the_digest_that_state_json_names(critic: Pat
             folder.load(1, update)
 
 
-def test_a_checkpoint_of_other_trained_weights_is_refused(critic: Path, folder: CheckpointFolder):
+def test_checkpoint_with_another_lora_rank_is_refused(critic: Path, folder: CheckpointFolder):
     first, update = (
         CriticUpdate(build_critic(critic, section, seed=0), section)
         for section in (settings(lora_rank=2), settings(lora_rank=3))
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_other_trained_weights_is_refused(critic: Path, folder: 
         ({"max_steps": 30}, 20, ["learning rate of the next optimizer step: was 0, now 0.05"]),
     ],
 )
-def test_a_changed_schedule_is_named_with_both_learning_rates(new: dict[str, Any], step: int, expected: list[str]):
+def test_schedule_changes_report_old_and_new_learning_rate(new: dict[str, Any], step: int, expected: list[str]):
     schedule = {"lr": 0.1, "min_lr": 0.0, "warmup_steps": 10, "max_steps": 20}
     old, now = (decisive_settings("trainer", trainer_section(**{**schedule, **more})) for more in ({}, new))
     assert schedule_changes(json.loads(json.dumps(old)), now, step) == expected

@@ -96,7 +96,7 @@ def lines_of(config: RunConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.device
-def test_the_critic_knows_the_returns_of_an_earlier_run_before_its_first_step(root: Path, tmp_path: Path):
+def test_pretraining_fits_the_returns_of_an_earlier_run(root: Path, tmp_path: Path):
     config, again, other = (
         config_of(tmp_path / name, root / "critic", [root / run])
         for name, run in (("one", "a"), ("two", "a"), ("three", "b"))
@@ -142,7 +142,7 @@ def test_pretraining_ignores_ppo_settings(root: Path, tmp_path: Path):
     }
 
 
-def test_a_tenth_of_the_prompts_is_held_out():
+def test_split_holds_out_a_tenth_of_the_prompts():
     def row(prompt: Sequence[int], response: int) -> TrainingRow:
         tokens = np.array([*prompt, response, 9])
         mask = np.array([0.0] * (len(prompt) - 1) + [0.5, 1.0], np.float32)
@@ -160,7 +160,7 @@ def test_a_tenth_of_the_prompts_is_held_out():
     assert not any(each.prev_values.any() for each in unpacked)
 
 
-def test_explained_variance_by_hand():
+def test_pretraining_explained_variance_matches_hand_computed_values():
     class Values:
         def values(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
             return [np.arange(row.size, dtype=np.float32) for row in rows]
@@ -261,7 +261,7 @@ def test_changed_pretrain_list_is_refused_after_version_0(root: Path, tmp_path: 
         assert torch.equal(version(config_of(folder, root / "critic", first)), before)
 
 
-def test_another_critic_or_other_constants_are_refused_once_version_0_is_there(root: Path, tmp_path: Path):
+def test_changed_critic_or_standardization_is_refused_after_version_0(root: Path, tmp_path: Path):
     initialise_stores(config_of(tmp_path, root / "critic", []))
     shutil.copytree(root / "critic", tmp_path / "other")
     initialise_stores(config_of(tmp_path, tmp_path / "other", []))  # the same model at another place
@@ -275,7 +275,7 @@ def test_another_critic_or_other_constants_are_refused_once_version_0_is_there(r
         initialise_stores(config_of(tmp_path, tmp_path / "other", []))
 
 
-def test_a_real_sidecar_leaves_a_journal_to_learn_from(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pretraining_reads_the_journal_of_a_real_sidecar(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
     rig = Rig(tmp_path / "earlier", root / "critic", **TRAINING)
@@ -326,7 +326,7 @@ SPOILED: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
-def test_a_damaged_or_foreign_run_is_refused_and_nothing_is_written(
+def test_pretraining_refuses_a_damaged_or_foreign_run_and_writes_nothing(
     root: Path, tmp_path: Path, spoil: Callable[[Path], None]
 ):
     shutil.copytree(root / "a", tmp_path / "spoiled")
@@ -334,7 +334,7 @@ def test_a_damaged_or_foreign_run_is_refused_and_nothing_is_written(
     assert_refused(config_of(tmp_path / "run", root / "critic", [root / "b", tmp_path / "spoiled"]), SPOILED[spoil])
 
 
-def test_a_critic_that_the_rows_do_not_fit_is_refused(root: Path, tmp_path: Path):
+def test_pretraining_refuses_a_critic_that_does_not_fit_the_rows(root: Path, tmp_path: Path):
     save_critic_of(tmp_path / "other tokenizer", "qwen2")
     save_tiny(tmp_path / "no tokenizer", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     save_tiny(tmp_path / "few positions", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=9)
@@ -366,7 +366,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_a_line_of_a_file_is_what_the_actor_would_have_sent(root: Path, tmp_path: Path):
+def test_pretraining_file_rows_are_tokenised_like_the_actors(root: Path, tmp_path: Path):
     """BOS before a text, none before a chat; EOS after a text response; a return for each token of the response."""
     tokenizer = make_text_tokenizer("llama")
     hello, reply = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("hello", "a good film"))
@@ -399,7 +399,7 @@ def test_a_line_of_a_file_is_what_the_actor_would_have_sent(root: Path, tmp_path
 @pytest.mark.parametrize(
     ("prompt", "end"), [("hello", "<|endoftext|>"), (MESSAGES, "<|im_end|>"), ([5, 6], "<|endoftext|>")]
 )
-def test_a_reply_to_messages_ends_as_the_chat_template_ends_it(tmp_path: Path, prompt: Any, end: str):
+def test_pretraining_chat_response_ends_with_the_templates_end_token(tmp_path: Path, prompt: Any, end: str):
     tokenizer = save_chat_policy(tmp_path / "critic", eos_token="<|endoftext|>")
     file = write(tmp_path / "data.jsonl", {"prompt": prompt, "response": "a good film", "return": 2})
     [(_, payload)] = rows_of_file(file, tmp_path / "critic", special=True)
@@ -432,12 +432,12 @@ BAD_LINES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", BAD_LINES)
-def test_a_bad_line_of_a_file_is_named(root: Path, tmp_path: Path, message: str):
+def test_pretraining_file_errors_name_the_line(root: Path, tmp_path: Path, message: str):
     file = write(tmp_path / "data.jsonl", LINE, BAD_LINES[message])
     assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
 
 
-def test_an_unusable_pretraining_file_is_named(root: Path, tmp_path: Path):
+def test_unusable_pretraining_file_is_refused_by_name(root: Path, tmp_path: Path):
     for name, lines, message in (
         ("missing", None, r"missing cannot be read: .* No such file"),
         ("empty", [], "empty has no rows to train on"),

@@ -127,7 +127,7 @@ ALONE_TOO = ("one bit flipped", "not a number", "config.json edited")
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_before_current_moves(store: WeightsStore, critic: CriticModel, kind: str):
+def test_verify_version_detects_damage(store: WeightsStore, critic: CriticModel, kind: str):
     damage, message = DAMAGE[kind]
     verify_version(store, 1, critic)
     assert verify_alone(store, 1).step == 1
@@ -139,7 +139,7 @@ def test_damage_is_found_before_current_moves(store: WeightsStore, critic: Criti
             verify_alone(store, 1)
 
 
-def test_the_caller_gets_the_cause_and_training_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_failed_verification_fails_the_step_and_training_continues(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Through the sidecar: the step fails with the cause, the old version serves on, the next step is served."""
     rig.train(1)
     damage, message = DAMAGE["another number"]
@@ -195,7 +195,7 @@ def train_a_little(critic: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_version_in_bfloat16_gives_the_values_of_one_in_float32_that_is_served_in_it(llama: WeightsStore, case: str):
+def test_bfloat16_version_serves_the_same_values_as_a_float32_one(llama: WeightsStore, case: str):
     critic = build_critic(llama.folder(0), trainer_section(**CASES[case]), seed=0, dtype="bfloat16")
     critic.own_weights()
     train_a_little(critic)
@@ -286,7 +286,7 @@ def test_publish_does_not_wait_for_instances_under_reload(llama: WeightsStore):
     publication.wait()
 
 
-def test_a_critic_with_other_weights_does_not_reproduce_the_canary_row(llama: WeightsStore):
+def test_check_canary_fails_for_other_weights(llama: WeightsStore):
     publication = Publication(llama)
     critic, row = publication.critic, [canary_row(publication.critic)]
     assert publication.store.manifest(1).canary == publication.canary

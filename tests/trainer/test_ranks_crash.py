@@ -134,7 +134,7 @@ def staging(job: Job) -> bool:
     return any(name.startswith(".staging-") for name in os.listdir(job.store.root))  # noqa: PTH208 - only names
 
 
-def test_any_rank_may_die_at_any_time(make: Callable[..., Job]):
+def test_killed_ranks_do_not_change_the_sidecars_results(make: Callable[..., Job]):
     calm, rough = make("calm"), make("rough")
     expected = calm.answers(*(calm.send(step) for step in range(1, STEPS + 1)))
     entries = [rough.send(1)]
@@ -164,7 +164,7 @@ def test_any_rank_may_die_at_any_time(make: Callable[..., Job]):
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Callable[..., Job]):
+def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Callable[..., Job]):
     job = make("run")
     ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
     job.process.kill()
@@ -179,7 +179,7 @@ def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Calla
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
+def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(
     make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
 ):
     """And not ten times, as a rank that dies: each attempt would train the same step."""
@@ -195,7 +195,7 @@ def test_a_full_card_ends_all_ranks_once_and_names_the_setting(
     assert job.log.read_text().count("following run") == 1
 
 
-def test_a_card_without_room_for_the_optimizers_state_ends_the_sidecar_with_a_reason(
+def test_out_of_memory_for_optimizer_state_ends_the_sidecar_with_the_reason(
     make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     let_memory_be_short(monkeypatch, tmp_path, "torch.optim", "AdamW", "step")

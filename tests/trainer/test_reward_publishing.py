@@ -132,7 +132,7 @@ POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", POISON)
-def test_a_poisoned_version_is_refused(run: Run, capsys: Output, kind: str):
+def test_publish_refuses_a_poisoned_reward_version(run: Run, capsys: Output, kind: str):
     change, message = POISON[kind]
     before = run.config.reward.model
     assert run.tool("publish", str(changed(run, change))) == 2
@@ -147,7 +147,7 @@ def test_a_poisoned_version_is_refused(run: Run, capsys: Output, kind: str):
         assert "accuracy" not in capsys.readouterr().out
 
 
-def test_what_cannot_be_published_is_refused(run: Run, tmp_path: Path, capsys: Output):
+def test_publish_refuses_other_tokenizers_templates_and_unversioned_models(run: Run, tmp_path: Path, capsys: Output):
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
     assert run.tool("publish", str(other)) == 2
@@ -179,7 +179,7 @@ BAD_PAIRS = {
 
 
 @pytest.mark.parametrize("line", BAD_PAIRS)
-def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Output, line: str):
+def test_publish_gate_errors_name_the_line(run: Run, tmp_path: Path, capsys: Output, line: str):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     gate = str(tmp_path / "bad.jsonl")
     assert run.tool("publish", str(run.config.reward.model), gate=gate) == 2
@@ -189,7 +189,7 @@ def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Outpu
     assert run.store.versions() == [0]
 
 
-def test_version_0_is_made_once_and_must_be_finite(run: Run, tmp_path: Path):
+def test_reward_version_0_is_created_once_and_must_be_finite(run: Run, tmp_path: Path):
     initialise_stores(run.config)
     assert run.store.versions() == [0]
     bad = run.config.reward.model_copy(update={"model": changed(run, nan)})

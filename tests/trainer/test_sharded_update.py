@@ -197,7 +197,7 @@ def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int):
+def test_float64_critic_training_on_ranks_matches_one_process(root: Path, size: int):
     results = on_ranks(size, in_float64, root)
     for i, (family, changes) in enumerate(CASES):
         options = settings(**TRAINING, **changes)
@@ -227,7 +227,7 @@ def two_ranks(root: Path) -> Any:
     return on_ranks(2, in_float32, root)[0]
 
 
-def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks: Any, root: Path):
+def test_float32_critic_training_on_ranks_is_close_to_one_process_and_resumes_bitwise(two_ranks: Any, root: Path):
     assert two_ranks[0]
     update, _ = trained(root / "llama", payloads(LONG_TRAINING), **TRAINING)
     ranks = read_alone(root, 1)
@@ -237,7 +237,7 @@ def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks:
     assert STATE_FILE in names
 
 
-def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ranks: Any, root: Path):
+def test_versions_published_by_two_ranks_are_whole_checkpoints_and_verified(two_ranks: Any, root: Path):
     _, versions, damaged = two_ranks
     assert versions[:3] == [(1, True), (2, True), False]
     assert "of version 0 differs" in versions[3]
@@ -259,7 +259,7 @@ def test_versions_of_two_ranks_are_ordinary_checkpoints_and_are_verified(two_ran
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_checkpoint_of_any_number_of_ranks_is_read_by_others_bitwise(two_ranks: Any, root: Path, size: int):
+def test_critic_checkpoint_loads_bitwise_on_another_number_of_ranks(two_ranks: Any, root: Path, size: int):
     update, _ = trained(root / "llama", [payload()], **TRAINING)
     CheckpointFolder(root / "checkpoints").save(update, state(10, update))
     assert same(read_alone(root, 10), everything(update))

@@ -27,7 +27,7 @@ from rlhf_triton.wire.contract import ContractError
 
 
 @pytest.mark.device
-def test_each_step_is_a_version_and_is_trained_once(rig: Rig, straight: Rig):
+def test_each_step_is_trained_once_and_published_as_one_version(rig: Rig, straight: Rig):
     results = rig.train(1, 2, 3)
     assert [(result.weights_version, result.error) for result in results] == [(1, None), (2, None), (3, None)]
     assert len({result.loss_mean for result in results}) == 3
@@ -47,7 +47,7 @@ def test_each_step_is_a_version_and_is_trained_once(rig: Rig, straight: Rig):
     assert not torch.equal(rig.weights(2), rig.weights(3))
 
 
-def test_an_answer_means_served_by_every_instance(rig: Rig):
+def test_answer_waits_until_every_instance_serves_the_version(rig: Rig):
     rig.train(1)
     other = rig.serve("critic_1")
     until(lambda: other.served)
@@ -62,7 +62,7 @@ def test_an_answer_means_served_by_every_instance(rig: Rig):
     assert other.served[-1] == 3
 
 
-def test_a_save_waits_for_its_step_and_covers_it(rig: Rig):
+def test_save_waits_for_its_step_and_prunes_covered_entries(rig: Rig):
     rig.train(1)
     early = rig.journal.accept_save(run_id="run", step=2)
     time.sleep(0.05)
@@ -87,7 +87,7 @@ def test_rewind_publishes_a_step_that_publish_every_2_held_back(make: Callable[.
     assert torch.equal(rig.weights(2), straight.weights(3))
 
 
-def test_a_rewind_of_adapters_serves_the_old_weights_under_a_new_number(make: Callable[..., Rig]):
+def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make: Callable[..., Rig]):
     settings: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
     calm, rig = (
         make("calm", publish={"keep": 100}, **settings),
@@ -116,7 +116,7 @@ def assert_same_weights(rig: Rig, version: int, calm: Rig, step: int) -> None:
 # ---- stopped ----
 
 
-def test_a_stop_while_no_instance_serves_loses_nothing(
+def test_stop_while_waiting_for_an_instance_loses_no_step(
     make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
@@ -176,7 +176,7 @@ def watch(rig: Rig, patch: pytest.MonkeyPatch, owner: type, name: str) -> list[b
     return seen
 
 
-def test_a_sidecar_that_loads_or_prunes_keeps_its_heartbeat(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     rig.train(1)
     rig.save()
     rig.train(2)
@@ -202,7 +202,7 @@ def test_a_sidecar_that_loads_or_prunes_keeps_its_heartbeat(rig: Rig, monkeypatc
     assert all((*loads, *reads, *restores, *prunes))
 
 
-def test_an_idle_sidecar_that_reloads_the_critic_keeps_its_heartbeat(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """A large critic takes longer to load than HEARTBEAT_TIMEOUT_S."""
     rig.train(1)
     (record,) = rig.store.serving()
@@ -239,7 +239,9 @@ def scrape(port: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("lr", [1e30, 1e38], ids=["values overflow", "weights overflow"])
-def test_an_update_that_breaks_the_critic_is_one_failed_step(make: Callable[..., Rig], straight: Rig, lr: float):
+def test_update_that_makes_the_critic_non_finite_fails_only_its_step(
+    make: Callable[..., Rig], straight: Rig, lr: float
+):
     """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
 
     def start(lr: float) -> None:
@@ -340,7 +342,7 @@ def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.device
-def test_what_does_not_fit_is_trained_in_smaller_micro_batches(rig: Rig, straight: Rig, card: dict[str, Any]):
+def test_out_of_memory_halves_the_sidecars_micro_batches(rig: Rig, straight: Rig, card: dict[str, Any]):
     card["tokens"] = 10
     results = rig.train(1, 2, 3)
     expected = [straight.journal.result(entry) for entry in straight.journal.entries()][:3]
@@ -385,7 +387,9 @@ def test_batches_skipped_for_memory_are_skipped_in_a_replay(
 
 
 @pytest.mark.parametrize("sequences", [slice(None), slice(BATCH)], ids=["all", "first"])
-def test_an_acknowledged_step_that_no_longer_fits_ends_the_sidecar(rig: Rig, card: dict[str, Any], sequences: slice):
+def test_sidecar_stops_if_an_acknowledged_step_no_longer_fits_in_memory(
+    rig: Rig, card: dict[str, Any], sequences: slice
+):
     """Its weights are served and cannot be reproduced: another process may have taken the memory."""
     rig.train(1, 2)
     rig.kill()

@@ -229,7 +229,7 @@ class Disturbed(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     "error", [pytest.param(Killed(), id="killed"), pytest.param(FULL, id="full disk", marks=pytest.mark.slow)]
 )
-def test_whatever_fails_the_result_is_that_of_the_undisturbed_run(
+def test_sidecar_results_match_the_undisturbed_run_after_failed_writes(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, straight: Rig, error: BaseException
 ):
     run_state_machine_as_test(
@@ -241,7 +241,7 @@ def test_whatever_fails_the_result_is_that_of_the_undisturbed_run(
 # ---- rewinds ----
 
 
-def test_a_rewind_is_a_new_version_and_what_follows_may_differ(rig: Rig, straight: Rig):
+def test_rewind_publishes_a_new_version_and_accepts_other_steps_after_it(rig: Rig, straight: Rig):
     rig.train(1, 2)
     rig.save()
     rig.train(3, 4)
@@ -255,7 +255,7 @@ def test_a_rewind_is_a_new_version_and_what_follows_may_differ(rig: Rig, straigh
     assert [rig.store.manifest(version).step for version in (5, 6)] == [3, 4]
 
 
-def test_a_second_start_of_a_run_that_has_saved_discards_nothing(rig: Rig, straight: Rig):
+def test_rewind_to_0_is_refused_once_checkpoints_are_saved(rig: Rig, straight: Rig):
     rig.train(1, 2)
     assert rig.rewind(0).error is None  # nothing was saved
     rig.train(1)
@@ -268,9 +268,7 @@ def test_a_second_start_of_a_run_that_has_saved_discards_nothing(rig: Rig, strai
 
 
 @pytest.mark.parametrize(("target", "restarted"), [(0, False), (1, True)])
-def test_a_rewind_whose_version_was_refused_serves_its_step_when_repeated(
-    rig: Rig, straight: Rig, target: int, restarted: bool
-):
+def test_repeated_rewind_serves_its_step_after_a_refused_version(rig: Rig, straight: Rig, target: int, restarted: bool):
     rig.train(1, 2)
     rig.instances[0].refuses.update([3, 4])
     assert "version 3 was refused" in str(rig.rewind(target).error)
@@ -292,7 +290,7 @@ def save(rig: Rig, step: int, keep_steps: list[int] | None = None) -> Result:
     return rig.answer(rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
 
 
-def test_checkpoints_are_pruned_to_the_actors_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 1)
     rig = make()
     rig.serve()
@@ -331,7 +329,7 @@ def test_entries_beyond_the_rewind_limit_are_pruned(make: Callable[..., Rig], mo
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_lost_results_come_back_from_the_checkpoint(rig: Rig, straight: Rig, running: bool):
+def test_lost_results_are_restored_from_the_checkpoint(rig: Rig, straight: Rig, running: bool):
     before = rig.train(1, 2)
     rig.save()
     if not running:
@@ -358,7 +356,7 @@ def file_of(rig: Rig, step: int) -> Path:
     return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
 
 
-def test_a_damaged_entry_fails_only_its_caller(
+def test_damaged_training_entry_fails_only_its_caller(
     make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
 ):
     for module in ("critic_state", "critic_checkpoints"):
@@ -404,7 +402,7 @@ def test_damaged_answered_entries_stop_the_sidecar(rig: Rig, straight: Rig):
     assert torch.equal(rig.weights(), straight.weights(4))
 
 
-def test_a_rewind_past_damage_is_refused_and_training_goes_on(rig: Rig, straight: Rig):
+def test_rewind_past_a_damaged_entry_is_refused_and_training_continues(rig: Rig, straight: Rig):
     rig.train(1)
     rig.save()
     rig.train(2, 3)
@@ -417,7 +415,7 @@ def test_a_rewind_past_damage_is_refused_and_training_goes_on(rig: Rig, straight
     assert rig.rewind(1).error is None
 
 
-def test_a_damaged_save_fails_only_its_caller(make: Callable[..., Rig]):
+def test_damaged_save_entry_fails_only_its_caller(make: Callable[..., Rig]):
     rig = make()
     rig.serve()
     entry = rig.journal.accept_save(run_id="run", step=0, keep_steps=[0])
@@ -433,7 +431,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_training_is_repeated_from_the_checkpoint_before_two_damaged_ones(
+def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(
     make: Callable[..., Rig],
     straight: Rig,
     caplog: pytest.LogCaptureFixture,
@@ -461,7 +459,7 @@ def test_training_is_repeated_from_the_checkpoint_before_two_damaged_ones(
     assert len(list(rig.checkpoints.root.glob("damaged-*"))) == 1  # as many as set
 
 
-def test_a_folder_that_is_no_checkpoint_is_moved_out_of_the_way(make: Callable[..., Rig], straight: Rig):
+def test_folder_that_is_not_a_checkpoint_is_set_aside(make: Callable[..., Rig], straight: Rig):
     """Such as one whose state.json somebody deleted: the step gets a new one."""
     rig = make(checkpoint_every=2)
     rig.serve()
@@ -473,7 +471,7 @@ def test_a_folder_that_is_no_checkpoint_is_moved_out_of_the_way(make: Callable[.
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
-def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repaired(rig: Rig):
+def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig: Rig):
     rig.train(1, 2)
     rig.save()
     rig.stop()
@@ -493,7 +491,7 @@ def test_a_checkpoint_that_cannot_be_repeated_ends_the_sidecar_until_it_is_repai
     assert rig.start().train(3)[0].weights_version == 3
 
 
-def test_changed_settings_are_named_and_applied(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture):
+def test_changed_trainer_settings_are_logged_and_applied(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture):
     rig = make()
     rig.serve()
     rig.start().train(1)
@@ -512,7 +510,7 @@ def test_changed_settings_are_named_and_applied(make: Callable[..., Rig], caplog
 
 
 @pytest.mark.parametrize("other", ["version 0", "run"])
-def test_a_checkpoint_of_another_origin_ends_the_sidecar(rig: Rig, other: str):
+def test_checkpoint_of_another_run_or_initial_critic_stops_the_sidecar(rig: Rig, other: str):
     rig.train(1)
     rig.stop()
     if other == "run":
@@ -530,7 +528,9 @@ def test_a_checkpoint_of_another_origin_ends_the_sidecar(rig: Rig, other: str):
     assert message in str(error)
 
 
-def test_a_store_damaged_after_a_swap_ends_the_sidecar_and_is_no_failed_step(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
     """The step's version is served: an answer that it was rejected would be wrong."""
 
     def damaged(*_: Any, **__: Any) -> list[int]:
@@ -571,7 +571,7 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("trouble", ["No space left on device", "Read-only file system"])
-def test_a_weights_disk_that_refuses_is_waited_for_and_named(
+def test_sidecar_waits_for_a_full_or_read_only_weights_disk(
     make: Callable[..., Rig], straight: Rig, caplog: pytest.LogCaptureFixture, trouble: str
 ):
     rig = make()
@@ -598,7 +598,7 @@ def test_a_weights_disk_that_refuses_is_waited_for_and_named(
             rig.close()
 
 
-def test_a_full_disk_delays_the_start_and_a_stop_ends_the_wait(disk: SmallDisk, checkpoint: Path, straight: Rig):
+def test_full_disk_delays_the_sidecars_start_and_a_stop_ends_the_wait(disk: SmallDisk, checkpoint: Path, straight: Rig):
     disk.fill()
     rig = Rig(disk.folder / "run", checkpoint)
     try:
@@ -624,7 +624,7 @@ def test_a_full_disk_delays_the_start_and_a_stop_ends_the_wait(disk: SmallDisk, 
         rig.close()
 
 
-def test_a_probe_names_the_refusal_and_leaves_nothing(disk: SmallDisk):
+def test_disk_probe_returns_the_error_and_leaves_no_file(disk: SmallDisk):
     assert refusal(disk.folder) is None
     assert list(disk.folder.iterdir()) == []
     disk.fill()
@@ -633,7 +633,7 @@ def test_a_probe_names_the_refusal_and_leaves_nothing(disk: SmallDisk):
     assert [path.name for path in disk.folder.iterdir()] == ["ballast"]
 
 
-def test_curable_errors_are_retried_and_reported(caplog: pytest.LogCaptureFixture):
+def test_curable_disk_errors_are_retried_and_reported(caplog: pytest.LogCaptureFixture):
     shown: list[tuple[str, str | None]] = []
     timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")
@@ -659,7 +659,7 @@ def test_curable_errors_are_retried_and_reported(caplog: pytest.LogCaptureFixtur
         patient("reading")
 
 
-def test_safetensors_errors_of_the_disk_are_os_errors(tmp_path: Path):
+def test_safetensors_disk_errors_become_os_errors(tmp_path: Path):
     with pytest.raises(OSError, match="No space left on device") as caught, disk_errors(tmp_path / "x.safetensors"):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "x.safetensors"))

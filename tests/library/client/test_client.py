@@ -70,7 +70,7 @@ async def test_a_transient_failure_is_retried_and_a_final_one_is_not(
 
 
 @pytest.mark.parametrize("kind", ["scoring", "training"])
-async def test_every_attempt_has_the_deadline_of_its_kind(kind: str):
+async def test_scoring_and_training_attempts_have_their_own_deadlines(kind: str):
     deadlines = {"deadline_s": 0.05, "train_deadline_s": 1000}
     if kind == "training":
         deadlines = {"deadline_s": 1000, "train_deadline_s": 0.05}
@@ -80,7 +80,7 @@ async def test_every_attempt_has_the_deadline_of_its_kind(kind: str):
         assert client.counters == RequestCounters(requests=1, retries=1, failed_requests=1)
 
 
-async def test_requests_in_flight_are_bounded_on_connections_that_are_kept():
+async def test_requests_in_flight_are_bounded_and_reuse_connections():
     async with FakeTriton(lambda *_: "wait") as server, client_of(server, max_in_flight=3) as client:
         asking = [asyncio.create_task(client.rewards(ROWS)) for _ in range(12)]
         await until(lambda: server.in_flight == 3)
@@ -91,7 +91,7 @@ async def test_requests_in_flight_are_bounded_on_connections_that_are_kept():
         assert server.most_in_flight == len(server.connections) == 3
 
 
-async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retries():
+async def test_retry_budget_limits_scoring_without_using_trainings_retries():
     """Forty requests of six retries each: 240 attempts more without a budget, here 5 + 20 % of 40.
 
     With one budget for both, every critic_train of 200 rounds failed at its first 503.
@@ -122,14 +122,14 @@ async def test_the_budget_ends_a_storm_of_scoring_and_leaves_training_its_retrie
 NEWER = VersionRange(4)
 
 
-async def test_a_request_waits_for_the_version_that_it_demands_and_costs_no_retry():
+async def test_request_waits_for_its_demanded_version_without_spending_retries():
     async with FakeTriton(first(*["behind"] * 9)) as server, client_of(server, retries=0, retry_reserve=0) as client:
         await client.score(ROWS, ("values",), versions=NEWER)
         assert client.counters == RequestCounters(requests=1, retries=9)
         assert server.probes == 0, "it is healthy"
 
 
-async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_deadline(
+async def test_missing_demanded_version_raises_at_the_deadline_with_both_versions(
     monkeypatch: pytest.MonkeyPatch,
 ):
     clock_of_retries(monkeypatch, 50.0)
@@ -145,7 +145,7 @@ async def test_a_version_that_does_not_come_is_an_error_that_names_both_at_the_d
         assert len(server.asked) == 4
 
 
-async def test_another_server_answers_for_one_that_is_behind():
+async def test_request_fails_over_from_a_server_that_lacks_the_demanded_version():
     behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
     async with behind, other, client_of(behind, other, retries=0, retry_reserve=0) as client:
         for _ in range(4):
@@ -165,7 +165,7 @@ async def test_quoted_error_code_is_not_a_version_refusal():
 # ---- training requests ----
 
 
-async def test_a_step_that_failed_at_the_sidecar_differs_from_a_refused_one():
+async def test_step_that_failed_at_the_sidecar_raises_server_failed():
     async with FakeTriton(first("failed", "wrong")) as server, client_of(server) as client:
         with pytest.raises(ServerFailed, match=r"critic_train at .* refused: the gradients are not finite"):
             await train(client, 1)
@@ -175,7 +175,7 @@ async def test_a_step_that_failed_at_the_sidecar_differs_from_a_refused_one():
         assert len(server.asked) == 2, "neither is repeated"
 
 
-async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained(monkeypatch: pytest.MonkeyPatch):
+async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatch: pytest.MonkeyPatch):
     async with FakeTriton(first("busy", "busy")) as server, client_of(server, retries=1) as client:
         with pytest.raises(RequestFailed, match="after 2 attempts: no room"):
             await train(client, 1)
@@ -194,7 +194,7 @@ async def test_a_missing_sidecar_costs_no_retries_once_the_run_has_trained(monke
         assert len(server.asked) == 1 + 10 + 6, "repeated more often than retries allows"
 
 
-async def test_a_request_whose_process_was_killed_is_sent_again():
+async def test_request_is_sent_again_if_its_model_process_was_killed():
     """Triton never answers it: a run stood still until train_deadline_s."""
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
         step = asyncio.create_task(train(client, 1))
@@ -227,7 +227,7 @@ async def test_non_http_servers_are_not_retried():
     assert len(asked) == 2
 
 
-async def test_first_contact_does_not_wait_and_accepts_any_server():
+async def test_describe_accepts_any_server_and_does_not_wait_for_a_lost_one():
     async with FakeTriton() as lost, FakeTriton() as other:
         await lost.stop()
         async with client_of(lost, retries=6) as client:
@@ -245,7 +245,7 @@ async def test_first_contact_does_not_wait_and_accepts_any_server():
 @pytest.mark.parametrize(
     ("setting", "ours"), [("tokenizer_fingerprint", "ours"), ("standardization", "ours"), ("any_other", None)]
 )
-async def test_a_server_with_other_rewards_is_not_readmitted(
+async def test_server_with_other_reward_settings_is_not_readmitted(
     setting: str, ours: str | None, caplog: pytest.LogCaptureFixture
 ):
     declared = {} if ours is None else {setting: ours}

@@ -45,7 +45,7 @@ def test_statistics_count_rows_batches_and_failures(control: ControlPlane):
     assert after.success_count - before.success_count == 3
 
 
-def test_a_server_that_is_too_busy_to_answer_a_handshake_at_once_is_reached(server: TritonServer):
+def test_control_plane_connects_to_a_server_with_a_slow_handshake(server: TritonServer):
     """Half a second passes before the server sees the connection, which the kernel has accepted."""
     host, port = server.section.grpc_url.split(":")
 
@@ -89,7 +89,7 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server: Trit
             lost.statistics("critic")
 
 
-def test_rejection_probe_wants_the_models_own_refusal(server: TritonServer, control: ControlPlane):
+def test_probe_accepts_only_the_models_own_refusal(server: TritonServer, control: ControlPlane):
     control.probe("critic_train", 120)
     control.probe("critic_save", 120)
     shutil.rmtree(server.repository / "critic_save")
@@ -104,9 +104,7 @@ def test_rejection_probe_wants_the_models_own_refusal(server: TritonServer, cont
         control.probe("critic_save", 120)
 
 
-def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mends_it(
-    server: TritonServer, control: ControlPlane
-):
+def test_dead_stub_is_ready_but_fails_the_probe_until_a_reload(server: TritonServer, control: ControlPlane):
     stub = stub_of(server, "critic_train")
     stub.kill()
     with pytest.raises(ControlPlaneError, match="critic_train: its process has died"):
@@ -137,11 +135,11 @@ def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mend
         ("tokens[0]: -1 is outside the vocabulary", "tokens[0]: -1 is outside the vocabulary"),
     ],
 )
-def test_root_cause(message: str, cause: str):
+def test_root_cause_extracts_the_exception_from_tritons_message(message: str, cause: str):
     assert root_cause(message) == cause
 
 
-def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest.MonkeyPatch):
+def test_probe_fails_on_an_empty_output(control: ControlPlane, monkeypatch: pytest.MonkeyPatch):
     """What NumPy 2 makes of every output; it cannot be installed beside the rest, so it is played here."""
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
@@ -149,7 +147,7 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
         control.probe("critic", 120, ("values",))
 
 
-def test_every_call_has_a_deadline_and_a_load_that_hangs_holds_no_caller_up(
+def test_control_calls_have_deadlines_and_a_hanging_load_blocks_no_other(
     server: TritonServer, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ):
     """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind."""

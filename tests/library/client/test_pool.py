@@ -29,7 +29,7 @@ def attempts(retries: int, *, budget: RetryBudget | None = None, **settings: flo
     return Attempts("critic", ClientSection(**settings), budget or RetryBudget(100), retries=retries)  # type: ignore[arg-type]
 
 
-def test_retries_are_a_fraction_of_the_requests_and_the_budget_is_bounded():
+def test_retry_budget_is_bounded_and_refilled_per_request():
     budget, spent, reserve = RetryBudget(10), 0, 10
     for _ in range(1000):  # the first is earned into a full bucket
         budget.earn()
@@ -53,7 +53,9 @@ def test_retries_are_a_fraction_of_the_requests_and_the_budget_is_bounded():
         ([WRONG], 5, 9, r"^critic at here:1 refused: step: 9$"),
     ],
 )
-def test_the_cost_of_each_failure(failures: list[Trouble], retries: int, reserve: int, error: str | None):
+def test_attempts_spend_the_retry_budget_only_for_pauses(
+    failures: list[Trouble], retries: int, reserve: int, error: str | None
+):
     one = attempts(retries, budget=RetryBudget(reserve))
     record = {BUSY: one.pause_s, WRONG: one.pause_s, RESET: one.moves_on, REFUSED: one.moves_on}
     for trouble in failures[:-1]:
@@ -63,7 +65,7 @@ def test_the_cost_of_each_failure(failures: list[Trouble], retries: int, reserve
     assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
 
 
-def test_pauses_double_up_to_a_limit_with_jitter(monkeypatch: pytest.MonkeyPatch):
+def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(retry, "BACKOFF_S", 1.0)
     one, longest = attempts(20), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
@@ -72,7 +74,7 @@ def test_pauses_double_up_to_a_limit_with_jitter(monkeypatch: pytest.MonkeyPatch
     assert len(firsts) > 10, "those that failed together come back one by one"
 
 
-def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch: pytest.MonkeyPatch):
     times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
     monkeypatch.setattr("rlhf_triton.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
@@ -134,7 +136,7 @@ async def test_training_requests_are_sent_in_order(script: str):
 # ---- the choice of a server ----
 
 
-async def test_idle_servers_take_turns_for_each_model():
+async def test_idle_servers_alternate_per_model():
     """Reward and critic score every row: each server gets half of the requests for either."""
     async with Rig() as servers:
         taken: list[tuple[str, str]] = []
@@ -146,7 +148,7 @@ async def test_idle_servers_take_turns_for_each_model():
     assert [taken.count((model, "a:1")) for model in ("reward", "critic")] == [3, 3]
 
 
-async def test_the_fewest_in_flight_wins_and_an_address_named_twice_is_one_server():
+async def test_pool_chooses_the_server_with_the_fewest_requests_in_flight():
     async with Rig("a:1", "b:1", "a:1") as servers, AsyncExitStack() as held:
         first = await held.enter_async_context(servers.one("m", writes=False, patient=True))
         other = ({"a:1", "b:1"} - {first.url}).pop()
@@ -223,7 +225,7 @@ async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(tro
         assert not servers["a:1"].takes("m")
 
 
-async def test_pauses_grow_until_a_request_is_answered():
+async def test_probe_pauses_grow_until_a_request_is_answered():
     async with Rig("a:1") as servers:
         await servers.take()
         for losses in (1, 2, 3):  # ready each time, and gone when asked
@@ -234,7 +236,7 @@ async def test_pauses_grow_until_a_request_is_answered():
         assert servers["a:1"].losses == 0
 
 
-async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models_serve():
+async def test_dead_model_is_tried_by_one_request_at_a_time():
     async with Rig("a:1") as servers:
         await servers.take("critic")
         for _ in range(5):
@@ -255,7 +257,9 @@ async def test_a_dead_model_is_tried_by_one_request_at_a_time_while_other_models
 # ---- outages ----
 
 
-async def test_an_outage_is_logged_counted_and_ended(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+async def test_outage_is_logged_counted_and_ends_with_a_healthy_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("rlhf_triton.client.pool.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
@@ -272,7 +276,7 @@ async def test_an_outage_is_logged_counted_and_ended(caplog: pytest.LogCaptureFi
     assert caplog.text.count("a server is healthy again after") == 1
 
 
-async def test_an_outage_that_does_not_end_is_an_error_that_names_all_servers():
+async def test_outage_beyond_max_outage_s_raises_with_all_servers():
     async with Rig(max_outage_s=0.05) as servers:
         await servers.lose_all()
         for error in (r"m: no healthy server for \d+ s \(max_outage_s", r": a:1: Connection refused; b:1: Connection"):
@@ -333,7 +337,7 @@ async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monke
 
 
 @pytest.mark.usefixtures("often")
-async def test_a_healthy_server_that_leaves_answers_its_requests_in_flight(
+async def test_server_removed_from_dns_answers_its_requests_in_flight(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
@@ -354,7 +358,7 @@ async def test_a_healthy_server_that_leaves_answers_its_requests_in_flight(
 
 
 @pytest.mark.usefixtures("often")
-async def test_an_unavailable_name_service_removes_no_server_and_is_logged_once_per_outage(
+async def test_dns_outage_removes_no_server_and_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     names = Names(monkeypatch)
