@@ -1,4 +1,4 @@
-"""`actor.algorithms.batch`, `stages` and `rollout_metrics`: by hand, and what is masked reaches nothing."""
+"""Tests of `actor.algorithms.batch`, `stages` and `rollout_metrics` by hand; masked values must have no effect."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ FIELDS = ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl"
 
 
 def kl_of(rows: list[SampledRow]) -> Tensor:
-    """Estimates k1, [B, S-1]."""
+    """Return the k1 estimates `[B, S-1]`."""
     return positions(rows, lambda row: row.policy_logprobs - row.ref_logprobs)
 
 
@@ -63,7 +63,7 @@ def test_mask_selects_response_tokens_and_policy_weights_skip_unfinished_rows():
 
 
 def test_critic_payload_has_only_scored_rows_without_padding():
-    """Row 2 was not scored because it is longer than the critic's positions, which refuses a payload that has it."""
+    """Row 2 has no score: it exceeds the critic's positions, and the critic refuses a payload that contains it."""
     scored = scored_samples(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
     payload = critic_payload(batch)
@@ -89,7 +89,7 @@ def test_critic_payload_has_only_scored_rows_without_padding():
 
 
 def test_returns_are_the_score_minus_the_remaining_kl_penalty():
-    """lam 1, gamma 1: the score, minus the KL penalty of this token and the later ones."""
+    """With lam = gamma = 1, a return is the score minus the KL penalty of this token and the later ones."""
     scored = scored_samples()
     batch = make_batch(scored, **SETTINGS, lam=1.0)
     later = (0.1 * kl_of(scored) * batch.mask).flip(1).cumsum(1).flip(1)
@@ -100,7 +100,7 @@ def test_returns_are_the_score_minus_the_remaining_kl_penalty():
 @pytest.mark.parametrize("mask_unfinished", [False, True])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
 def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_unfinished: bool):
-    """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
+    """Row 1 did not end: with `mask_unfinished` its outlying advantage changes neither mean nor spread."""
     scored = scored_samples()
     scored[1] = scored[1].scored(reward=-50.0, outcome=-50.0)
     batch = make_batch(scored, **SETTINGS, algorithm_name=algorithm, mask_unfinished=mask_unfinished)
@@ -115,7 +115,7 @@ def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_u
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind: str):
-    """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
+    """A prompt or its padding may contain tokens that are banned in sampling, whose log-probs are -inf."""
     scored, settings = scored_samples(), {**SETTINGS, "kl_estimator": kind}
     clean = make_batch(scored, **settings)
     for logprob, reference in ((-math.inf, 0), (0, -math.inf), (math.nan, 1e38)):
@@ -167,7 +167,7 @@ def test_failed_row_is_masked_and_does_not_affect_the_other_rows():
 
 
 def test_rollout_metrics_match_hand_computed_values():
-    """Reference section 7; consumed_samples is added by the recorder, which counts steps."""
+    """All metrics but `consumed_samples`, which the recorder adds because it counts steps."""
     scored = scored_samples()
     metrics = metrics_of(scored, make_batch(scored, **SETTINGS))
     names = {"advantages_mean", "advantages_std", "returns_mean", "returns_std", "values_mean", "values_std"}
@@ -254,7 +254,7 @@ def shaper_of(**settings: Any) -> RewardShaper:
 
 
 def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tensor | None = None) -> Tensor:
-    """These scores after the stages: the first response ended, the others did not."""
+    """Return these scores after the stages; the first response ended, the others did not."""
     count = len(rewards)
     responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
@@ -282,7 +282,7 @@ def test_scores_are_normalised_then_clipped_then_penalised(settings: dict[str, A
 
 
 def test_overlong_penalty_grows_linearly_within_the_buffer():
-    """DAPO (arXiv 2503.14476, equation 13): nothing up to the buffer, the whole penalty at the limit."""
+    """DAPO (arXiv 2503.14476, equation 13): no penalty up to the buffer, the whole penalty at the limit."""
     shaper = shaper_of(overlong_tokens=4, overlong_penalty=2.0)
     assert shaped(shaper, torch.zeros(5), 1, 6, 7, 9, 10).tolist() == pytest.approx([0, 0, -0.5, -1.5, -2])
 
@@ -317,7 +317,7 @@ PLAIN = {"whitens": False, "mask_unfinished": False, "gamma": 1.0, "lam": 1.0, "
 
 
 def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[SampledRow]:
-    """The two responses, with values that grow by 0.1 from token to token, and no KL."""
+    """Return two responses with process rewards, values that grow by 0.1 per token, and no KL."""
     rows = []
     for i, size in enumerate((6, 5)):
         given = STEPS[i, :size].numpy(), ENDS[i, :size].numpy(), np.arange(size, dtype=np.float32) * np.float32(0.1)
@@ -343,7 +343,7 @@ def test_ppo_and_reinforce_returns_sum_the_later_process_rewards():
 
 
 def test_grpo_standardises_process_rewards_within_the_group():
-    """Steps 1, 0.5 and 3 have the mean 1.5 and the deviation sqrt(1.75): standardised -0.378, -0.756 and 1.134."""
+    """Steps 1, 0.5 and 3 have mean 1.5 and deviation sqrt(1.75), so they become -0.378, -0.756 and 1.134."""
     one, half, three = (value / 1.75**0.5 for value in (-0.5, -1.0, 1.5))
     expected = torch.tensor([[0, one + half, one + half, half, half], [0, three, three, three, 0]])
     close(batch_of(processed(), "grpo").advantages, expected, atol=1e-5, rtol=0)
@@ -359,7 +359,7 @@ def test_grpo_standardises_process_rewards_within_the_group():
 
 
 def test_row_that_failed_to_get_process_rewards_is_masked():
-    """As in summary.json's ev_last: its rewards may be anything, and its values are there."""
+    """The failed row has values, as for `ev_last` in summary.json, but its rewards are ignored."""
     sample = processed(ok=(True, False))
     for name in ("ppo", "reinforce++", "grpo"):
         found = batch_of(sample, name)
@@ -412,7 +412,7 @@ K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 
 
 def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> SampledRow:
-    """A row with turns of one token behind a prompt of two, an observed token between them."""
+    """Return a row with one-token turns after a prompt of two tokens, with an observed token between turns."""
     size = 2 * len(rewards) + 1
     ends = np.arange(size) % 2 == 0
     ends[0] = False
@@ -427,7 +427,7 @@ def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sa
 
 
 def conversation(*rows: SampledRow) -> tuple[SampledRow, ...]:
-    """Rows whose last one has the total reward."""
+    """Return the rows with the total reward in the last one."""
     total = sum(float(row.score.steps.sum()) for row in rows)
     return (*rows[:-1], rows[-1].scored(reward=total))
 
@@ -453,7 +453,7 @@ def test_one_row_per_turn_trains_like_one_long_row(name: str, settings: dict[str
 
 
 def test_turns_are_ordered_by_time_across_rows():
-    """An agent's second conversation lies between two calls of its first one."""
+    """The agent's second row falls between two calls of its first one."""
     first, second = row_of(1.0, 8.0), row_of(2.0, 4.0, number=1)
     first = replace(first, turns=(first.turns[0], replace(first.turns[1], number=3)))
     batch = make_batch([conversation(second, first)], kl_coef=0.0, **BARE, algorithm_name="reinforce++")

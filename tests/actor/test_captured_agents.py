@@ -1,4 +1,4 @@
-"""Agents that call the policy over HTTP: every call is sampled by the decoder, every conversation is a row."""
+"""Tests of agents that call the policy over HTTP: the decoder samples every call, every conversation becomes a row."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,7 +48,7 @@ def conversations(model: Any, agent: CapturedAgents, count: int, *given: Any, **
 
 
 def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
-    """The last row of each of the `conversations`."""
+    """Return the last row of each of the `conversations`."""
     return [rows[-1] for rows in conversations(*arguments, **settings)]
 
 
@@ -77,7 +77,7 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agent
 
 
 def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(agents: Agents, model: Any):
-    """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
+    """Three rows: the plan, and two rows that share a reply, which is trained once. There are more rows than slots."""
     for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
         assert rows[-1].messages[-2]["content"] == "right"
@@ -128,7 +128,7 @@ def test_limit_is_not_a_lost_environment_even_if_the_client_raises_oserror(agent
 def test_closing_a_generation_frees_the_slots_of_its_agents(
     agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """As when memory is short: the others begin again, in the only place that there is."""
+    """As after an out-of-memory error: the conversations restart, although only one instance is allowed."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
     talks = Talks(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)

@@ -1,4 +1,4 @@
-"""Conversations with environments: the tokens of every engine, what ends them, their rewards, and what they train."""
+"""Conversations with environments: the tokens of each engine, their ends, their rewards, and what they train."""
 
 import asyncio
 import copy
@@ -51,7 +51,7 @@ CHATML = (
 
 
 def tokenizer_of(content: str = "{{ m.content }}", template: str = CHATML) -> Any:
-    """A tokenizer with a chat template that writes this for the content of a message."""
+    """Return a tokenizer whose chat template writes `content` for a message's content."""
     made = template.replace("{{ m.content }}", content)
     return make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=made, model_max_length=512)
 
@@ -94,7 +94,7 @@ def ids(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
 
 
 def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any) -> tuple[SampledRow, list[int]]:
-    """As `talk_in_rows`; return the last row."""
+    """Like `talk_in_rows`, but return only the last row."""
     found, seen = talk_in_rows(agent, replies, prompt, **more)
     return found[-1], seen
 
@@ -102,9 +102,9 @@ def talk(agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, **more: 
 def talk_in_rows(
     agent: Agent, replies: Sequence[str], prompt: Prompt = PROMPT, ends: bool = True, tokenizer: Any = TOKENIZER
 ) -> tuple[Conversation, list[int]]:
-    """Lead a conversation with a policy that says `replies`; return it, and the tokens before the last turn.
+    """Hold a conversation with a policy that says `replies`; return its rows and the tokens before the last turn.
 
-    Each look at the clock is 10 s after the one before.
+    The clock advances by 10 s with each reading.
     """
     left, seen = [*replies], list[int]()
     times = itertools.count(0.0, 10.0)
@@ -181,7 +181,7 @@ def test_environment_exception_ends_the_conversation_with_its_message(agents: Ag
 
 
 def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents: Agents):
-    """TRL's own example, and a policy that calls it rightly and wrongly."""
+    """TRL's example environment, with a policy that calls its tool correctly and incorrectly."""
     prompt = asked("")
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
     replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
@@ -215,7 +215,7 @@ def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents: Agen
 )
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
 def test_text_after_a_reply_matches_the_templates_rendering(template: str, keeps: bool, opening: str):
-    """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
+    """Qwen3 adds an empty thought to the last reply; Qwen3.5 starts replies with a thought, which R1 drops later."""
     chat = Chat(tokenizer_of(template, CHATML.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")))
     said, more = [user("Hi.")], [user("Go on.")]
     reply = "Hm.\n</think>\n\nYes." if opening else "Yes."
@@ -231,7 +231,7 @@ def test_text_after_a_reply_matches_the_templates_rendering(template: str, keeps
 
 
 def test_template_that_adds_a_space_before_replies_is_accepted():
-    """Llama 2's and Mistral's templates write one."""
+    """As the templates of Llama 2 and Mistral do."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
@@ -262,7 +262,7 @@ def test_check_prompts_reports_a_template_that_leaves_out_tools(agents: Agents, 
 
 
 def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents: Agents):
-    """Qwen3.5's and GLM's kind, which the tokenizer describes to transformers."""
+    """The format of Qwen3.5 and GLM, which the tokenizer describes to transformers."""
     tokenizer = tokenizer_of()
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
@@ -341,7 +341,7 @@ def test_conversation_starts_another_row_if_the_template_removes_thoughts(
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
 def test_reward_functions_receive_all_messages_of_a_conversation(agents: Agents, tokenizer: Any, num_rows: int):
-    """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
+    """The messages start at the first reply, even if the template started another row; without roles it is the text."""
     replies = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"]
     plain = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 3})
     found = [talk_in_rows(agents("Countdown", tokenizer), replies, each)[0] for each in (asked(turns=3), plain)]
@@ -384,7 +384,7 @@ def test_reply_without_the_templates_end_token_gets_it():
 
 @pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
 def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents: Agents, first: str, turns: int):
-    """In the first observation, or in the answer to a turn, which is its text."""
+    """The token occurs in the first observation, or in the answer to a turn, which echoes the turn's text."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
@@ -404,12 +404,12 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Random weights whose replies end by themselves now and then."""
+    """Return a policy with random weights whose replies end on their own now and then."""
     return random_policy(6.0)
 
 
 def random_policy(bias: float) -> Any:
-    """Random weights, with a bias for the end of a reply."""
+    """Return a policy with random weights and a bias for the end-of-reply token."""
     made = random_llama("policy", seed=1, vocab_size=160, max_position_embeddings=512, initializer_range=0.3).eval()
     added = bias * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
     made.lm_head.register_forward_hook(lambda _, __, logits: logits + added)
@@ -424,7 +424,7 @@ def prompts_of(count: int) -> list[Prompt]:
 def generated_rows(
     model: Any, agent: Agent, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
 ) -> list[Conversation]:
-    """A conversation about each prompt."""
+    """Return the rows of one conversation per prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.uses_slots = uses_slots
@@ -435,12 +435,12 @@ def generated_rows(
 
 
 def generated(*given: Any, **settings: Any) -> list[SampledRow]:
-    """The last row of each conversation."""
+    """Return the last row of each conversation."""
     return [rows[-1] for rows in generated_rows(*given, **settings)]
 
 
 def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
-    """Conversations that have no rewards yet."""
+    """Return the conversations without rewards."""
     return [(replace(row, score=Score()),) for row in rows]
 
 
@@ -457,7 +457,7 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
 def test_each_turn_is_sampled_from_the_whole_row_before_it(
     agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, in_step: bool, slots: int
 ):
-    """Also with a template that writes every reply anew, so that each turn begins a row, with draws of its own."""
+    """Also with a template that rewrites every reply, so that each turn starts a row with its own draws."""
     agent = agents("Countdown", tokenizer)
     agent.in_step = in_step
     found = generated_rows(model, agent, prompts_of(9), uses_slots, generation_batch_size=slots)
@@ -531,7 +531,7 @@ def test_failing_environment_fails_only_its_own_conversation(agents: Agents, mod
 
 @pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
 def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses: int, failed: int):
-    """Each reply ends at once, so that each conversation takes a step."""
+    """Each reply ends at once, so every conversation takes a step."""
     rows = generated(random_policy(1000.0), agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
     assert sum(row.restarts for row in rows) == (2 * 6 if failed else losses)
@@ -552,7 +552,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, 
 
 
 def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> SampledRow:
-    """A prompt of two tokens, and these turns (first token, token after the last, reward)."""
+    """Return a row with a prompt of two tokens and these turns (first token, token after the last, reward)."""
     inside = np.array([any(start <= token < end for start, end, _ in turns) for token in range(length)])
     logprobs = np.where(inside, -1.0, 0.0).astype(np.float32)
     given = tuple(SampledTurn(*turn, number=i) for i, turn in enumerate(turns))
@@ -562,7 +562,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
 
 
 def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Conversation]:
-    """Conversations with a served reward, and the value 0.1 times its place for each token."""
+    """Return conversations with a served reward and, for each token, the value 0.1 times its position."""
     found = []
     for given in rows:
         conversation = given if isinstance(given, tuple) else (given,)
@@ -596,7 +596,7 @@ def test_turn_reward_is_placed_at_the_turns_last_token():
 
 @pytest.mark.parametrize("reward", [3e38, 1e39])
 def test_conversation_fails_if_its_reward_overflows_float32(reward: float):
-    """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
+    """One reward or the sum: an infinite total would make all advantages of its group NaN."""
     scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
     assert ["beyond float32" in failure_of(each) for each in scored] == [True, False]
     assert scored[1][0].score.reward == 1.0
@@ -604,7 +604,7 @@ def test_conversation_fails_if_its_reward_overflows_float32(reward: float):
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
 def test_all_rows_of_a_conversation_share_its_advantage(name: str):
-    """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
+    """Groups compare conversations, not rows; a conversation's advantage comes from the rewards of all its turns."""
     scored, dropped = scored_of(ROWS[0], SECOND, served=0.5), scored_of(*ROWS, served=0.5)
     assert scored[1][1].score.reward == 7.5
     assert scored[1][1].score.components == {"environment": 7.0}
@@ -627,7 +627,7 @@ def test_all_rows_of_a_conversation_share_its_advantage(name: str):
 
 
 def test_metrics_cover_all_rows_of_the_trained_conversations():
-    """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
+    """The third conversation reached a limit. The KL per token is 0.5 nats in the first, 1 in the second's rows."""
     limited = row((2, 5, 1.0), length=5, truncated="environment.max_turns")
 
     def with_kl(each: SampledRow, gap: float) -> SampledRow:
@@ -666,7 +666,7 @@ def test_rollout_lines_and_metrics_report_how_conversations_ended():
 
 
 def test_rollout_line_has_the_turns_of_all_rows_of_its_conversation():
-    """The first row's prompt, and the turns of both; the other conversation has its own alone."""
+    """The line has the first row's prompt and the turns of both rows; the other conversation has a single row."""
 
     def named(each: SampledRow, text: str) -> SampledRow:
         return replace(each, messages=(assistant(text),), prompt=replace(each.prompt, text=text))
@@ -707,7 +707,7 @@ def test_truncated_conversations_are_masked_bootstrapped_or_scored_as_configured
     ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
 )
 def test_group_spread_uses_only_trained_scores(truncated: str, mask_unfinished: bool, differs: bool):
-    """Two conversations have come to their end with 1, two have met a limit at 0."""
+    """Two conversations ended with a score of 1, two reached a limit with a score of 0."""
     limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
     scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)
     given = {"name": "grpo", "responses_per_prompt": 4, "mask_unfinished": mask_unfinished}
@@ -726,7 +726,7 @@ THOUGHTS.add_tokens([AddedToken(f"<{name}>", special=True) for name in ("think",
 
 
 def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(agents: Agents):
-    """Functions, environments, parsers of tool calls and reports; none gets the end of the turn."""
+    """Reward functions, environments, tool-call parsers and reports; none of them receives the end-of-turn token."""
     call = '{"name": "look", "arguments": {"at": "it"}}'
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"
     tokens = [*THOUGHTS(text, add_special_tokens=False)["input_ids"], EOS]

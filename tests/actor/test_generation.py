@@ -1,5 +1,7 @@
-"""`actor.generation` and `Policy.generate`: the texts of transformers' `generate`, whatever the model, slots and
-order of ends; what ends a response; and the log-probs of what was generated.
+"""Tests of `actor.generation` and `Policy.generate`.
+
+Responses equal those of transformers' `generate` for any model, number of slots and order of ends. The tests also cover
+what ends a response, and the log-probs of generated tokens.
 """
 
 import functools
@@ -49,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
-    """Random weights, large enough that logits differ; `eos_bias` makes responses end."""
+    """Return a model with random weights large enough for distinct logits; `eos_bias` makes responses end."""
     name, settings = FAMILIES[family]
     torch.manual_seed(5)
     settings = {**settings, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.3}
@@ -99,7 +101,7 @@ def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
 
 
 def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> Prompts:
-    """Asks for a response to each of these prompts, which goes into `found`."""
+    """Return prompts to decode, whose responses go into `found`."""
 
     def finished(index: int, conversation: Conversation) -> None:
         found[index] = responses([*conversation])[0]
@@ -109,7 +111,7 @@ def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: 
 
 
 def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytest.MonkeyPatch):
-    """Rows that go on for long: the columns are used up again and again."""
+    """Rows are long enough to use up the cache's columns several times."""
     sizes = set()
     shifts = []
     shift = SlotCache.shift
@@ -132,7 +134,7 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytes
 
 
 def test_draw_samples_in_proportion_to_the_probabilities():
-    """20,000 draws of five tokens: each share within four standard deviations of its probability."""
+    """In 20,000 draws of five tokens, each share is within four standard deviations of its probability."""
     torch.manual_seed(0)
     probabilities, count = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
     drawn = draw(probabilities.log().expand(count, -1), torch.rand(count, dtype=torch.float64))
@@ -155,7 +157,7 @@ def test_draws_depend_on_seed_and_prompt_alone():
 def test_rows_of_a_group_share_the_prefill_of_their_prompt(
     size: int, token_budget: int | None, first: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
+    """Prefills have fewer rows, stay within the token budget, and give the same responses as separate prefills."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
     passes: list[Tensor] = []
     prefill, logits = Decoder._prefill, Decoder._logits
@@ -271,8 +273,11 @@ def test_recurrent_model_falls_back_to_transformers_generate(caplog: pytest.LogC
 def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forward(
     lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture
 ):
-    """It takes positions from the number of columns, which padding shifts. It is found out whatever the first prompts
-    are, also those of equal length, and where the likeliest tokens are the same and their probabilities are not."""
+    """The model derives positions from the number of columns, which padding shifts.
+
+    The check must notice it for any first prompts: also if they have equal length, and if only the probabilities
+    differ, not the likeliest tokens.
+    """
     model = make_model("learned positions")
     embedding = model.transformer.wpe
     embedding.weight.data *= scale
@@ -396,7 +401,7 @@ def test_stop_string_that_starts_in_the_prompt_is_ignored(checkpoint: Path):
 
 
 class Letters:
-    """A tokenizer whose ids are the bytes of UTF-8."""
+    """A tokenizer whose ids are the UTF-8 bytes."""
 
     def decode(self, ids: list[int], **_: object) -> str:
         return bytes(ids).decode(errors="replace")
@@ -410,7 +415,7 @@ class Letters:
     ],
 )
 def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written: str, ends: bool):
-    """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
+    """As in vLLM: with at least three tokens, `ab` may start within them but must end after them."""
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
     generation = Generation(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
     ids = list(written.encode())
@@ -425,7 +430,7 @@ def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written: str, en
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
 def test_both_engines_sample_the_same_tokens_without_the_global_generator(checkpoint: Path, settings: dict[str, Any]):
-    """A user's loss may seed it, and draw from it, in another thread."""
+    """A user's loss may seed the global generator, or draw from it, in another thread."""
     found = []
     for uses_slots in (True, False):
         policy = make_policy(checkpoint, generation_batch_size=2, **settings)
@@ -457,7 +462,7 @@ def test_both_engines_ignore_the_checkpoints_generation_config(checkpoint: Path)
 
 
 def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(checkpoint: Path):
-    """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
+    """Log-probs are those under the temperature without banned tokens, whatever top-k or top-p did to the draw."""
     policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9)
     rollout = generate(policy, seed=1)
     row, start = torch.from_numpy(rollout[2].tokens), len(PROMPTS[2])
@@ -470,7 +475,7 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
 
 
 def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
-    """One step off-policy: until it is renewed, texts and log-probs are those of the policy that began the rollout."""
+    """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
     policy = make_policy(checkpoint, one_step_off_policy=True)
     before = generate(policy)
     logprobs, ref_logprobs = logprobs_of(policy, before), logprobs_of(policy, before, reference=True)
@@ -503,7 +508,7 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypa
 def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(
     checkpoint: Path, settings: dict[str, Any], scale: float
 ):
-    """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
+    """Always in bfloat16: logits may agree by chance in a first rollout, and a resumed run has another first one."""
     policy = make_policy(checkpoint, **settings)
     first, other = generate(policy), generate(policy, seed=1)
     found = zip(first, policy.logprobs(first), strict=True)
@@ -517,7 +522,7 @@ def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(
 
 
 def shared_batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Three prompts with four responses each, of different lengths, in mixed order: tokens, lengths, what is inside."""
+    """Return tokens, lengths and response mask of three prompts with four responses each, in mixed order."""
     generator, prompts = torch.Generator().manual_seed(0), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]] * 4
     sizes = [size for size in (4, 1, 6, 3) for _ in range(3)]
     tokens, inside = torch.zeros(12, 12, dtype=torch.int64), torch.zeros(12, 11, dtype=torch.bool)

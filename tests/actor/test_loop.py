@@ -1,6 +1,6 @@
-"""`actor.loop` and `actor.run`: what a rollout waits for, staleness, stops in each phase.
+"""Tests of `actor.loop` and `actor.run`: what a rollout waits for, staleness, and stops in each phase.
 
-Servers answer, fail and wait as a test wants; real ones are in tests/server.
+Fake servers answer, fail and wait on demand; tests/server has real ones.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ def policy(checkpoint: Path) -> Policy:
 
 
 class InstantScorer:
-    """Rewards a row with the sum of its tokens, each of its values with the token; answers when it may."""
+    """Rewards a row with the sum of its tokens; a token's value is its id. `answer` may return an awaitable."""
 
     has_critic, reward = True, ServedModel()
 
@@ -176,7 +176,7 @@ class Reference:
 
 
 async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy: Policy):
-    """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
+    """A row's end waits for a request, so sending rows only after all are written would never finish."""
     order, asked, server = [], threading.Event(), Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
 
@@ -199,7 +199,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 
 
 async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
-    """One is refused, one has an answer that is no number; the others are untouched."""
+    """One request is refused, one answer is NaN; the other rows are unaffected."""
 
     def change(row: np.ndarray, found: np.ndarray) -> None:
         if row[0] == 8:
@@ -254,7 +254,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Pol
 
 
 async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
-    """As at the end of a run whose next rollout is under way."""
+    """As at the end of a run whose next rollout is in progress."""
     written, go_on = threading.Event(), threading.Event()
 
     def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
@@ -279,7 +279,7 @@ async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
 def test_needed_update_keeps_staleness_within_max_staleness(every: int, max_staleness: int):
-    """Otherwise it would wait indefinitely, or be answered by weights that lack more than it allows."""
+    """Otherwise scoring would wait indefinitely, or use weights staler than allowed."""
     for step in range(1, 40):
         needed = needed_update(step, max_staleness=max_staleness, every=every)
         assert needed % every == 0
@@ -324,7 +324,7 @@ SMALL = {"validation_size": 0, "rollout_size": 4, "max_new_tokens": 3}
 
 
 class SlowCritic(Server):
-    """A critic that serves an update no sooner than the actor waits for it, and fails some of them."""
+    """A critic that serves an update only when the actor waits for it, and fails some of them."""
 
     def __init__(self, *, every: int = 1, fails: tuple[int, ...] = (), waits_for_save: bool = False) -> None:
         super().__init__()
@@ -389,9 +389,9 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
 
 @pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (3, 1), (4, 3)])
 def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int):
-    """The critic lags as far as it may; what the actor logs is what the critic saw.
+    """The critic lags as far as allowed; the actor logs the staleness that the critic saw.
 
-    Each request demands the version of the update that the actor has awaited: without, a second server that swaps late
+    Each request demands the version of the update that the actor has awaited. Otherwise a second server that swaps late
     would score rows with older weights.
     """
     critic, steps = SlowCritic(every=every), 8
@@ -409,7 +409,7 @@ def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints,
 
 
 def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
-    """The rollout ahead waits for the last update when it is dropped: the checkpoint names that step."""
+    """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
     limits = {"max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True}
     summary = go(watched_run(tmp_path, checkpoints, critic, **limits))
@@ -420,7 +420,7 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: 
 def test_a_run_goes_on_after_failed_critic_updates(
     tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ):
-    """4 is the last step: the run ends as well as goes on."""
+    """Step 4 is the last one, so the failure occurs in the middle of the run and at its end."""
     summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
     assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
@@ -445,7 +445,7 @@ class Remembering(Server):
 def test_step_with_only_truncated_conversations_changes_no_weights(
     tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str
 ):
-    """The critic has each of its steps, without targets."""
+    """The critic receives every step, without targets."""
     prompts, classes = tmp_path / "prompts.jsonl", Path(__file__).parents[1] / "support" / "environment_classes.py"
     prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
     actor = {**SMALL, "kl_coef": 0.1, "kl_target": 1.0, "prompts_path": str(prompts), "steps": 2}
@@ -530,7 +530,7 @@ def test_first_signal_stops_gracefully_second_at_once():
 
 
 def test_stop_ends_a_wait_that_the_signal_did_not_interrupt():
-    """It came just before the event loop began to wait; here: another thread of the process takes it."""
+    """As when the signal arrives just before the event loop starts to wait; here another thread receives it."""
     with started(600, "leave", ELSEWHERE + PROGRAM) as process:
         assert process.communicate("go\n", timeout=PATIENCE_S)[0] == "leaving\n"
         assert process.returncode == 0
@@ -572,7 +572,7 @@ class Narrow(Server):
 
 @pytest.mark.device
 def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path: Path, checkpoints: Checkpoints):
-    """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
+    """As Qwen2.5's base models: no id beyond the tokenizer is sampled, and the saved policy lists both EOS ids."""
     start, policy = tmp_path / "start", tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
     settings = {"model": str(start), "lora_rank": 0, "prompts_max_tokens": 40}
@@ -631,7 +631,7 @@ def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **sett
 
 
 def ends(folder: Path) -> list[Any]:
-    """What the end of a run leaves, but for times."""
+    """Return what the end of a run leaves, except times."""
     return [*trained(folder), *validations_of(folder)]
 
 
@@ -660,7 +660,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
     tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
 ):
-    """Whichever exception its tokens would raise, and whatever reads it; the run then goes on where it was."""
+    """Whether the row is prefetched or resampled; once it is repaired, the run continues where it was."""
     rows = [json.dumps({"text": text}) for text in TEXTS[:4] * 6]
     bad = int(np.random.default_rng([0, 0]).permutation(len(rows))[-1])
     prompts = tmp_path / "prompts.jsonl"
@@ -746,7 +746,7 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(
     settings: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ):
-    """The next start then goes on as if nothing had happened."""
+    """The next start continues as if the run had never ended."""
     prepare, kind, told = ENDS[end]
     shown = {**SHORT, **settings}
     run = make_grpo(tmp_path / "run", checkpoints, Failing() if end == "rewards" else None, **shown)
@@ -798,7 +798,7 @@ def test_incomplete_steps_are_not_checkpointed(
 
 
 def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Path, checkpoints: Checkpoints):
-    """In case the critic, whose server was lost, never receives the update of the last step."""
+    """The critic, whose server was lost, may never receive the last step's update."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
     run = make_grpo(tmp_path, checkpoints, **{**settings, "checkpoint_every": 100})
@@ -838,7 +838,7 @@ def test_resampling_replaces_groups_without_spread_and_resumes_with_the_same_pro
 
 
 def test_groups_without_spread_stay_after_max_resampled_attempts(tmp_path: Path, checkpoints: Checkpoints):
-    """At most one attempt in a step; the rollout has its size."""
+    """One attempt per step; the rollout keeps its size."""
     run = make_grpo(tmp_path, checkpoints, Rare(), max_resampled=1, mask_unfinished=False)
     batches = watched_batches(run)
     go(run)
@@ -920,7 +920,7 @@ def test_stopped_run_resumes_after_its_last_complete_step(
 
 
 def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoints: Checkpoints, whole: list[Any]):
-    """While it writes `best/`; then a stop in the repeated one."""
+    """A crash while it writes `best/`, then a stop during the repeated validation."""
     run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
     go_until(run, run.policy, "save", 2, crash=True)
     again = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
@@ -933,7 +933,7 @@ PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
 def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, checkpoints: Checkpoints):
-    """Not while only the critic does, when the KL is 0 whatever the coefficient."""
+    """While only the critic trains, the KL is 0 whatever the coefficient."""
     settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0}
     go(make_grpo(tmp_path, checkpoints, **settings))
     coefs = [line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
@@ -941,7 +941,7 @@ def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, che
 
 
 def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, checkpoints: Checkpoints):
-    """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
+    """A stop while the run awaits its last update, and in the next start while the critic rewinds, before any step."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
     awaited: list[int] = []
 
@@ -964,7 +964,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
 
 @pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
-    """Not with the response: nothing computes any more when the run has left."""
+    """Not only after the response: no forward pass runs after the run has left."""
     run = make_grpo(tmp_path, checkpoints, one_step_off_policy=True)
     forwards: list[None] = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
@@ -990,7 +990,7 @@ LONG: list[tuple[Any, str]] = [
 def test_long_calls_run_in_threads_off_the_event_loop(
     tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
-    """On the event loop it would delay responses past their deadlines."""
+    """On the event loop they would delay responses past their deadlines."""
     threads = dict[str, set[int]]()
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`actor.algorithms.losses`, `kl` and `own_functions`: by hand, against a loop, and what never matters to a loss."""
+"""Tests of `actor.algorithms.losses` and of custom losses and advantages: by hand, and for invariances."""
 
 import math
 import re
@@ -99,7 +99,7 @@ def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind: str):
 
 @pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
 def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance: float):
-    """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""
+    """exp(-d) grows without bound, and 89 nats overflow float32; a clamp alone would have gradient 0."""
     logprobs = torch.tensor([[-distance]], requires_grad=True)
     loss = kl_loss(logprobs, torch.zeros(1, 1), torch.ones(1, 1), kind="k3", total=1.0)
     loss.backward()
@@ -120,7 +120,7 @@ def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance: float
     ],
 )
 def test_adaptive_kl_coefficient_matches_hand_computed_values(target: float | None, kl: float, expected: float):
-    """Ziegler et al. 2019: the relative error, at most 0.2, for half a horizon of samples."""
+    """Ziegler et al. 2019: the relative error, clipped to 0.2, over half a horizon of samples."""
     # A rollout larger than the horizon counts as one horizon.
     for size, coef in ((5000, expected), (20_000, 1 + 2 * (expected - 1))):
         control = KLControl(1.0, target=target)
@@ -134,7 +134,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
 
 def written(folder: Path, body: str) -> str:
-    """The spec of a function with this body, of `inputs`."""
+    """Return the spec of a function of `inputs` with this body."""
     (folder / "mine.py").write_text(f"import torch\n\n\ndef mine(inputs):\n    {body}\n")
     return f"{folder / 'mine.py'}:mine"
 

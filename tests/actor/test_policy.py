@@ -1,4 +1,4 @@
-"""`actor.policy`: adapters, checkpoints that resume bit for bit or are refused, and what a policy in bfloat16 holds."""
+"""Tests of `actor.policy`: adapters, checkpoints that resume bit-identically or are refused, and bfloat16 policies."""
 
 import contextlib
 import json
@@ -265,7 +265,7 @@ def test_lora_targets_select_the_layers_with_adapters(llama: Path, targets: Any,
 def test_lora_target_that_matches_no_linear_layer_is_refused(
     llama: Path, target: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also of a layer that exists but takes none, and of one beside a name that is right; no weights are read."""
+    """Misspelt, not linear, or next to a valid name; the check reads no weights."""
     monkeypatch.setattr("rlhf_triton.actor.policy.policy.load_model", None)
     with pytest.raises(CheckpointError) as caught:
         make_policy(llama, lora_rank=4, lora_targets=("v_proj", target))
@@ -292,7 +292,7 @@ def test_config_value_that_transformers_refuses_is_reported_by_key(llama: Path, 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_are_merged_only_inside_with_merged_layers(family: str, tmp_path: Path):
-    """GPT-2's layers hold their weights transposed."""
+    """GPT-2's layers store transposed weights."""
     model = save_tiny(tmp_path / "model", family, "language").eval()
     wrapper = with_adapters(model, Lora("actor.policy", 4, 8, "all-linear"), model.get_output_embeddings())
     ids, adapted = torch.arange(12)[None], MergedWeights(model).adapted
@@ -346,7 +346,7 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(
 
 
 def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path: Path):
-    """Such as a temperature without sampling, which transformers saves only in a GenerationConfig as it was loaded."""
+    """Such as a temperature without sampling, which transformers saves only in a GenerationConfig as loaded."""
     start = save_policy(tmp_path / "start")
     published = {"eos_token_id": [1, 5, 999], "do_sample": False, "temperature": 0.6}
     (start / "generation_config.json").write_text(json.dumps(published))
@@ -366,7 +366,7 @@ def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_p
 def test_checkpoint_of_another_policy_or_lora_rank_is_refused(
     llama: Path, tmp_path: Path, settings: dict[str, Any], message: str | None
 ):
-    """Of other adapters, or of another start: the reference would be another model than the policy's start."""
+    """With another start, the reference would not be the model that the policy started from."""
     save_policy(tmp_path / "other", seed=1)
     shutil.copytree(llama, tmp_path / "moved")
     save(tmp_path / "actor", make_policy(llama, lora_rank=4))
@@ -406,7 +406,7 @@ def test_damaged_checkpoint_file_is_reported_by_path(tmp_path: Path, llama: Path
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:
-    """Load a policy; return it and the dtype of each load of its model; `add_table`: the model has a buffer in it."""
+    """Load a policy; return it and the dtype of each load of its model. `add_table` gives the model a buffer."""
     original, dtypes = AutoModelForCausalLM.from_pretrained, list[torch.dtype]()
 
     def recording(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
@@ -424,8 +424,10 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = F
 def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The base under adapters has the weights of one that was loaded in float32, and none was float32 in between. A
-    family that computes a table in the dtype of its weights would lose digits."""
+    """The frozen base under adapters is loaded directly in bfloat16 and equals one that was loaded in float32.
+
+    A family that computes a table in the dtype of its weights would lose precision, so it is loaded in float32.
+    """
     folder = save_policy(tmp_path)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     narrow, wide, lora = torch.bfloat16, torch.float32, {"lora_rank": 2, "precision": "bfloat16"}

@@ -1,5 +1,9 @@
-"""`actor.policy.update`: what must never change an update (micro-batches, padding, order of the samples, recomputed
-activations), and what each setting does. Real models of a few thousand weights, in float64 where bits would hide it."""
+"""Tests of `actor.policy.update`: what must not change an update, and the effect of each setting.
+
+An update must not depend on micro-batches, padding, sample order or recomputed activations.
+
+Real models of a few thousand weights, in float64 where rounding would hide a fault.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +38,7 @@ def make_policy(checkpoint: Path, *, double: bool = True, **settings: Any) -> Po
 
 
 def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) -> PPOBatch:
-    """Random responses with random advantages; log-probs are the policy's own, the reference's differ a little."""
+    """Return random responses and advantages; log-probs are the policy's own, the reference's differ a little."""
     generator = torch.Generator().manual_seed(0)
     lengths, positions, most = torch.tensor(LENGTHS), torch.arange(width - 1), max(LENGTHS)
     tokens = torch.full((len(LENGTHS), width), policy.pad_id)
@@ -55,20 +59,20 @@ def weights_of(policy: Policy) -> Tensor:
 
 
 def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[dict[str, float], Tensor]:
-    """Statistics by the part of their name behind the slash, and all weights after the update."""
+    """Return the statistics by the part of their name after the slash, and all weights after the update."""
     found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef)
     return {name.removeprefix("train_optim/"): value for name, value in found.items()}, weights_of(policy)
 
 
 def assert_same(results: Sequence[tuple[dict[str, float], Tensor]]) -> None:
-    """Statistics and weights of all updates are those of the first."""
+    """Assert that statistics and weights of all updates equal the first one's."""
     for stats, weights in results[1:]:
         assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
         torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
 
 
 def settings_of(name: str) -> Iterator[dict[str, Any]]:
-    """Each algorithm as it is, and with everything that a loss can have."""
+    """Yield each algorithm's settings, plain and with all loss terms."""
     algorithm = ALGORITHMS[name]
     groups = {"algorithm_name": name, **({"responses_per_prompt": 2} if algorithm.needs_groups else {})}
     yield groups
@@ -99,7 +103,7 @@ def test_update_is_independent_of_micro_batches_padding_and_sample_order(checkpo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoint: Path, name: str):
-    """Neither the KL and entropy terms nor any statistic, among them the one that `max_kl` compares."""
+    """Neither the KL and entropy terms nor any statistic changes, including the one that `max_kl` compares."""
     plain = next(settings_of(name))
     terms = {"kl_penalty_in": "loss", "kl_estimator": "k2", "entropy_bonus": 0.01}
     for settings, kl_coef in ((plain, 0.0), ({**plain, **terms}, 0.1)):
@@ -119,7 +123,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
 
 @pytest.mark.device
 def test_importance_correction_compares_the_policy_before_the_update_with_the_sampler(checkpoint: Path):
-    """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
+    """One-step off-policy: the policy in training recomputes the old log-probs, which were the sampler's."""
     correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
     policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
     batch = make_batch(policy)
@@ -132,7 +136,7 @@ def test_importance_correction_compares_the_policy_before_the_update_with_the_sa
 
 
 def test_constant_loss_mean_scales_the_mean_over_tokens(checkpoint: Path):
-    """Dr. GRPO: by the number of tokens over sequences times the longest length, for all terms of the loss alike."""
+    """Dr. GRPO: all terms of the loss scale by the number of tokens over sequences times the longest length."""
     losses = {}
     for mean in ("token", "constant"):
         policy = make_policy(checkpoint, loss_mean=mean, max_new_tokens=20, algorithm_name="reinforce++")
@@ -144,7 +148,7 @@ def test_constant_loss_mean_scales_the_mean_over_tokens(checkpoint: Path):
 
 
 def test_constant_loss_mean_counts_conversations_not_rows(checkpoint: Path):
-    """One of three is masked, which has four of the six rows."""
+    """One of three conversations is masked; it has four of the six rows."""
     losses = {}
     for mean in ("token", "constant"):
         settings = {"loss_mean": mean, "max_new_tokens": 20, "algorithm_name": "reinforce++", "rollout_size": 3}
@@ -156,7 +160,7 @@ def test_constant_loss_mean_counts_conversations_not_rows(checkpoint: Path):
 
 
 def test_nll_term_raises_the_likelihood_of_positive_responses(checkpoint: Path):
-    """Advantages of 0: the term alone moves the policy, by the mean over the tokens of these responses."""
+    """With advantages of 0 only this term moves the policy, by the mean over the tokens of positive responses."""
     policy = make_policy(checkpoint, algorithm_name="vapo")
     batch = make_batch(policy, advantages=torch.zeros(6, 11))
     of_positive = batch.mask * batch.positive[:, None]
@@ -205,7 +209,7 @@ def test_max_kl_ends_the_update(checkpoint: Path):
 
 @pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS} - {"k1"}))  # k1 has no gradient in expectation
 def test_kl_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
-    """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
+    """Advantages of 0, and a reference with higher log-probs: the penalty alone makes these tokens likelier."""
     policy = make_policy(checkpoint, kl_penalty_in="loss", kl_estimator=kind, algorithm_name="reinforce++")
     batch = make_batch(policy)
     nothing, ref_logprobs = torch.zeros_like(batch.mask), batch.logprobs + batch.mask
@@ -215,7 +219,7 @@ def test_kl_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, ki
 
 
 def test_entropy_bonus_raises_the_policys_entropy(checkpoint: Path):
-    """Advantages of 0: the bonus alone moves the policy."""
+    """With advantages of 0, only the bonus moves the policy."""
     policy = make_policy(checkpoint, entropy_bonus=1.0, algorithm_name="reinforce++")
     batch = make_batch(policy, advantages=torch.zeros(6, 11))
     before, after = (updated(policy, batch, kl_coef=0.0)[0]["scaled_entropy"] for _ in range(2))
@@ -253,8 +257,10 @@ def test_update_skips_rows_and_minibatches_without_weight(checkpoint: Path, monk
 
 @pytest.mark.parametrize("name", NAMES)
 def test_single_minibatch_update_needs_no_sampling_logprobs(checkpoint: Path, name: str):
-    """The ratio is 1 where the minibatch is the rollout: the same update as with the policy's own log-probs. A KL that
-    is measured brings others, from other micro-batches, which do not change it either."""
+    """If the minibatch is the rollout, the ratio is 1 and the update equals one with the policy's own log-probs.
+
+    Log-probs measured for a KL, in other micro-batches, do not change it either.
+    """
     results = []
     for change in ("none", "unknown", "measured"):
         policy = make_policy(checkpoint, kl_coef=0.0, rollout_size=6, **next(settings_of(name)))
@@ -270,7 +276,7 @@ def test_single_minibatch_update_needs_no_sampling_logprobs(checkpoint: Path, na
 
 @pytest.mark.device
 def test_resumed_policy_continues_its_learning_rate_schedule(checkpoint: Path, tmp_path: Path):
-    """Warm-up over five optimizer steps, two in each update, a checkpoint in the middle of it."""
+    """A warm-up over five optimizer steps, two per update, with a checkpoint in the middle."""
     schedule = {"lr": 1e-2, "warmup_steps": 5, "minibatch_size": 3, "rollout_size": 6, "double": False}
     one, other = make_policy(checkpoint, **schedule), make_policy(checkpoint, **schedule)
     batch = make_batch(one)

@@ -1,4 +1,4 @@
-"""`actor.data`: prompts from JSONL, Parquet, Arrow and saved datasets; orders, weights, a curriculum, and resuming."""
+"""Tests of `actor.data`: prompts from JSONL, Parquet, Arrow and saved datasets; their order, weights, and resuming."""
 
 import datetime
 import json
@@ -66,7 +66,7 @@ class Chat:
 
 
 def test_jsonl_lines_become_prompts_with_metadata(tmp_path: Path):
-    """A line ends only where JSONL says: str.splitlines would cut at U+2028 and at U+0085, which JSON leaves alone."""
+    """Only newlines end a line: str.splitlines would also split at U+2028 and U+0085, which JSON does not escape."""
     rows = [{"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "", {"text": ODD}, "broken"]
     first, second, third = read(write(tmp_path, *rows), limit=3)  # and does not read on
     assert (first.prompt_id, first.text, first.tokens.tolist(), first.metadata) == (
@@ -150,7 +150,7 @@ def test_messages_need_a_chat_template(tmp_path: Path):
 
 @pytest.mark.parametrize("family", sorted(CHATS))
 def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path: Path, family: str):
-    """The response follows, so no [SEP] and no EOS; `sentences` begin with the same tokens (`encode_text`)."""
+    """A response follows, so there is no [SEP] and no EOS; `sentences` start with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
     text, chat, start = "the words of a text", [user("the words")], ADDED.get(family, ("",))[0]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -183,7 +183,7 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
 
 
 def test_huge_jsonl_files_are_not_held_in_memory(tmp_path: Path):
-    """After a month metrics.jsonl has hundreds of megabytes."""
+    """After a month, metrics.jsonl has hundreds of megabytes."""
     path = tmp_path / "x.jsonl"
     write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
     tracemalloc.start()
@@ -286,7 +286,7 @@ COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
 
 @pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
 def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path: Path, write_table: Any):
-    """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
+    """Arrow and `datasets` give each row and nested object the union of all keys, and make mixed numbers floats."""
     path, reader = write_table(tmp_path, [row for row, _, _ in UNEVEN]), PromptReader(Verbatim(), 1000)
     for row, (_, messages, metadata) in zip(read_rows(path), UNEVEN, strict=True):
         if messages is None:
@@ -300,7 +300,7 @@ def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path: Path, w
 
 
 def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path: Path):
-    """It alone has a column, and floats in another one and in a nested key."""
+    """Only this row has the column, and floats in another column and in a nested key."""
     rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
     rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
     parquet.write_table(table_of(rows), table := tmp_path / "prompts.parquet")
@@ -400,7 +400,7 @@ def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
 
 @pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
 def test_single_file_is_permuted_once_per_epoch(tmp_path: Path, seed: int):
-    """The rule of the first version, which read the whole file: position -> (epoch, index) -> permutation."""
+    """The original rule, which read the whole file: position -> (epoch, index) -> permutation."""
     inputs = inputs_of(numbered(tmp_path, "a", 7), per_step=3, seed=seed)
     epochs = [[f"a{i}" for i in np.random.default_rng([seed, epoch]).permutation(7)] for epoch in range(5)]
     assert drawn(inputs, *range(1, 11)) == [name for epoch in epochs for name in epoch][:30]

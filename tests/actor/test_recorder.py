@@ -1,5 +1,7 @@
-"""`actor.run.recorder`, `settings`, `metrics` and `trackers`: checkpoints to resume from and those still needed, the
-best policy, settings that may not change, and what Prometheus, files and trackers receive.
+"""Tests of `actor.run.recorder`, `settings` and `metrics`.
+
+They cover checkpoints to resume from and their pruning, the best policy, settings that must not change, and what
+Prometheus, files and trackers receive.
 """
 
 import asyncio
@@ -63,7 +65,7 @@ class TinyPolicy:
 
 
 class Server:
-    """Takes critic_save down; refuses it while `fails` is set, which the real one does not do on demand."""
+    """Records critic_save; refuses it while `fails` is set, which a real server does not do on demand."""
 
     def __init__(self) -> None:
         self.counters = RequestCounters()
@@ -111,7 +113,7 @@ async def ends(recorder: Recorder) -> None:
 
 
 def validation(reward: float, version: int | None = None) -> Validation:
-    """As far as it is written down."""
+    """Return a validation with the fields that are logged."""
     score = rewarded(reward, reward_version=version)
     return Validation([(a_sample([1, 1], score=score),)], 0.5, None)
 
@@ -163,7 +165,7 @@ async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tm
 
 
 async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path: Path, server: Server):
-    """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
+    """`rlhf-triton weights rollback` publishes step 1 as version 3 after 5 updates were sent."""
     recorder = recorder_of(tmp_path, server)
     store = WeightsStore(recorder._weights.root)
     for step in (0, 1, 4, 1):
@@ -174,7 +176,7 @@ async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_pa
 
 
 async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
-    """The run ended while no server answered; the one before counts, also after the critic has that step again."""
+    """The run ended while no server answered; a resume uses the checkpoint before, even if the critic gets the step."""
     root = tmp_path / "checkpoints" / "actor"
     await checkpoints_of(recorder_of(tmp_path, server), 2, 4, 6)
     assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "each save says which checkpoints are there still"
@@ -187,7 +189,7 @@ async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tm
 
 
 def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
-    """The critic's journal may be another run's."""
+    """Make the critic lack every step, as with another run's journal."""
     server.received = 0
 
 
@@ -211,7 +213,7 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
 async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
     tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
 ):
-    """Its checkpoints stay as they are, and the critic does not go back."""
+    """The checkpoints stay unchanged, and the critic is not rewound."""
     root, recorder = tmp_path / "checkpoints" / "actor", recorder_of(tmp_path, server)
     await checkpoints_of(recorder_of(tmp_path, server), 2, 4)
     trouble(server, root, recorder)
@@ -224,7 +226,7 @@ async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
 async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
 ):
-    """The one before it counts, and the critic goes back to that."""
+    """The run resumes from the previous checkpoint, and the critic rewinds to its step."""
     root = tmp_path / "checkpoints" / "actor"
     recorder, resumed = (recorder_of(tmp_path, server) for _ in range(2))
     weight = recorder._policy.model.weight.detach().clone()
@@ -244,7 +246,7 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
 async def test_resume_refuses_a_served_reference_with_other_weights(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ):
-    """One that cannot be seen from here is not compared."""
+    """A reference whose files are not on this machine is not compared."""
     served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
     monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
@@ -262,7 +264,7 @@ async def test_resume_refuses_a_served_reference_with_other_weights(
 async def test_failed_critic_save_is_logged_and_retried_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
-    """Where it fails again, the run ends with an error."""
+    """If the retry fails, too, the run ends with an error."""
     recorder = recorder_of(tmp_path, server)
     await checkpoints_of(recorder, 1)
     server.fails = True
@@ -509,7 +511,7 @@ def test_changed_seed_and_deterministic_setting_are_listed(tmp_path: Path):
 
 
 def test_changed_reward_model_is_listed_with_both_paths(tmp_path: Path, checkpoints: Checkpoints):
-    """Not by its content alone, which differs as well."""
+    """The change lists the paths, not only the contents, which differ as well."""
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     before, now = (
         RunConfig.model_validate({**run, "reward": {"model": str(model)}})
@@ -697,7 +699,7 @@ class WithArtifact(Recorded):
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of both trackers, in order."""
+    """Return the calls of both trackers, in order."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Recorded, "calls", calls, raising=False)
     for kind in (WithTable, WithArtifact):
@@ -765,7 +767,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """It gets everything in order if it answers in the end, up to a bound; the interpreter waits for no daemon."""
+    """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
     hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()

@@ -1,6 +1,6 @@
-"""`actor.scoring`: which rows share a request, one version for each group, process rewards.
+"""Tests of `actor.scoring`: which rows share a request, one reward version per group, and process rewards.
 
-Clients stand for a server that answers, fails or changes its version as a test wants: the real one cannot on demand.
+Fake clients answer, fail or change their version on demand, which a real server cannot.
 """
 
 import asyncio
@@ -203,7 +203,7 @@ def test_refused_row_fails_only_itself_or_its_group(
 def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(
     tokenizer: Any, versions: list[list[int]], texts: bool
 ):
-    """A server that broke its promise would mix two critics in one advantage."""
+    """Otherwise a faulty server would mix two critics in one advantage."""
     client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
     scorer = scorer_of(client, tokenizer, with_critic=True)
     scorer.reward, scorer.sends_sentences = ServedModel(groupwise=True), texts
@@ -296,7 +296,7 @@ def test_step_that_ends_in_environment_text_is_credited_to_the_turn_before(token
 def test_step_rewards_of_texts_are_placed_on_the_token_with_the_steps_last_character(
     tokenizer: Any, is_chat: bool, before: str
 ):
-    """Also where the prompt's text is another than that of its tokens, as BOS is none."""
+    """Also if the prompt's text differs from its decoded tokens, as with BOS."""
     response = " Return a line. a good day"
     (row,) = written(tokenizer, response)
     messages = {"messages": [user("Open it.")]} if is_chat else {}
@@ -339,10 +339,7 @@ def test_token_rewards_are_refused_if_the_server_renders_texts_differently(token
 
 
 class Swapping:
-    """A scorer that scores the rows of each request by the next versions; None: it has no score.
-
-    Row i of version v has the score 100 v + i.
-    """
+    """A scorer whose requests get the next versions; None: no score. Row i has the score 100 v + i under version v."""
 
     reward = ServedModel(groupwise=True)
 
@@ -430,7 +427,7 @@ REPLIES = {  # text, its tokens, and whether the policy has ended it
 
 
 def sampled(reply: str) -> list[int]:
-    """Tokens of the policy for a key of `REPLIES`."""
+    """Return the policy's tokens for a key of `REPLIES`."""
     text, pieces, ended = REPLIES[reply]
     parts = [POLICY(piece, add_special_tokens=False)["input_ids"] for piece in pieces or [text]]
     return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
@@ -441,7 +438,7 @@ def answered(prompt: Prompt, reply: str) -> samples.SampledRow:
 
 
 def test_tool_calls_of_the_last_reply_are_rendered(tmp_path: Path):
-    """An agent's last message may have some beside its content, as clients of the OpenAI API write them."""
+    """An agent's last message may have tool calls next to its content, as OpenAI clients write them."""
     calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
     theirs = with_thoughts("qwen2", chat_template=template)
@@ -454,7 +451,7 @@ def test_tool_calls_of_the_last_reply_are_rendered(tmp_path: Path):
 
 
 def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
-    """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
+    """Return a conversation in one row: the policy calls a tool and answers the result with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
     row.sample(PolicyTurn(sampled("finished"), ended=True))
@@ -499,7 +496,7 @@ class Reader:
 
 
 def scored_ids(reader: Reader, row: samples.SampledRow) -> list[int]:
-    """The ids that a run's row is scored by."""
+    """Return the token ids by which a run's row is scored."""
     scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
     asyncio.run(scorer.compare_tokenizers())
     asyncio.run(scorer.score([(row,)]))
@@ -527,7 +524,7 @@ def test_rows_are_scored_in_the_reward_models_own_rendering(tmp_path: Path, othe
 def gate_ids(
     folder: Path, prompt: Any, reply: str | dict[str, Any], max_length: int | None = None, **settings: Any
 ) -> list[int]:
-    """The ids of a pair of `reward.gate`."""
+    """Return the token ids of a pair of `reward.gate`."""
     message = assistant(reply) if isinstance(reply, str) else reply
     said = reply if isinstance(prompt, str) else [message]
     return ids_of_line(folder, {"prompt": prompt, "chosen": said, "rejected": said}, max_length, **settings)
@@ -561,7 +558,7 @@ def test_scorer_and_gate_refuse_a_reply_that_is_too_long(tmp_path: Path, other: 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("other", REWARDS_OF)
 def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path: Path, other: str, shape: str):
-    """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
+    """Sentences of a client with and without messages, rows of the gateway, pairs of the gate, and rows of a run."""
     theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
     prompt: Any = columns["text"] if before is None else before
     reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
@@ -602,7 +599,7 @@ FUNCTIONS = ServedModel(components=("verdict",))
 
 
 def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
-    """What a reward function receives."""
+    """Return the samples that a reward function receives."""
     tensors = {"sentences": texts_array([sentence]), "metadata": texts_array([json.dumps(metadata)])}
     model = FunctionReward.__new__(FunctionReward)
     model._tokenizer, model._limits = None, Limits(vocab_size=1)
@@ -620,7 +617,7 @@ def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
     ],
 )
 def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path: Path, more: dict[str, Any]):
-    """The same ids as of the whole conversation; functions receive its text, and the message as `reply_messages`."""
+    """The ids are those of the whole conversation; functions receive its text and the message as `reply_messages`."""
     template = "{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}"
     theirs = with_thoughts("qwen2", chat_template=template)
     reply = {**assistant(" A day."), **more}

@@ -1,4 +1,4 @@
-"""`actor.generation.engine: vllm`, against fake servers that fail on demand; test_vllm_run.py has a real one."""
+"""Tests of `actor.generation.engine: vllm` with fake servers that fail on demand; test_vllm_run.py uses a real one."""
 
 import asyncio
 from collections.abc import Callable
@@ -77,7 +77,7 @@ async def test_vllm_loads_each_new_policy_version_before_generating(setup: Setup
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
 async def test_two_ranks_load_each_version_into_vllm_once(setup: Setup, lora_rank: int):
-    """Each rank of the actor has connections of its own to every server. Adapters are published alone."""
+    """Each rank of the actor has its own connection to every server. With LoRA, only the adapters are published."""
     async with FakeVllm() as server:
         here = setup(server, policy={"lora_rank": lora_rank})
         other = VllmGeneration(here.config, here.policy)  # which publishes nothing
@@ -97,7 +97,7 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup: Setup, lora_ran
 
 
 async def test_min_tokens_is_capped_at_the_turns_max_tokens(setup: Setup):
-    """vLLM refuses min_tokens above max_tokens, which is what is left of a conversation."""
+    """vLLM refuses min_tokens above max_tokens, which is what remains of the conversation's limit."""
     generation = setup(FakeVllm(), generation={"min_new_tokens": 4}).generation
     sent = [generation._sampling([0], most, greedy=False) for most in (9, 3)]
     assert [(each["min_tokens"], each["max_tokens"]) for each in sent] == [(4, 9), (3, 3)]
@@ -157,7 +157,7 @@ def dropped(server: FakeVllm) -> dict[str, Any]:
 
 
 def restarted(server: FakeVllm) -> dict[str, Any]:
-    """It answers with the weights that it was started with; such a response is thrown away."""
+    """The server answers with its initial weights after a restart; such a response is discarded."""
     server.weights = "initial"
     return {"weight_versions": [{"version": "initial", "start": 0, "end": 4}], "token_ids": [9, 9, 9, 1]}
 
@@ -210,7 +210,7 @@ async def test_requests_move_to_another_vllm_server_if_one_stops(setup: Setup):
 
 
 async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup: Setup, monkeypatch: pytest.MonkeyPatch):
-    """Its waiting rows share one attempt; each of them tried for itself, one after the other."""
+    """Before, each row tried on its own, one after the other."""
     monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.5)
     async with FakeVllm() as one, FakeVllm() as two:
         one.silent = {"/version"}
@@ -221,7 +221,7 @@ async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup: Setup
 
 
 async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup: Setup):
-    """The turns of a conversation go to one server, and the conversations to all of them."""
+    """All turns of a conversation go to one server; conversations are spread over all servers."""
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
         settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
@@ -258,7 +258,7 @@ async def test_close_during_a_weight_load_resumes_the_vllm_server(setup: Setup, 
 
 
 async def test_connection_that_was_idle_too_long_is_not_reused(monkeypatch: pytest.MonkeyPatch):
-    """This server closes a connection when a second request comes in on it, as vLLM may after five seconds."""
+    """This server closes a connection on its second request, as vLLM may do after five seconds."""
     monkeypatch.setattr(connection, "IDLE_S", 0.01)
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -307,7 +307,7 @@ async def test_unusable_vllm_server_raises_one_sentence(setup: Setup, change: di
 
 
 async def test_adapters_are_refused_on_a_vllm_server_with_another_runs_weights(setup: Setup):
-    """They would generate with a base model that is not theirs."""
+    """The adapters would be applied to another base model."""
     async with FakeVllm() as server:
         await run(setup(server))
         with pytest.raises(RlhfError, match=r"has the weights of another run .* restart it"):

@@ -1,4 +1,4 @@
-"""The gateway against a fake server: its protocols, wrong requests, failing servers, and what bounds each client."""
+"""The gateway in front of a fake server: its protocols, wrong requests, failing servers, and limits per client."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,7 @@ async def test_each_group_is_one_request_and_callers_share_none():
 
 
 async def test_refused_group_is_not_split():
-    """A part of it would have other rewards."""
+    """A part of the group would get other rewards."""
 
     async with fake_gateway("verdict", groupwise=True) as (caller, server):
         tokens = [{"tokens": row, "metadata": {"group": group}} for row, group in (([1], 1), ([99], 1))]
@@ -290,7 +290,7 @@ PROTOCOLS = {
 async def checked_gateway(
     behaviour: Behaviour = lambda model, number: "ok", **settings: Any
 ) -> AsyncIterator[tuple[Caller, FakeReward]]:
-    """A gateway, which still answers a good request correctly at the end."""
+    """Yield a gateway; check at the end that it still answers a good request correctly."""
     async with FakeReward(behaviour) as server, gateway(server.url, **settings) as caller:
         yield caller, server
         server.behaviour = lambda model, number: "ok"
@@ -430,7 +430,7 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause():
 async def test_shutdown_does_not_wait_for_disconnected_clients(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Not when its rewards, for which no server is up, would be late."""
+    """Not even while their request waits for a server."""
     asked, served = asyncio.Event(), scoring.RewardSource.served
 
     async def watched(source: scoring.RewardSource) -> Any:
@@ -532,7 +532,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not():
 
 
 async def test_gateway_splits_requests_at_max_request_tokens():
-    """It would be refused, and sent again in halves."""
+    """Otherwise the server would refuse the request, and the client would resend it in halves."""
 
     async with FakeReward() as server, gateway(server.url, ROWS_PER_REQUEST=8) as caller:
         server.parameters["max_request_tokens"] = "4000"

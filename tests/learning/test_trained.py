@@ -1,4 +1,4 @@
-"""A model in training: its state, stored and restored, its learning rate, and settings that change at a resume."""
+"""A model in training: saved and restored state, its learning rate, and settings that change at a resume."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ LENGTHS = torch.tensor([4, 2, 5, 3, 1])
 
 
 class StandIn(torch.optim.Optimizer):
-    """Keeps its state as bitsandbytes' AdamW8bit does, which needs CUDA: 8-bit moments and the steps in an int."""
+    """Stores its state like bitsandbytes' AdamW8bit, which needs CUDA: 8-bit moments, and the step count as int."""
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
@@ -49,7 +49,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def linear(seed: int = 0, **settings: Any) -> Trained:
-    """A linear layer in training, with these settings of either section."""
+    """Return a linear layer in training, with these settings of either section."""
     torch.manual_seed(seed)
     rates = {"lr": 0.1, "min_lr": 0.01, "warmup_steps": 2, "weight_decay": 0.1}
     optimizer = OptimizerSection(
@@ -72,7 +72,7 @@ def loss_of(trained: Trained, rows: list[int]) -> tuple[Tensor, dict[str, Tensor
 
 
 def test_restored_model_continues_bit_identically(tmp_path: Path, kind: str):
-    """Also from a checkpoint before the first step, when the optimizer has no state; in the schedule, too."""
+    """Also from a checkpoint before the first step, when the optimizer has no state, and within the schedule."""
     one, other = linear(kind=kind), linear(1, kind=kind)
     for steps in (0, 2):
         train(one, steps) if steps else None
@@ -131,7 +131,7 @@ def test_policy_learning_rate_is_constant_by_default():
 
 
 def test_policy_cosine_schedule_ends_with_the_run():
-    """Two passes over 3 minibatches (the last one smaller) in each of 10 steps; the first 2 train the critic alone."""
+    """Two passes over 3 minibatches (the last one smaller) in each of 10 steps; the first 2 train only the critic."""
     schedule = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 4}
     sizes = {"steps": 10, "critic_warmup_steps": 2, "rollout_size": 20, "minibatch_size": 8, "update_epochs": 2}
     actor = actor_section(**sizes, **schedule)

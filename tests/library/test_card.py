@@ -1,4 +1,4 @@
-"""A device that fails: work that runs out of memory is repeated in halves; after other errors a model is not used."""
+"""Device failures: out-of-memory work is repeated in halves; after other errors the model refuses requests."""
 
 import gc
 import logging
@@ -39,7 +39,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error\nLast error
 
 
 def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
-    """Return work on rows of which a card holds at most `most`."""
+    """Return work on rows that runs out of memory above `most` rows."""
 
     def work(rows: Sequence[int]) -> list[int]:
         if len(rows) > most:
@@ -153,7 +153,7 @@ def test_model_refuses_requests_after_a_device_error(reward: Any, monkeypatch: p
 
 
 def test_device_error_while_loading_does_not_reject_the_version(reward: Any, monkeypatch: pytest.MonkeyPatch):
-    """The thread that loads it never goes on, and so rejects no version."""
+    """The loading thread blocks forever instead of rejecting the version."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
     monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
     with pytest.raises(CheckpointError), reward.served.compute.blaming_the_device():

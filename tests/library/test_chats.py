@@ -1,4 +1,4 @@
-"""`wire.chats`: conversations rendered by a chat template, which must write all that a row says."""
+"""Tests of `wire.chats`: a chat template renders a conversation and must include all that its messages say."""
 
 import json
 import re
@@ -176,7 +176,7 @@ STRINGS = (
     ],
 )
 def test_tool_call_arguments_are_rendered_once_as_text_or_object(template: str, written: str):
-    """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts, and a content."""
+    """JSON texts, as in OpenAI's format, or objects; DeepSeek's templates accept only texts, and need a content."""
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
         messages = [USER, {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}]

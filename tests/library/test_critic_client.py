@@ -1,4 +1,4 @@
-"""The critic's client for other trainers, in front of a fake server: rows, wrong use, threads, closing, failures."""
+"""The critic client for other trainers, with a fake server: rows, misuse, threads, closing, failures."""
 
 import asyncio
 import os
@@ -190,7 +190,7 @@ def test_server_without_a_critic_raises_a_specific_error():
 
 
 def test_blocking_client_works_inside_a_running_event_loop():
-    """As in a notebook, whose cells run in one."""
+    """As in a notebook, whose cells run in an event loop."""
 
     def call(critic: CriticClient) -> None:
         async def cell() -> int:

@@ -1,4 +1,4 @@
-"""What `import rlhf_triton as rt` has."""
+"""The names that `import rlhf_triton as rt` provides."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Sample S
 
 
 def test_public_names_match_the_frozen_list():
-    """One that is added or goes changes what users may rely on."""
+    """Adding or removing a name changes what users may rely on."""
     assert rt.__all__ == dir(rt) == PUBLIC.split()
     for name in rt.__all__:
         assert getattr(rt, name).__doc__, name

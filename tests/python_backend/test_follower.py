@@ -22,7 +22,7 @@ PATIENCE_S = 120.0
 
 
 class Instance:
-    """A follower whose critics are their folders' one number; `hold` stops it in the middle of a load."""
+    """A follower whose critics are the number in their folder; `while_loading` is called in the middle of a load."""
 
     def __init__(self, store: WeightsStore, *, swaps: bool = True) -> None:
         self.store = store
@@ -107,7 +107,7 @@ def test_follower_serves_current_and_writes_its_record(store: WeightsStore, inst
 def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(
     store: WeightsStore, instance: Instance, file: str
 ):
-    """Neither one that runs nor one that starts, as a process that was replaced does: each reads the files itself."""
+    """Each instance reads the files itself, also the successor of a killed process."""
     version = add(store, 1.5)
     path = store.folder(version) / file
     data = path.read_bytes()
@@ -122,7 +122,7 @@ def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(
 
 
 def test_follower_start_fails_on_an_unusable_first_version_and_keeps_dead_records(store: WeightsStore):
-    """An instance that cannot start takes no place, so the missing one must still be visible."""
+    """An instance that cannot start replaces none, so the missing one must stay visible."""
     gone = ServingRecord.of_this_process("critic_1", 0)
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
     damaged = publish(store, np.nan)
@@ -194,7 +194,7 @@ def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store:
 
 
 def test_version_truncated_after_its_load_is_rejected(store: WeightsStore, instance: Instance):
-    """The file is mapped: a forward that reads behind its end would kill the process."""
+    """The file is mapped: a forward pass that reads past its end would kill the process."""
     version = add(store, 2.5)
     store.announce(version)
     until(lambda: (version, 0.0) in instance.loaded)
@@ -208,7 +208,7 @@ def test_version_truncated_after_its_load_is_rejected(store: WeightsStore, insta
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store: WeightsStore, swaps: bool):
-    """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
+    """With `reload: triton` there is no later swap, so a process must end its start at CURRENT."""
     publish(store, 0.5)
     instance, pruned = Instance(store, swaps=swaps), list[int]()
 
@@ -252,7 +252,7 @@ def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(
 
 
 def test_record_reports_whether_a_staged_version_with_a_canary_loaded(instance: Instance, store: WeightsStore):
-    """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
+    """Several ranks wrote the version and none has loaded it whole, so the sidecar waits for this record."""
     plain = add(store, 1.0)
     store.announce(plain)
     until(lambda: (plain, 0.0) in instance.loaded)

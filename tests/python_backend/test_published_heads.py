@@ -1,6 +1,6 @@
-"""The shapes of published reward models, as tiny folders, against their published formulas; and each of them damaged.
+"""Tiny folders shaped like published reward models against their published formulas, intact and damaged.
 
-A damaged folder scores as the formula does without the tensor, or is refused by name: never anything else.
+A damaged folder either scores by the formula without the missing tensor, or is refused by name.
 """
 
 import functools
@@ -97,7 +97,7 @@ def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
 
 
 def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Formula:
-    """Linear layers at the last token."""
+    """Return the formula of linear layers at the last token."""
 
     def formula(h: Tensor, _: int, t: Tensors) -> Tensor:
         x = h[-1]
@@ -143,7 +143,7 @@ def scaled(formula: Formula, mean: float, std: float) -> Formula:
 
 
 def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    """Shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
+    """Return the shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         shapes[f"{prefix}.{step * i}.weight"] = (outputs, inputs)
@@ -773,7 +773,7 @@ OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of
 def test_transformers_classes_score_exactly_and_reject_missing_tensors(
     tmp_path: Path, family: str, kind: Any, scale: str, caplog: pytest.LogCaptureFixture
 ):
-    """Near-initial weights tell a causal body from another one, too."""
+    """Near-initial weights also reveal whether a body is causal."""
     shape = Shape(family, "", {})
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -1029,7 +1029,7 @@ def test_config_keys_without_effect_on_scores_are_accepted(tmp_path: Path, confi
 
 
 def test_model_type_that_transformers_remaps_is_remapped(tmp_path: Path):
-    """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
+    """With `layer_types`, mistral becomes ministral, whose first layer attends to the whole row."""
     shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
     change_config(tmp_path, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4})

@@ -1,4 +1,4 @@
-"""Models split over two processes: same outputs as in one process, and new weights that all ranks accept or none."""
+"""Models split over two processes: the outputs of one process, and new weights that all ranks accept or none."""
 
 import threading
 import time
@@ -113,7 +113,7 @@ def test_tensor_parallel_versions_keep_their_own_weights(ranks: ServingRanks, ve
 def test_tensor_parallel_swap_runs_no_forward_while_loading(
     ranks: ServingRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A request's collectives could meet those of a probe, which another rank runs before or after the request."""
+    """A request's collectives could mix with a probe's, which another rank runs before or after the request."""
     for seed in (1, 2):
         save_tiny(tmp_path / str(seed), "llama", "reward", seed=seed, **FAMILIES["llama"])
     served = ranks.load("load_reward", tmp_path / "1", None, {})
@@ -125,7 +125,7 @@ def test_tensor_parallel_swap_runs_no_forward_while_loading(
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_version_refused_by_one_rank_is_served_by_none(ranks: ServingRanks, versions: list[Path], is_cut: bool):
-    """What only the last rank reads of a layer: a row is cut off, or NaN is written into it."""
+    """In the part of a layer that only the last rank reads, a row is cut off or NaN."""
     served = ranks.load("load_critic", versions[0], None, {})
     tensors = load_file(versions[1] / WEIGHTS_FILE)
     tensors[LAYER][-1] = torch.nan
@@ -138,7 +138,7 @@ def test_version_refused_by_one_rank_is_served_by_none(ranks: ServingRanks, vers
 
 
 def test_rank_loads_models_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    """Rank 0 may begin a load while a refused one still ends on another rank: both would count votes together."""
+    """Rank 0 may start a load while another rank still ends a refused one; their votes would be counted together."""
     log, may_end = [], threading.Event()
 
     def load(group: Any, loader: str, folder: Path, *_: Any) -> Mock:
@@ -160,7 +160,7 @@ def test_rank_loads_models_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_rank_that_fails_before_the_vote_votes_once():
-    """Its vote on the outer block meets theirs on the inner one; a second vote would wait for one that never comes."""
+    """Its vote on the outer block meets the others' votes on the inner one; a second vote would wait forever."""
     group = RankGroup.__new__(RankGroup)
     group._gather_reasons = Mock(side_effect=[{1: "no file"}, {}])  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="rank 1: no file"), group.together(), group.together():

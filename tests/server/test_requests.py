@@ -1,4 +1,4 @@
-"""Requests to the real server: scores however they are batched, refusals by field, and what each key opens."""
+"""Requests to the real server: scores in any batch, refusals by field, and what each key permits."""
 
 import gc
 import json
@@ -47,7 +47,7 @@ def mixed_rows(count: int, *, seed: int, longest: int = 128) -> list[np.ndarray]
 
 
 def assert_scores(system: System, rows: list[np.ndarray], answers: list[Any]) -> None:
-    """`answers[i]` are the outputs of row i, padded to any S."""
+    """Assert that `answers[i]` are the outputs of row i, padded to any S."""
     assert not [answer for answer in answers if isinstance(answer, Refused)]
     for row, answer in zip(rows, answers, strict=True):
         assert_answer(system.run, [row], answer)
@@ -87,7 +87,7 @@ def test_concurrent_requests_share_batches_and_keep_their_own_scores(live: Syste
 
 
 def mean_batch(before: Any, after: Any) -> float:
-    """Rows per execution between two looks at the statistics."""
+    """Return the rows per execution between two readings of the statistics."""
     return (after.inference_count - before.inference_count) / (after.execution_count - before.execution_count)
 
 
@@ -129,7 +129,7 @@ def test_full_queue_and_passed_deadline_return_503(live: System):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_nemo_aligners_requests_work_unchanged(live: System):
-    """PyTriton's FuturesModelClient. Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1."""
+    """Sends NeMo-Aligner's calls, names, dtypes and shapes with PyTriton's FuturesModelClient."""
 
     def client(model: str) -> FuturesModelClient:  # one per endpoint; PyTriton warns where little of 60 s is left
         return FuturesModelClient(live.run.url, model, init_timeout_s=4 * TIMEOUT_S, inference_timeout_s=TIMEOUT_S)
@@ -160,7 +160,7 @@ def test_nemo_aligners_requests_work_unchanged(live: System):
 
 
 def refusal(system: System, model: str, arrays: dict[str, np.ndarray]) -> str:
-    """What the server says to a request that it must refuse."""
+    """Return the server's message for a request that it must refuse."""
     with pytest.raises(Refused) as caught:
         ask(system.run.url, model, arrays)
     assert caught.value.code == "400"
@@ -168,7 +168,7 @@ def refusal(system: System, model: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def changed(array: np.ndarray, index: tuple[int, ...], value: Any) -> np.ndarray:
-    """A copy with one other entry."""
+    """Return a copy with one changed entry."""
     copy = array.copy()
     copy[index] = value
     return copy
@@ -197,7 +197,7 @@ BAD_SCORING = [
 
 
 def test_a_bad_scoring_request_fails_alone(live: System):
-    """Sent at once with good rows, so that they share batches."""
+    """Bad and good rows are sent at the same time, so that they share batches."""
     rows = random_rows(range(3, 35), seed=6)
     bad = [(CRITIC_INFER, arrays) for arrays, _ in BAD_SCORING]
     answers = ask_all(live.run.url, [*bad, *((CRITIC_INFER, scoring_inputs([row])) for row in rows), *bad])
@@ -208,7 +208,7 @@ def test_a_bad_scoring_request_fails_alone(live: System):
 
 
 def test_critic_infer_applies_min_version_to_the_critic_only(live: System):
-    """Although Triton gives the parameters to all models of an ensemble."""
+    """Triton passes the parameters to all models of the ensemble."""
     served = live.run.store.current() or 0
     assert served > 0, "else the reward model, whose version is 0, would have it, too"
     for model in (CRITIC, CRITIC_INFER):
@@ -255,7 +255,7 @@ def test_refused_requests_name_the_field(live: System):
 
 
 def test_refused_requests_are_counted_by_status(live: System):
-    """Triton counts it as a success, since there was a response."""
+    """Triton counts a refusal as a success, since there was a response."""
 
     def refused(status: str) -> float:
         return live.run.metric("requests_refused_total", model=CRITIC, status=status)
@@ -269,14 +269,14 @@ def test_refused_requests_are_counted_by_status(live: System):
 
 
 def refused_json(system: System, model: str, body: dict[str, Any], headers: Mapping[str, str]) -> str:
-    """Text of the refusal of a request in plain JSON."""
+    """Return the refusal of a request in plain JSON."""
     answer = call(system.run.url, f"/v2/models/{model}/infer", json.dumps(body).encode(), headers)
     assert answer.status == "400"
     return answer.text
 
 
 def test_json_requests_without_rows_are_refused_instead_of_hanging(live: System):
-    """Triton lets requests of no rows pass; without an answer the caller would wait indefinitely."""
+    """Triton accepts requests without rows; without an answer the caller would wait indefinitely."""
     for model in (REWARD_MODEL, CRITIC, CRITIC_INFER):
         for name, shape, kind in (("tokens", [0, 5], "INT64"), ("sentences", [0, 1], "BYTES")):
             refused_json(live, model, {"inputs": [{"name": name, "shape": shape, "datatype": kind, "data": []}]}, {})
@@ -289,7 +289,7 @@ NUMBERS = {
 
 
 def test_training_and_saving_need_the_key(live: System, training_key: str):
-    """In a header, which may be spelled as HTTP allows; scoring needs none."""
+    """The key is in a header, whose name is case-insensitive; scoring needs no key."""
     before = live.run.journal.last_step()
     for model, arrays in ((CRITIC_TRAIN, GOOD), (CRITIC_SAVE, SAVE)):
         for headers in ({}, {"x-triton-training-key": "open barley"}):
@@ -305,7 +305,7 @@ def test_training_and_saving_need_the_key(live: System, training_key: str):
 
 @pytest.mark.parametrize("name", ["Origin", "origin"])
 def test_requests_with_an_origin_header_can_neither_train_nor_save(live: System, name: str):
-    """As a browser sends it without asking the server first; a parameter in the body does not hide the header."""
+    """As a browser sends them without a preflight request; a parameter in the body does not hide the header."""
     before = live.run.journal.last_step()
     for model, tensor in NUMBERS.items():
         headers = {"Content-Type": "text/plain", name: "http://elsewhere.example"}
@@ -318,7 +318,7 @@ def test_requests_with_an_origin_header_can_neither_train_nor_save(live: System,
 
 
 def test_step_sent_concurrently_is_trained_once(live: System):
-    """Half of them pad the same content otherwise; one comes again, later."""
+    """Half of the requests pad the content differently; one is repeated later. Requests without a step get new ones."""
     step = live.run.next_step()
     narrow = {**training_inputs(seed=21), "sequence_lengths": np.full((4, 1), 12), **identity("test", step)}
     padded = {name: np.pad(array, ((0, 0), (0, 5))) for name, array in training_inputs(seed=21).items()}

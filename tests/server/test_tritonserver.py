@@ -1,4 +1,4 @@
-"""Starting, filling and stopping the real tritonserver, and what it leaves in shared memory."""
+"""Starting, filling and stopping the real tritonserver, and its shared memory."""
 
 import contextlib
 import dataclasses
@@ -105,7 +105,7 @@ def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host: str, told
 
 
 def test_host_names_are_resolved_to_addresses_for_the_server(tmp_path: Path):
-    """tritonserver binds 255.255.255.255 for a name."""
+    """Given a name, tritonserver binds 255.255.255.255."""
     for host, address in {"localhost": "127.0.0.1", "127.1": "127.0.0.1", "0.0.0.0": "0.0.0.0"}.items():
         section = with_free_ports(ServerSection(host=host, http_port=0, grpc_port=0, metrics_port=0))
         check_ports(section)
@@ -118,7 +118,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def claim(section: ServerSection, connection: Connection) -> None:
-    """Claim ports until the process ends; send what comes of it."""
+    """Claim ports until the process ends; send the result."""
     try:
         check_ports(section)
         connection.send("claimed")
@@ -129,7 +129,7 @@ def claim(section: ServerSection, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def claiming(*ports: int, host: str = "127.0.0.1") -> Iterator[str]:
-    """Yield what another process says that claims the ports until the block ends, or this process does."""
+    """Yield the result of another process that claims the ports until the block, or this process, ends."""
     section = ServerSection(host=host, **dict(zip(PORT_KEYS, ports, strict=True)))
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=claim, args=[section, theirs], daemon=True)
@@ -158,7 +158,7 @@ def test_ports_stay_claimed_while_the_server_loads():
 
 
 def test_free_port_is_reserved_until_the_server_binds_it():
-    """Until the server starts, seconds later, no connection and no other process may be given its port."""
+    """The server starts seconds later; until then no connection and no other process may get its port."""
     port = free_port()
     with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
         stranger.bind(("127.0.0.1", port))
@@ -221,7 +221,7 @@ def test_start_timeout_raises_and_keeps_the_previous_log(tmp_path: Path):
 
 
 def test_wait_ready_fails_if_a_loaded_model_answers_errors(tmp_path: Path):
-    """Its log may hold bytes that are no text."""
+    """The server's log contains bytes that are not text."""
     lines: list[str] = []
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
     write_scoring_model(tmp_path / "repository", "critic", on_load=noise, on_request="raise RuntimeError('no luck')")

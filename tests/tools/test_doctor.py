@@ -1,4 +1,4 @@
-"""`rlhf-triton doctor` on machines and configurations that are broken in several ways, and finding tritonserver."""
+"""`rlhf-triton doctor` on faulty machines and configurations, and finding tritonserver."""
 
 import dataclasses
 import functools
@@ -107,7 +107,7 @@ def test_doctor_reports_package_versions_and_open_file_limit_with_remedies(tmp_p
 
 
 def test_doctor_reports_packages_that_are_not_installed():
-    """`-S`: a Python without the packages of its environment."""
+    """`-S` starts Python without the packages of its environment."""
     required = [name for name in importlib.metadata.requires("rlhf-on-triton") or [] if "extra ==" not in name]
     assert {re.split("[<>=]", name)[0] for name in required} <= doctor.PACKAGES.keys()
     code, found = run_doctor(python=["-S"])
@@ -222,7 +222,7 @@ def executable(path: Path, text: str = "") -> Path:
 
 
 def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
-    """A wheel's tree under `root`; `stubs` says which Python's stub stands in which folder."""
+    """Copy the wheel's tree under `root`; `stubs` says which Python's stub is in which folder."""
     binary = executable(root / "pytriton" / "tritonserver" / "bin" / "tritonserver")
     (binary.parent.parent / "backends").symlink_to(wheel.backend_source_dir)
     for folder, version in stubs.items():
@@ -248,7 +248,7 @@ def test_find_tritonserver_uses_path_if_no_wheel_is_installed(
 def test_lay_out_backends_is_repeatable_for_wheel_and_image(
     wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""
+    """Includes the package if its path is not ASCII: the stub's Python cannot open an editable install there."""
     files = {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
     for package, names in ((tmp_path / "plain", set()), (tmp_path / "ü", {"ü"})):
         monkeypatch.setattr("rlhf_triton.tools.server.triton_home._PACKAGE", package)

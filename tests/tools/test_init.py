@@ -1,4 +1,4 @@
-"""`rlhf-triton init`: what it writes works as it is."""
+"""`rlhf-triton init`: the files that it writes work unchanged."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from rlhf_triton.tools.init import main
 
 
 def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[Any]]) -> Any:
-    """What `use` returns for the environments of a section."""
+    """Return what `use` returns for the environments of a section."""
 
     async def within() -> Any:
         environments = Environments(section)
@@ -58,7 +58,7 @@ def test_init_environment_writes_a_tested_playable_game(tmp_path: Path, monkeypa
 
 
 def test_documented_environments_match_the_template_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The first is the one that is written; the second has a tool."""
+    """The first example is the generated one; the second has a tool."""
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "environments.md"
     game, shop = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""`rlhf_triton.tools.render_configs`: what is rendered is what Triton's own protobuf reads, complete and up to date."""
+"""`rlhf_triton.tools.render_configs`: the files are readable by Triton's own protobuf, complete and up to date."""
 
 import hashlib
 import json
@@ -184,7 +184,7 @@ def test_invalid_pbtxt_and_a_missing_tokenizer_are_refused(tmp_path: Path):
 
 
 def test_rendering_removes_foreign_version_folders(tmp_path: Path):
-    """Triton takes each for a version; one of 20 digits ends it at the next load, and at every start."""
+    """Triton takes each number for a version; one with 20 digits ends the server at a load and at every start."""
     config = RunConfig()
     render.render_repository(config, tmp_path)
     for name in ("99999999999999999999", "5.tmp", "notes"):
@@ -256,7 +256,7 @@ def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
 
 
 def test_declared_fingerprints_differ_for_different_rewards(tmp_path: Path):
-    """A client sends its rows only to servers that declare the same."""
+    """A client sends its rows only to servers that declare the same fingerprints."""
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=3)
     file = tmp_path / "mine.py"
     file.write_text("def length(sample): return 1.0")
@@ -347,7 +347,7 @@ def test_a_reward_term_sees_only_its_own_key(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_function_rewards_without_a_model_use_the_policys_tokenizer(tmp_path: Path):
-    """Where the policy is another trainer's, the critic's, or what the reward names."""
+    """If another trainer has the policy, they use the critic's tokenizer, or the reward section's."""
     sections: dict[str, Any] = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
     sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
     for role in sections:

@@ -1,4 +1,4 @@
-"""The critic in training, of every family: dtypes, adapters, gradient checkpointing, mixtures, and its versions."""
+"""The critic in training, in every family: dtypes, adapters, gradient checkpointing, mixtures, and its versions."""
 
 import copy
 import re
@@ -66,7 +66,7 @@ def publish(store: WeightsStore, update: CriticUpdate) -> int:
 @pytest.mark.device
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
 def test_published_version_reproduces_the_trained_critic(tmp_path: Path, family: str, changes: dict[str, Any]):
-    """Through the code of the server: a first load, a swap, and peft's own merge agree."""
+    """The server's first load, a swap, and peft's own merge agree."""
     store = make_store(tmp_path, family)
     update = build(store, **changes)
     start = {name: p.detach().clone() for name, p in update.critic.model.named_parameters()}
@@ -92,7 +92,7 @@ def test_published_version_reproduces_the_trained_critic(tmp_path: Path, family:
 
 
 def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, torch.Tensor], changes: Any) -> None:
-    """Trained weights and the head are float32; only frozen matrices are bfloat16."""
+    """Assert that trained weights and the head are float32, and only frozen matrices bfloat16."""
     parameters = dict(update.critic.model.named_parameters())
     head = {id(p) for p in ModelHead(update.critic.model).module.parameters()}
     assert head <= {id(p) for p in update.trained.parameters.values()}
@@ -109,7 +109,7 @@ def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, t
 
 
 def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
-    """Return the state of a float32 copy, merged by peft, module by module."""
+    """Return the state of a float32 copy, merged by peft module by module."""
     model = copy.deepcopy(update.critic.model).float()
     layers = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_A")}
     for layer in layers.values():
@@ -147,7 +147,7 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
 
 
 def test_critic_adapters_are_initialised_from_the_seed(tmp_path: Path):
-    """A replay from version 0 must begin with the same adapters."""
+    """A replay from version 0 must start with the same adapters."""
     store = make_store(tmp_path)
     one, other, again = (build(store, seed=seed, **LORA) for seed in (1, 2, 1))
     assert torch.equal(weights(one), weights(again))
@@ -165,7 +165,7 @@ FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of oth
 
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path: Path, case: str):
-    """In memory, in the version that is published, and in a checkpoint; all others have moved."""
+    """In memory, in the published version, and in a checkpoint; all other parameters have moved."""
     store, changes = make_store(tmp_path), FROZEN[case]
     update = build(store, **changes)
     named = dict(update.critic.model.named_parameters())

@@ -1,4 +1,4 @@
-"""The client over HTTP, against servers that fail on demand: retries, deadlines, order, outages, closing."""
+"""The client over HTTP against servers that fail on demand: retries, deadlines, order, outages, closing."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ ROWS = [np.asarray([3, 4, 5])]
 
 
 def first(*answers: str) -> Behaviour:
-    """These to the first requests, `ok` from then on."""
+    """Give the first requests these answers, all later ones `ok`."""
     return lambda model, number: answers[number - 1] if number <= len(answers) else "ok"
 
 
 def clock_of_retries(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
-    """Let the clock by which requests give up retrying advance by `step_s` whenever it is read."""
+    """Advance the clock that limits retrying by `step_s` with each reading."""
     ticks = itertools.count(1.0, step_s)
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
 
@@ -92,7 +92,7 @@ async def test_requests_in_flight_are_bounded_and_reuse_connections():
 
 
 async def test_retry_budget_limits_scoring_without_using_trainings_retries():
-    """Forty requests of six retries each: 240 attempts more without a budget, here 5 + 20 % of 40.
+    """Forty requests with six retries each: 240 more attempts without a budget, here 5 + 20 % of 40.
 
     With one budget for both, every critic_train of 200 rounds failed at its first 503.
     """
@@ -156,7 +156,7 @@ async def test_request_fails_over_from_a_server_that_lacks_the_demanded_version(
 
 
 async def test_quoted_error_code_is_not_a_version_refusal():
-    """The texts of a request occur in messages."""
+    """Messages may quote texts of the request."""
     async with FakeTriton(first("behind")) as server, client_of(server, retries=1) as client:
         await client.score(ROWS, ("values",))
         assert len(server.asked) == 2
@@ -195,7 +195,7 @@ async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatc
 
 
 async def test_request_is_sent_again_if_its_model_process_was_killed():
-    """Triton never answers it: a run stood still until train_deadline_s."""
+    """Triton never answers such a request: a run waited until train_deadline_s."""
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
         step = asyncio.create_task(train(client, 1))
         for number in (1, 2):
@@ -300,7 +300,7 @@ except (KeyboardInterrupt, ValueError) as error:
 
 @pytest.mark.parametrize(("how", "is_away"), [("KeyboardInterrupt", False), ("ValueError", True)])
 async def test_closing_the_client_leaves_no_tasks_or_connections(how: str, is_away: bool):
-    """In a process of its own, with asyncio's debug mode and every warning shown."""
+    """Runs in its own process with asyncio's debug mode and all warnings."""
     async with FakeTriton(lambda *_: "hang") as server:
         if is_away:
             await server.stop()

@@ -46,7 +46,7 @@ def test_statistics_count_rows_batches_and_failures(control: ControlPlane):
 
 
 def test_control_plane_connects_to_a_server_with_a_slow_handshake(server: TritonServer):
-    """Half a second passes before the server sees the connection, which the kernel has accepted."""
+    """The server sees the connection half a second after the kernel has accepted it."""
     host, port = server.section.grpc_url.split(":")
 
     def pass_on(source: socket.socket, sink: socket.socket) -> None:
@@ -140,7 +140,7 @@ def test_root_cause_extracts_the_exception_from_tritons_message(message: str, ca
 
 
 def test_probe_fails_on_an_empty_output(control: ControlPlane, monkeypatch: pytest.MonkeyPatch):
-    """What NumPy 2 makes of every output; it cannot be installed beside the rest, so it is played here."""
+    """With NumPy 2 every output is empty; it cannot be installed next to the other packages, so it is simulated."""
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
     with pytest.raises(ControlPlaneError, match="critic returned empty values; the usual cause is NumPy 2"):
@@ -150,7 +150,7 @@ def test_probe_fails_on_an_empty_output(control: ControlPlane, monkeypatch: pyte
 def test_control_calls_have_deadlines_and_a_hanging_load_blocks_no_other(
     server: TritonServer, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ):
-    """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind."""
+    """Release 2.51 never ends the load of a version folder without model.py, and queues later loads of that model."""
     monkeypatch.setattr(control_plane, "CALL_TIMEOUT_S", 5.0)
     write_scoring_model(server.repository, "slow", on_request="time.sleep(2)")
     control.load("slow", timeout_s=120)

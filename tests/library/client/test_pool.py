@@ -103,7 +103,7 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch:
     ],
 )
 async def test_training_requests_are_sent_in_order(script: str):
-    """An event, and the attempts so far, in the order in which they were sent."""
+    """Each step of the script is an event and the attempts so far, in the order in which they were sent."""
     turns, sent, writer = Turns(), list[str](), ["one"]
     orders: dict[str, asyncio.Queue[str]] = {}
     tasks: dict[str, asyncio.Task[None]] = {}
@@ -137,7 +137,7 @@ async def test_training_requests_are_sent_in_order(script: str):
 
 
 async def test_idle_servers_alternate_per_model():
-    """Reward and critic score every row: each server gets half of the requests for either."""
+    """Reward and critic score every row: each server gets half of the requests for each of them."""
     async with Rig() as servers:
         taken: list[tuple[str, str]] = []
         for _ in range(6):
