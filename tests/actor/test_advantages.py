@@ -1,7 +1,7 @@
-"""`actor.algorithms.advantages` against hand-worked numbers and public vectors.
+"""Tests of `actor.algorithms.advantages` against hand-computed numbers and published vectors.
 
-Given nothing but tensors made here, in float64 where a tolerance would hide a mistake. Public vectors are quoted as
-numbers, with the file that published them beside each.
+The tensors are made here, in float64 where a tolerance would hide a mistake. Published vectors are quoted as numbers,
+each with the file that published it.
 """
 
 import math
@@ -29,7 +29,7 @@ def f64(rows: list) -> Tensor:
 
 
 def rollout(seed: int, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """values, token_rewards and a mask with gaps, each `[B, S-1]`."""
+    """Return values, token_rewards and a mask with gaps, each `[B, S-1]`."""
     generator = torch.Generator().manual_seed(seed)
     values, rewards, uniform = torch.rand(3, batch, width, generator=generator, dtype=torch.float64)
     return 4 * values - 2, 4 * rewards - 2, (uniform < 0.7).double()
@@ -234,7 +234,7 @@ def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name
 @pytest.mark.parametrize("score", [0.1, 3.3, 117.3, -1234.5])
 @pytest.mark.parametrize("count", [3, 5, 8, 11, 64])
 def test_scores_equal_up_to_rounding_give_zero_advantage(score: float, count: int):
-    """The float32 mean of equal numbers may be another one; over a spread of 1e-6 that made advantages of 0.63."""
+    """The float32 mean of equal numbers may differ from them; over a spread of 1e-6 that gave advantages of 0.63."""
     rewards, groups = torch.full((2 * count,), score), torch.arange(2).repeat_interleave(count)
     counted, nothing = torch.ones(2 * count).bool(), [0.0] * 2 * count
     assert [baseline(rewards, groups, counted).tolist() for baseline in BASELINES] == [nothing, nothing]

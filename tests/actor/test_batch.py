@@ -1,4 +1,4 @@
-"""`actor.algorithms.batch`, `stages` and `rollout_metrics`: by hand, and what is masked reaches nothing."""
+"""Tests of `actor.algorithms.batch`, `stages` and `rollout_metrics` by hand; masked values must have no effect."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ FIELDS = ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl"
 
 
 def kl_of(rows: list[SampledRow]) -> Tensor:
-    """Estimates k1, [B, S-1]."""
+    """Return the k1 estimates `[B, S-1]`."""
     return positions(rows, lambda row: row.policy_logprobs - row.ref_logprobs)
 
 
@@ -254,7 +254,7 @@ def shaper_of(**settings: Any) -> RewardShaper:
 
 
 def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tensor | None = None) -> Tensor:
-    """These scores after the stages: the first response ended, the others did not."""
+    """Return these scores after the stages; the first response ended, the others did not."""
     count = len(rewards)
     responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
@@ -317,7 +317,7 @@ PLAIN = {"whitens": False, "mask_unfinished": False, "gamma": 1.0, "lam": 1.0, "
 
 
 def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[SampledRow]:
-    """The two responses, with values that grow by 0.1 from token to token, and no KL."""
+    """Return two responses with process rewards, values that grow by 0.1 per token, and no KL."""
     rows = []
     for i, size in enumerate((6, 5)):
         given = STEPS[i, :size].numpy(), ENDS[i, :size].numpy(), np.arange(size, dtype=np.float32) * np.float32(0.1)
@@ -412,7 +412,7 @@ K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 
 
 def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> SampledRow:
-    """A row with turns of one token behind a prompt of two, an observed token between them."""
+    """Return a row with one-token turns after a prompt of two tokens, with an observed token between turns."""
     size = 2 * len(rewards) + 1
     ends = np.arange(size) % 2 == 0
     ends[0] = False
@@ -427,7 +427,7 @@ def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sa
 
 
 def conversation(*rows: SampledRow) -> tuple[SampledRow, ...]:
-    """Rows whose last one has the total reward."""
+    """Return the rows with the total reward in the last one."""
     total = sum(float(row.score.steps.sum()) for row in rows)
     return (*rows[:-1], rows[-1].with_score(reward=total))
 
@@ -453,7 +453,7 @@ def test_one_row_per_turn_trains_like_one_long_row(name: str, settings: dict[str
 
 
 def test_turns_are_ordered_by_time_across_rows():
-    """An agent's second conversation lies between two calls of its first one."""
+    """The agent's second row falls between two calls of its first one."""
     first, second = row_of(1.0, 8.0), row_of(2.0, 4.0, number=1)
     first = replace(first, turns=(first.turns[0], replace(first.turns[1], number=3)))
     batch = make_batch([conversation(second, first)], kl_coef=0.0, **BARE, algorithm_name="reinforce++")

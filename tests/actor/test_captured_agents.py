@@ -1,4 +1,4 @@
-"""Agents that call the policy over HTTP: every call is sampled by the decoder, every conversation is a row."""
+"""Tests of agents that call the policy over HTTP: the decoder samples every call, every conversation becomes a row."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,7 +48,7 @@ def conversations(model: Any, agent: CapturedAgents, count: int, *given: Any, **
 
 
 def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
-    """The last row of each of the `conversations`."""
+    """Return the last row of each of the `conversations`."""
     return [rows[-1] for rows in conversations(*arguments, **settings)]
 
 

@@ -1,4 +1,4 @@
-"""Conversations with environments: the tokens of every engine, what ends them, their rewards, and what they train."""
+"""Conversations with environments: the tokens of each engine, their ends, their rewards, and what they train."""
 
 import asyncio
 import copy
@@ -51,7 +51,7 @@ CHATML = (
 
 
 def tokenizer_of(content: str = "{{ m.content }}", template: str = CHATML) -> Any:
-    """A tokenizer with a chat template that writes this for the content of a message."""
+    """Return a tokenizer whose chat template writes `content` for a message's content."""
     made = template.replace("{{ m.content }}", content)
     return make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=made, model_max_length=512)
 
@@ -112,9 +112,9 @@ def talk_in_rows(
     ends: bool = True,
     tokenizer: Any = TOKENIZER,
 ) -> tuple[Conversation, list[int]]:
-    """Lead a conversation with a policy that says `replies`; return it, and the tokens before the last turn.
+    """Hold a conversation with a policy that says `replies`; return its rows and the tokens before the last turn.
 
-    Each look at the clock is 10 s after the one before.
+    The clock advances by 10 s with each reading.
     """
     left, seen = [*replies], list[int]()
     times = itertools.count(0.0, 10.0)
@@ -417,12 +417,12 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Random weights whose replies end by themselves now and then."""
+    """Return a policy with random weights whose replies end on their own now and then."""
     return random_policy(6.0)
 
 
 def random_policy(bias: float) -> Any:
-    """Random weights, with a bias for the end of a reply."""
+    """Return a policy with random weights and a bias for the end-of-reply token."""
     made = random_llama("policy", seed=1, vocab_size=160, max_position_embeddings=512, initializer_range=0.3).eval()
     added = bias * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
     made.lm_head.register_forward_hook(lambda _, __, logits: logits + added)
@@ -437,7 +437,7 @@ def prompts_of(count: int) -> list[Prompt]:
 def generated_rows(
     model: Any, agent: ConversationRunner, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
 ) -> list[Conversation]:
-    """A conversation about each prompt."""
+    """Return the rows of one conversation per prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.uses_slots = uses_slots
@@ -448,12 +448,12 @@ def generated_rows(
 
 
 def generated(*given: Any, **settings: Any) -> list[SampledRow]:
-    """The last row of each conversation."""
+    """Return the last row of each conversation."""
     return [rows[-1] for rows in generated_rows(*given, **settings)]
 
 
 def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
-    """Conversations that have no rewards yet."""
+    """Return the conversations without rewards."""
     return [(replace(row, score=Score()),) for row in rows]
 
 
@@ -470,7 +470,7 @@ def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
 def test_each_turn_is_sampled_from_the_whole_row_before_it(
     agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, lockstep: bool, slots: int
 ):
-    """Also with a template that writes every reply anew, so that each turn begins a row, with draws of its own."""
+    """Also with a template that rewrites every reply, so that each turn starts a row with its own draws."""
     agent = agents("Countdown", tokenizer)
     agent.lockstep = lockstep
     found = generated_rows(model, agent, prompts_of(9), uses_slots, generation_batch_size=slots)
@@ -565,7 +565,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, 
 
 
 def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> SampledRow:
-    """A prompt of two tokens, and these turns (first token, token after the last, reward)."""
+    """Return a row with a prompt of two tokens and these turns (first token, token after the last, reward)."""
     inside = np.array([any(start <= token < end for start, end, _ in turns) for token in range(length)])
     logprobs = np.where(inside, -1.0, 0.0).astype(np.float32)
     given = tuple(SampledTurn(*turn, number=i) for i, turn in enumerate(turns))
@@ -575,7 +575,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
 
 
 def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Conversation]:
-    """Conversations with a served reward, and the value 0.1 times its place for each token."""
+    """Return conversations with a served reward and, for each token, the value 0.1 times its position."""
     found = []
     for given in rows:
         conversation = given if isinstance(given, tuple) else (given,)
@@ -720,7 +720,7 @@ def test_truncated_conversations_are_masked_bootstrapped_or_scored_as_configured
     ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
 )
 def test_group_spread_uses_only_trained_scores(truncated: str, mask_unfinished: bool, differs: bool):
-    """Two conversations have come to their end with 1, two have met a limit at 0."""
+    """Two conversations ended with a score of 1, two reached a limit with a score of 0."""
     limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
     scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)
     given = {"name": "grpo", "responses_per_prompt": 4, "mask_unfinished": mask_unfinished}

@@ -1,4 +1,4 @@
-"""Environments of agents: real worker processes, the two shapes of class, and what goes wrong in them."""
+"""Tests of environments in real worker processes: both kinds of class, and their failures."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ OPENENV = "rlhf_triton.actor.environments.openenv:OpenEnv"
 
 @contextlib.asynccontextmanager
 async def running(name: str = "Doing", **settings: Any) -> AsyncIterator[Environments]:
-    """Started environments; at the end no worker process may be left."""
+    """Start environments; no worker process may be left at the end."""
     settings["class"] = name if ":" in name else f"{FILE}:{name}"
     environments = Environments(EnvironmentSection.model_validate(settings))
     await environments.start()
@@ -39,14 +39,14 @@ async def running(name: str = "Doing", **settings: Any) -> AsyncIterator[Environ
 
 
 def workers() -> list[psutil.Process]:
-    """Worker processes of this process."""
+    """Return the worker processes of this process."""
     return [
         child for child in psutil.Process().children() if "rlhf_triton.actor.environments.worker" in child.cmdline()
     ]
 
 
 async def failure(call: Any, name: str = f"{FILE}:Doing") -> str:
-    """The message of a call that fails, without the environment's name and the place in the code."""
+    """Return the message of a call that fails, without the environment's name and the place in the code."""
     with pytest.raises(EnvironmentFailed) as caught:
         await call
     assert str(caught.value).startswith(f"{name}: ")
@@ -258,7 +258,7 @@ def test_environment_section_needs_either_class_or_agent(section: dict[str, Any]
 
 @contextlib.asynccontextmanager
 async def giving_up(url: str) -> AsyncIterator[Environments]:
-    """Environments whose worker gives a server up after 0.9 s, whose reason this process awaits as long as it takes."""
+    """Yield environments whose worker gives up a server after 0.9 s; this process waits for the reason indefinitely."""
     async with running(OPENENV, options={"url": url}, timeout_s=1.0) as environments:
         environments.limit_s = 120.0
         yield environments
@@ -266,7 +266,7 @@ async def giving_up(url: str) -> AsyncIterator[Environments]:
 
 @contextlib.asynccontextmanager
 async def served() -> AsyncIterator[tuple[OpenEnvServer, str, web.TCPSite]]:
-    """A server, its URL, and where it listens."""
+    """Yield a server, its URL, and its listening site."""
     server, app = OpenEnvServer(), web.Application()
     app.router.add_get("/ws", server.session)
     runner = web.AppRunner(app)
@@ -310,7 +310,7 @@ async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
     ("action", "is_lost"), [("no file", False), ("hang up", True), ("die", True), ("raise", False)]
 )
 async def test_policy_mistakes_do_not_count_as_a_lost_environment(action: str, is_lost: bool):
-    """A conversation that is lost begins again: with an action that fails, until the policy does another."""
+    """A lost conversation restarts: if failing actions counted, it would restart until the policy acts otherwise."""
     async with running() as environments:
         instance = await environments.open({})
         with pytest.raises(EnvironmentFailed) as caught:

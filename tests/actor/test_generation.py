@@ -1,5 +1,7 @@
-"""`actor.generation` and `Policy.generate`: the texts of transformers' `generate`, whatever the model, slots and
-order of ends; what ends a response; and the log-probs of what was generated.
+"""Tests of `actor.generation` and `Policy.generate`.
+
+Responses equal those of transformers' `generate` for any model, number of slots and order of ends. The tests also cover
+what ends a response, and the log-probs of generated tokens.
 """
 
 import functools
@@ -49,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
-    """Random weights, large enough that logits differ; `eos_bias` makes responses end."""
+    """Return a model with random weights large enough for distinct logits; `eos_bias` makes responses end."""
     name, settings = FAMILIES[family]
     torch.manual_seed(5)
     settings = {**settings, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.3}
@@ -155,7 +157,7 @@ def test_draws_depend_on_seed_and_prompt_alone():
 def test_rows_of_a_group_share_the_prefill_of_their_prompt(
     size: int, token_budget: int | None, first: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
+    """Prefills have fewer rows, stay within the token budget, and give the same responses as separate prefills."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
     passes: list[Tensor] = []
     prefill, logits = Decoder._prefill, Decoder._logits
@@ -396,7 +398,7 @@ def test_stop_string_that_starts_in_the_prompt_is_ignored(checkpoint: Path):
 
 
 class Letters:
-    """A tokenizer whose ids are the bytes of UTF-8."""
+    """A tokenizer whose ids are the UTF-8 bytes."""
 
     def decode(self, ids: list[int], **_: object) -> str:
         return bytes(ids).decode(errors="replace")
@@ -470,7 +472,7 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
 
 
 def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
-    """One step off-policy: until it is renewed, texts and log-probs are those of the policy that began the rollout."""
+    """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
     policy = make_policy(checkpoint, one_step_off_policy=True)
     before = generate(policy)
     logprobs, ref_logprobs = logprobs_of(policy, before), logprobs_of(policy, before, reference=True)
@@ -517,7 +519,7 @@ def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(
 
 
 def shared_batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Three prompts with four responses each, of different lengths, in mixed order: tokens, lengths, what is inside."""
+    """Return tokens, lengths and response mask of three prompts with four responses each, in mixed order."""
     generator, prompts = torch.Generator().manual_seed(0), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]] * 4
     sizes = [size for size in (4, 1, 6, 3) for _ in range(3)]
     tokens, inside = torch.zeros(12, 12, dtype=torch.int64), torch.zeros(12, 11, dtype=torch.bool)

@@ -1,6 +1,6 @@
-"""`actor.loop` and `actor.run`: what a rollout waits for, staleness, stops in each phase.
+"""Tests of `actor.loop` and `actor.run`: what a rollout waits for, staleness, and stops in each phase.
 
-Servers answer, fail and wait as a test wants; real ones are in tests/server.
+Fake servers answer, fail and wait on demand; tests/server has real ones.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ def policy(checkpoint: Path) -> Policy:
 
 
 class InstantScorer:
-    """Rewards a row with the sum of its tokens, each of its values with the token; answers when it may."""
+    """Rewards a row with the sum of its tokens; a token's value is its id. `answer` may return an awaitable."""
 
     has_critic, reward = True, ServedModel()
 
@@ -199,7 +199,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 
 
 async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
-    """One is refused, one has an answer that is no number; the others are untouched."""
+    """One request is refused, one answer is NaN; the other rows are unaffected."""
 
     def change(row: np.ndarray, found: np.ndarray) -> None:
         if row[0] == 8:
@@ -254,7 +254,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Pol
 
 
 async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
-    """As at the end of a run whose next rollout is under way."""
+    """As at the end of a run whose next rollout is in progress."""
     written, go_on = threading.Event(), threading.Event()
 
     def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
@@ -324,7 +324,7 @@ SMALL = {"validation_size": 0, "rollout_size": 4, "max_new_tokens": 3}
 
 
 class SlowCritic(Server):
-    """A critic that serves an update no sooner than the actor waits for it, and fails some of them."""
+    """A critic that serves an update only when the actor waits for it, and fails some of them."""
 
     def __init__(self, *, every: int = 1, fails: tuple[int, ...] = (), waits_for_save: bool = False) -> None:
         super().__init__()
@@ -389,9 +389,9 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
 
 @pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (3, 1), (4, 3)])
 def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int):
-    """The critic lags as far as it may; what the actor logs is what the critic saw.
+    """The critic lags as far as allowed; the actor logs the staleness that the critic saw.
 
-    Each request demands the version of the update that the actor has awaited: without, a second server that swaps late
+    Each request demands the version of the update that the actor has awaited. Otherwise a second server that swaps late
     would score rows with older weights.
     """
     critic, steps = SlowCritic(every=every), 8
@@ -409,7 +409,7 @@ def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints,
 
 
 def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
-    """The rollout ahead waits for the last update when it is dropped: the checkpoint names that step."""
+    """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
     limits = {"max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True}
     summary = go(watched_run(tmp_path, checkpoints, critic, **limits))
@@ -420,7 +420,7 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: 
 def test_a_run_goes_on_after_failed_critic_updates(
     tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ):
-    """4 is the last step: the run ends as well as goes on."""
+    """Step 4 is the last one, so the failure occurs in the middle of the run and at its end."""
     summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
     assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
@@ -445,7 +445,7 @@ class Remembering(Server):
 def test_step_with_only_truncated_conversations_changes_no_weights(
     tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str
 ):
-    """The critic has each of its steps, without targets."""
+    """The critic receives every step, without targets."""
     prompts, classes = tmp_path / "prompts.jsonl", Path(__file__).parents[1] / "support" / "environment_classes.py"
     prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
     actor = {**SMALL, "kl_coef": 0.1, "kl_target": 1.0, "prompts_path": str(prompts), "steps": 2}
@@ -631,7 +631,7 @@ def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **sett
 
 
 def ends(folder: Path) -> list[Any]:
-    """What the end of a run leaves, but for times."""
+    """Return what the end of a run leaves, except times."""
     return [*trained(folder), *validations_of(folder)]
 
 
@@ -660,7 +660,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
     tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
 ):
-    """Whichever exception its tokens would raise, and whatever reads it; the run then goes on where it was."""
+    """Whether the row is prefetched or resampled; once it is repaired, the run continues where it was."""
     rows = [json.dumps({"text": text}) for text in TEXTS[:4] * 6]
     bad = int(np.random.default_rng([0, 0]).permutation(len(rows))[-1])
     prompts = tmp_path / "prompts.jsonl"
@@ -746,7 +746,7 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(
     settings: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ):
-    """The next start then goes on as if nothing had happened."""
+    """The next start continues as if the run had never ended."""
     prepare, kind, told = ENDS[end]
     shown = {**SHORT, **settings}
     run = make_grpo(tmp_path / "run", checkpoints, Failing() if end == "rewards" else None, **shown)
@@ -979,7 +979,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
 
 @pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
-    """Not with the response: nothing computes any more when the run has left."""
+    """Not only after the response: no forward pass runs after the run has left."""
     run = make_grpo(tmp_path, checkpoints, one_step_off_policy=True)
     forwards: list[None] = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))

@@ -1,4 +1,4 @@
-"""`actor.algorithms.losses`, `kl` and `own_functions`: by hand, against a loop, and what never matters to a loss."""
+"""Tests of `actor.algorithms.losses` and of custom losses and advantages: by hand, and for invariances."""
 
 import math
 import re
@@ -134,7 +134,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
 
 def written(folder: Path, body: str) -> str:
-    """The spec of a function with this body, of `inputs`."""
+    """Return the spec of a function of `inputs` with this body."""
     (folder / "mine.py").write_text(f"import torch\n\n\ndef mine(inputs):\n    {body}\n")
     return f"{folder / 'mine.py'}:mine"
 

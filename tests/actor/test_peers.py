@@ -1,6 +1,6 @@
-"""Losses, advantages and importance factors against numbers from the peers' own functions (verl, NeMo-RL, TRL).
+"""Losses, advantages and importance factors against the output of the peers' own functions (verl, NeMo-RL, TRL).
 
-`peers.json` has what these functions returned in float64, to 12 digits, for the random inputs that are in it.
+`peers.json` contains random inputs and what these functions returned for them in float64, to 12 digits.
 """
 
 import json
@@ -25,7 +25,7 @@ MASK = INPUTS["mask"]
 
 
 def close(found: Tensor, expected: Any) -> None:
-    """Equal to 1e-6: verl adds 1e-8 to some denominators, NeMo-RL computes lambda in float32."""
+    """Compare to 1e-6: verl adds 1e-8 to some denominators, NeMo-RL computes lambda in float32."""
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
@@ -37,7 +37,7 @@ def cases(kind: str) -> Any:
 def test_loss_and_gradient_match_peers(case: dict[str, Any]):
     """Of the three means, `constant` divides the sum by sequences times the longest length.
 
-    verl has a dual clip beside the clipped loss: its gradient is compared where that has no effect.
+    verl adds a dual clip to the clipped loss: the gradient is compared only where the dual clip has no effect.
     """
     weights = MASK / MASK.sum(-1, keepdim=True) if case["mean"] == "sequence" else MASK
     total = float(MASK.numel()) if case["mean"] == "constant" else None

@@ -1,4 +1,4 @@
-"""`actor.policy`: adapters, checkpoints that resume bit for bit or are refused, and what a policy in bfloat16 holds."""
+"""Tests of `actor.policy`: adapters, checkpoints that resume bit-identically or are refused, and bfloat16 policies."""
 
 import contextlib
 import json
@@ -265,7 +265,7 @@ def test_lora_targets_select_the_layers_with_adapters(llama: Path, targets: Any,
 def test_lora_target_that_matches_no_linear_layer_is_refused(
     llama: Path, target: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also of a layer that exists but takes none, and of one beside a name that is right; no weights are read."""
+    """Misspelt, not linear, or next to a valid name; the check reads no weights."""
     monkeypatch.setattr("rlhf_triton.actor.policy.policy.load_model", None)
     with pytest.raises(CheckpointError) as caught:
         make_policy(llama, lora_rank=4, lora_targets=("v_proj", target))
@@ -366,7 +366,7 @@ def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_p
 def test_checkpoint_of_another_policy_or_lora_rank_is_refused(
     llama: Path, tmp_path: Path, settings: dict[str, Any], message: str | None
 ):
-    """Of other adapters, or of another start: the reference would be another model than the policy's start."""
+    """With another start, the reference would not be the model that the policy started from."""
     save_policy(tmp_path / "other", seed=1)
     shutil.copytree(llama, tmp_path / "moved")
     save(tmp_path / "actor", make_policy(llama, lora_rank=4))
@@ -406,7 +406,7 @@ def test_damaged_checkpoint_file_is_reported_by_path(tmp_path: Path, llama: Path
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:
-    """Load a policy; return it and the dtype of each load of its model; `add_table`: the model has a buffer in it."""
+    """Load a policy; return it and the dtype of each load of its model. `add_table` gives the model a buffer."""
     original, dtypes = AutoModelForCausalLM.from_pretrained, list[torch.dtype]()
 
     def recording(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:

@@ -1,5 +1,9 @@
-"""`actor.policy.update`: what must never change an update (micro-batches, padding, order of the samples, recomputed
-activations), and what each setting does. Real models of a few thousand weights, in float64 where bits would hide it."""
+"""Tests of `actor.policy.update`: what must not change an update, and the effect of each setting.
+
+An update must not depend on micro-batches, padding, sample order or recomputed activations.
+
+Real models of a few thousand weights, in float64 where rounding would hide a fault.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +38,7 @@ def make_policy(checkpoint: Path, *, double: bool = True, **settings: Any) -> Po
 
 
 def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) -> PPOBatch:
-    """Random responses with random advantages; log-probs are the policy's own, the reference's differ a little."""
+    """Return random responses and advantages; log-probs are the policy's own, the reference's differ a little."""
     generator = torch.Generator().manual_seed(0)
     lengths, positions, most = torch.tensor(LENGTHS), torch.arange(width - 1), max(LENGTHS)
     tokens = torch.full((len(LENGTHS), width), policy.pad_id)
@@ -55,20 +59,20 @@ def weights_of(policy: Policy) -> Tensor:
 
 
 def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[dict[str, float], Tensor]:
-    """Statistics by the part of their name behind the slash, and all weights after the update."""
+    """Return the statistics by the part of their name after the slash, and all weights after the update."""
     found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef)
     return {name.removeprefix("train_optim/"): value for name, value in found.items()}, weights_of(policy)
 
 
 def assert_same(results: Sequence[tuple[dict[str, float], Tensor]]) -> None:
-    """Statistics and weights of all updates are those of the first."""
+    """Assert that statistics and weights of all updates equal the first one's."""
     for stats, weights in results[1:]:
         assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
         torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
 
 
 def settings_of(name: str) -> Iterator[dict[str, Any]]:
-    """Each algorithm as it is, and with everything that a loss can have."""
+    """Yield each algorithm's settings, plain and with all loss terms."""
     algorithm = ALGORITHMS[name]
     groups = {"algorithm_name": name, **({"responses_per_prompt": 2} if algorithm.needs_groups else {})}
     yield groups
@@ -99,7 +103,7 @@ def test_update_is_independent_of_micro_batches_padding_and_sample_order(checkpo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoint: Path, name: str):
-    """Neither the KL and entropy terms nor any statistic, among them the one that `max_kl` compares."""
+    """Neither the KL and entropy terms nor any statistic changes, including the one that `max_kl` compares."""
     plain = next(settings_of(name))
     terms = {"kl_penalty_in": "loss", "kl_estimator": "k2", "entropy_bonus": 0.01}
     for settings, kl_coef in ((plain, 0.0), ({**plain, **terms}, 0.1)):

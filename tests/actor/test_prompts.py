@@ -1,4 +1,4 @@
-"""`actor.data`: prompts from JSONL, Parquet, Arrow and saved datasets; orders, weights, a curriculum, and resuming."""
+"""Tests of `actor.data`: prompts from JSONL, Parquet, Arrow and saved datasets; their order, weights, and resuming."""
 
 import datetime
 import json
@@ -155,7 +155,7 @@ def test_messages_need_a_chat_template(tmp_path: Path):
 
 @pytest.mark.parametrize("family", sorted(CHATS))
 def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path: Path, family: str):
-    """The response follows, so no [SEP] and no EOS; `sentences` begin with the same tokens (`encode_text`)."""
+    """A response follows, so there is no [SEP] and no EOS; `sentences` start with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
     text, chat, start = "the words of a text", [user("the words")], ADDED.get(family, ("",))[0]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -188,7 +188,7 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
 
 
 def test_huge_jsonl_files_are_not_held_in_memory(tmp_path: Path):
-    """After a month metrics.jsonl has hundreds of megabytes."""
+    """After a month, metrics.jsonl has hundreds of megabytes."""
     path = tmp_path / "x.jsonl"
     write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
     tracemalloc.start()

@@ -64,7 +64,7 @@ class TinyPolicy:
 
 
 class Server:
-    """Takes critic_save down; refuses it while `fails` is set, which the real one does not do on demand."""
+    """Records critic_save; refuses it while `fails` is set, which a real server does not do on demand."""
 
     def __init__(self) -> None:
         self.counters = RequestCounters()
@@ -112,7 +112,7 @@ async def ends(recorder: Recorder) -> None:
 
 
 def validation(reward: float, version: int | None = None) -> Validation:
-    """As far as it is written down."""
+    """Return a validation with the fields that are logged."""
     score = rewarded(reward, reward_version=version)
     return Validation([(a_sample([1, 1], score=score),)], 0.5, None)
 
@@ -188,7 +188,7 @@ async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tm
 
 
 def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
-    """The critic's journal may be another run's."""
+    """Make the critic lack every step, as with another run's journal."""
     server.received = 0
 
 
@@ -212,7 +212,7 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
 async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
     tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
 ):
-    """Its checkpoints stay as they are, and the critic does not go back."""
+    """The checkpoints stay unchanged, and the critic is not rewound."""
     root, recorder = tmp_path / "checkpoints" / "actor", recorder_of(tmp_path, server)
     await checkpoints_of(recorder_of(tmp_path, server), 2, 4)
     trouble(server, root, recorder)
@@ -225,7 +225,7 @@ async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
 async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
 ):
-    """The one before it counts, and the critic goes back to that."""
+    """The run resumes from the previous checkpoint, and the critic rewinds to its step."""
     root = tmp_path / "checkpoints" / "actor"
     recorder, resumed = (recorder_of(tmp_path, server) for _ in range(2))
     weight = recorder._policy.model.weight.detach().clone()
@@ -263,7 +263,7 @@ async def test_resume_refuses_a_served_reference_with_other_weights(
 async def test_failed_critic_save_is_logged_and_retried_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
-    """Where it fails again, the run ends with an error."""
+    """If the retry fails, too, the run ends with an error."""
     recorder = recorder_of(tmp_path, server)
     await checkpoints_of(recorder, 1)
     server.fails = True
@@ -693,7 +693,7 @@ class WithArtifact(Recorded):
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of both trackers, in order."""
+    """Return the calls of both trackers, in order."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Recorded, "calls", calls, raising=False)
     for kind in (WithTable, WithArtifact):
@@ -763,7 +763,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """It gets everything in order if it answers in the end, up to a bound; the interpreter waits for no daemon."""
+    """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
     hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()

@@ -1,6 +1,6 @@
-"""`actor.scoring`: which rows share a request, one version for each group, process rewards.
+"""Tests of `actor.scoring`: which rows share a request, one reward version per group, and process rewards.
 
-Clients stand for a server that answers, fails or changes its version as a test wants: the real one cannot on demand.
+Fake clients answer, fail or change their version on demand, which a real server cannot.
 """
 
 import asyncio
@@ -339,10 +339,7 @@ def test_token_rewards_are_refused_if_the_server_renders_texts_differently(token
 
 
 class Swapping:
-    """A scorer that scores the rows of each request by the next versions; None: it has no score.
-
-    Row i of version v has the score 100 v + i.
-    """
+    """A scorer whose requests get the next versions; None: no score. Row i has the score 100 v + i under version v."""
 
     reward = ServedModel(groupwise=True)
 
@@ -430,7 +427,7 @@ REPLIES = {  # text, its tokens, and whether the policy has ended it
 
 
 def sampled(reply: str) -> list[int]:
-    """Tokens of the policy for a key of `REPLIES`."""
+    """Return the policy's tokens for a key of `REPLIES`."""
     text, pieces, ended = REPLIES[reply]
     parts = [POLICY(piece, add_special_tokens=False)["input_ids"] for piece in pieces or [text]]
     return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
@@ -454,7 +451,7 @@ def test_tool_calls_of_the_last_reply_are_rendered(tmp_path: Path):
 
 
 def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
-    """A conversation in one row: the policy calls a tool, whose result it answers with the reply."""
+    """Return a conversation in one row: the policy calls a tool and answers the result with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
     row.add_turn(PolicyTurn(sampled("finished"), ended=True))
@@ -499,7 +496,7 @@ class Reader:
 
 
 def scored_ids(reader: Reader, row: samples.SampledRow) -> list[int]:
-    """The ids that a run's row is scored by."""
+    """Return the token ids by which a run's row is scored."""
     scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
     asyncio.run(scorer.compare_tokenizers())
     asyncio.run(scorer.score([(row,)]))
@@ -527,7 +524,7 @@ def test_rows_are_scored_in_the_reward_models_own_rendering(tmp_path: Path, othe
 def gate_ids(
     folder: Path, prompt: Any, reply: str | dict[str, Any], max_length: int | None = None, **settings: Any
 ) -> list[int]:
-    """The ids of a pair of `reward.gate`."""
+    """Return the token ids of a pair of `reward.gate`."""
     message = assistant(reply) if isinstance(reply, str) else reply
     said = reply if isinstance(prompt, str) else [message]
     return ids_of_line(folder, {"prompt": prompt, "chosen": said, "rejected": said}, max_length, **settings)
@@ -602,7 +599,7 @@ FUNCTIONS = ServedModel(components=("verdict",))
 
 
 def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
-    """What a reward function receives."""
+    """Return the samples that a reward function receives."""
     tensors = {"sentences": texts_array([sentence]), "metadata": texts_array([json.dumps(metadata)])}
     model = FunctionReward.__new__(FunctionReward)
     model._tokenizer, model._limits = None, Limits(vocab_size=1)

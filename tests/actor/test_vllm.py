@@ -1,4 +1,4 @@
-"""`actor.generation.engine: vllm`, against fake servers that fail on demand; test_vllm_run.py has a real one."""
+"""Tests of `actor.generation.engine: vllm` with fake servers that fail on demand; test_vllm_run.py uses a real one."""
 
 import asyncio
 from collections.abc import Callable
@@ -157,7 +157,7 @@ def dropped(server: FakeVllm) -> dict[str, Any]:
 
 
 def restarted(server: FakeVllm) -> dict[str, Any]:
-    """It answers with the weights that it was started with; such a response is thrown away."""
+    """The server answers with its initial weights after a restart; such a response is discarded."""
     server.weights = "initial"
     return {"weight_versions": [{"version": "initial", "start": 0, "end": 4}], "token_ids": [9, 9, 9, 1]}
 

@@ -1,4 +1,4 @@
-"""`rlhf-triton bench`, tiny: each benchmark measures every contender, reports, and leaves nothing running."""
+"""Tiny runs of `rlhf-triton bench`: each benchmark measures every contender, reports, and leaves no process."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def bench(out: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    """Return result.json and what was printed."""
+    """Run a benchmark; return result.json and what was printed."""
     command = [sys.executable, "-m", "rlhf_triton.tools", "bench", *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The crash test of the live critic: processes are killed at named moments, and nothing may differ from a calm run.
+"""The crash test of the live critic: after kills at named moments, the results must equal an undisturbed run's.
 
 `make test-all` kills every victim once. `make crash` kills CRASH_KILLS (50) times; CRASH_RANKS=2 trains on two ranks.
 """
@@ -51,7 +51,7 @@ def drive(system: DisturbedSystem, traffic: Traffic, killer: Killer | None, step
 
 
 def results_of(config: RunConfig) -> dict[int, Result]:
-    """The journal's results of training, by step."""
+    """Return the journal's training results, by step."""
     results = Journal(config.run.journal_dir, config.run.identity).results()
     return {Entry.parse(result.entry).step: result for result in results if result.entry.endswith(".train")}
 
@@ -110,7 +110,7 @@ def test_no_kill_changes_what_is_trained_and_served(tmp_path: Path, checkpoints:
 
 
 def check_order(system: DisturbedSystem, killer: Killer, plan: Sequence[tuple[str, str]]) -> None:
-    """Every victim and every moment of the plan was hit; nothing else ended, and nothing is left behind."""
+    """Check that every victim and moment of the plan was hit, no other process ended, and no process is left."""
     assert system.troubles == []
     assert system.leftovers() == []
     hits = [kill for kill in killer.kills if kill["hit"]]
@@ -119,7 +119,7 @@ def check_order(system: DisturbedSystem, killer: Killer, plan: Sequence[tuple[st
 
 
 def check_steps(record: RequestRecord, results: dict[int, Result], reference: dict[int, Result], last: int) -> None:
-    """Each accepted step was trained once, in order, with the loss of the undisturbed run; its answer says so."""
+    """Check that each accepted step was trained once, in order, with the undisturbed run's loss and the same answer."""
     assert record.refusals == []
     steps = list(range(1, last + 1))
     assert [step for step, _, _ in record.trained] == steps
@@ -135,7 +135,7 @@ def check_steps(record: RequestRecord, results: dict[int, Result], reference: di
 
 
 def check_versions(system: DisturbedSystem, reference: Sequence[Manifest], rewound: set[int], last: int) -> None:
-    """One version a step, in order and bit-identical; a rewind adds another of its step, after those of later steps."""
+    """Check that there is one bit-identical version per step, in order, and one more for each rewind."""
     manifests = manifests_of(system)
     steps = [manifest.step for manifest in manifests]
     assert (steps[0], steps[-1]) == (0, last)
@@ -149,7 +149,7 @@ def check_versions(system: DisturbedSystem, reference: Sequence[Manifest], rewou
 
 
 def check_scores(system: DisturbedSystem, record: RequestRecord) -> None:
-    """Each answer names one version and has its values; once a step is acknowledged, no older version scores."""
+    """Check that each answer has its version's values, and that no version older than an acknowledged one scores."""
     assert record.stale == []
     assert record.served
     requests = probes(SEED)
@@ -168,7 +168,7 @@ def check_scores(system: DisturbedSystem, record: RequestRecord) -> None:
 
 
 def check_checkpoint(ours: Path, theirs: Path) -> None:
-    """Weights and optimizer are bit-identical."""
+    """Check that weights and optimizer are bit-identical."""
     files = sorted(path.name for path in theirs.glob("*.safetensors"))
     assert files == sorted(path.name for path in ours.glob("*.safetensors"))
     for name in files:

@@ -1,4 +1,4 @@
-"""The soak test of the whole loop, actor included: a PPO run of SOAK_MINUTES (2) whose processes are killed."""
+"""The soak test of the whole loop including the actor: a PPO run of SOAK_MINUTES (2) whose processes are killed."""
 
 import os
 import random
@@ -24,7 +24,7 @@ ROWS = 16  # responses per step
 
 
 def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
-    """Write the YAML of a PPO run without an end; return its path."""
+    """Write the YAML of an endless PPO run; return its path."""
     sections: dict[str, dict[str, Any]] = {
         "critic": {"reload": "swap"},
         "trainer": {
@@ -61,7 +61,7 @@ class Soak:
         self._next_kill_s = 0.0  # set once the first step is complete
 
     def run(self) -> None:
-        """Run for the whole duration, longer if a step is awaited after a kill."""
+        """Run for the whole duration, or longer if a step is still pending after a kill."""
         while not self._is_over(now := time.monotonic() - self._started):
             self._system.look()
             for line in self._new_lines.read_objects():
@@ -77,7 +77,7 @@ class Soak:
 
     @property
     def _pending(self) -> dict[str, Any] | None:
-        """The last kill, while no step has been completed since."""
+        """Return the last kill if no step has completed since."""
         return self.kills[-1] if self.kills and self.kills[-1]["until_s"] is None else None
 
     def _look_at_kills(self, now: float) -> None:

@@ -1,6 +1,6 @@
-"""deploy/ and Dockerfile.triton: what `make check-deploy` cannot say of them, and what they start, on loopback.
+"""Tests of deploy/ and Dockerfile.triton beyond `make check-deploy`; what they start runs on loopback.
 
-`tools/install.sh` runs in a fresh virtual environment: each image gets what it needs, no more.
+`tools/install.sh` runs in a fresh virtual environment: each image gets only what it needs.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def test_layout_yaml_is_valid_and_its_paths_are_mounted(overlay: str, tmp_path: 
 
 
 def secrets(pod: Manifest) -> list[dict[str, Any]]:
-    """The secrets that become variables of its containers; one with a `key` is that key alone."""
+    """Return the secrets that become variables of the pod's containers; a `key` selects one of a secret's keys."""
     return [
         source.get("secretRef") or source["valueFrom"]["secretKeyRef"]
         for container in containers(pod)
@@ -105,7 +105,7 @@ STEPS = 4
 
 
 def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """The command line and the environment of each container that starts torchrun, by overlay and name."""
+    """Return command line and environment of each container that starts torchrun, by overlay and name."""
     found = {}
     for overlay in OVERLAYS:
         for name, pod in pods(overlay).items():
@@ -122,7 +122,7 @@ LINES = lines()
 
 
 def on_loopback(command: list[str], port: int, config: Path) -> list[str]:
-    """What follows `python -m` in the line, with this machine as every node, a process for each, and this YAML."""
+    """Return what follows `python -m` in the line, with this machine as every node, one process each, and this YAML."""
     assert command[:2] == ["python3", "-m"]
     text = "\0".join(command[2:])
     text, hosts = re.subn(r"(--rdzv-endpoint=)[^:]+:\d+", rf"\g<1>127.0.0.1:{port}", text)
@@ -158,10 +158,10 @@ def test_torchrun_arguments_agree_with_their_manifests():
 
 
 class Nodes:
-    """The nodes of one line, all on this machine, with a rank each."""
+    """The nodes of one torchrun line, all on this machine, with one rank each."""
 
     def __init__(self, name: str, run: LiveRun) -> None:
-        """Start them in order: node 0 has the rendezvous, and no other node can replace it."""
+        """Start the nodes in order: node 0 has the rendezvous, and no other node can replace it."""
         self._command, self._environment = LINES[name]
         self._name, self._run = name, run
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -176,12 +176,12 @@ class Nodes:
         return Child(self._name, on_loopback(self._command, self._port, self._run.path), log, environment)
 
     def rank(self, node: int) -> psutil.Process:
-        """The process of the node's rank, which may be about to be replaced."""
+        """Return the process of the node's rank, which may be about to be replaced."""
         agent = psutil.Process(self.agents[node].process.pid)
         return next(child for child in agent.children() if "--config" in child.cmdline())
 
     def lose(self, node: int) -> None:
-        """Kill the node's agent and its rank, as when its machine fails, and start the node again."""
+        """Kill the node's agent and rank, as if its machine failed, and start the node again."""
         rank = self.rank(node)
         self.agents[node].process.kill()
         rank.kill()
@@ -244,7 +244,7 @@ STAGES = {
 
 
 def stages() -> dict[str, list[Instruction]]:
-    """The instructions of each stage, after those of the stage that it starts from."""
+    """Return the instructions of each stage, after those of its base stage."""
     found: dict[str, list[Instruction]] = {}
     for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
         word, _, argument = line.partition(" ")
@@ -257,7 +257,7 @@ def stages() -> dict[str, list[Instruction]]:
 
 
 def last(target: str, name: str) -> str:
-    """The last instruction of that name is the one that counts."""
+    """Return the last instruction of that name, which is the effective one."""
     return [argument for word, argument in stages()[target] if word == name][-1]
 
 

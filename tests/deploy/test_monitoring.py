@@ -1,4 +1,4 @@
-"""deploy/monitoring: its files name what exists; `make check-deploy` lets promtool read them."""
+"""Tests of deploy/monitoring: its files use existing names; `make check-deploy` lets promtool read them."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 def of_the_server() -> set[str]:
-    """Names that the models in tritonserver register."""
+    """Return the names that the models in tritonserver register."""
     sources = (ROOT / "python_backend" / "serving").rglob("*.py")
     return {name for path in sources for name in re.findall(r'"(rlhf_\w+)"', path.read_text())}
 

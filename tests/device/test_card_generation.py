@@ -1,4 +1,4 @@
-"""Generation on a card: host waits and kernels of a decoding step, the cache, streams, threads, and lack of memory."""
+"""Generation on a GPU: host synchronisations and kernels per decoding step, cache, streams, threads, out of memory."""
 
 import asyncio
 import threading
@@ -44,7 +44,7 @@ def generate(policy: Policy, **settings: Any) -> list[SampledRow]:
 
 
 def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
-    """What is counted in each step of decoding."""
+    """Return the counts of each decoding step."""
     step, traces = Decoder._decode_step, []
 
     def traced(decoder: Decoder) -> None:
@@ -144,7 +144,7 @@ def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint: Path, m
 
 def test_sampling_thread_uses_the_ranks_gpu():
     class Sampling:
-        """Stands in for the policy of a rank; what its thread does first ends it."""
+        """Stands in for a rank's policy; the thread's first call ends it."""
 
         sampler, found = SimpleNamespace(device=torch.device("cuda:2")), list[int]()
 

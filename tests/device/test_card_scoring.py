@@ -1,4 +1,4 @@
-"""Scoring on a card: host waits and copies of a forward pass, streams, placement, and lack of memory."""
+"""Scoring on a GPU: host synchronisations and copies per forward pass, streams, placement, out of memory."""
 
 import threading
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def test_configured_device_overrides_tritons_instance_device(
 
 
 def watch_passes(model: Any) -> dict[str, list[tuple[str, int, int, int]]]:
-    """Record, by thread: launch or wait, its host waits, card and stream."""
+    """Record by thread: launch or wait, its host synchronisations, GPU and stream."""
     events: dict[str, list[tuple[str, int, int, int]]] = {}
     forward = model.served.forward
 

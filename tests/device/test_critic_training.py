@@ -1,4 +1,4 @@
-"""A critic of each family trains on a card with each setting that docs/scaling.md recommends."""
+"""A critic of each family trains on a GPU with each setting that docs/scaling.md recommends."""
 
 from pathlib import Path
 from typing import Any

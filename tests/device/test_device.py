@@ -1,4 +1,4 @@
-"""The simulated device itself: devices kept apart, memory and host waits counted, streams and threads told apart."""
+"""The simulated device: separate devices, counted memory and host synchronisations, streams and threads."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`bench gpu` on simulated cards (`simulated_cuda`): every part passes, as nothing meets on two devices."""
+"""`bench gpu` on simulated GPUs (`simulated_cuda`): every part passes, and no operation mixes two devices."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The memory of simulated cards: updates and log-probs that it does not suffice for, and where it is shown."""
+"""The memory of simulated GPUs: updates and log-probs that run out of it, and where it is reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def update(policy: TrainablePolicy, seed: int) -> dict[str, float]:
 
 
 def needed(work: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `work`, and the bytes that it allocates beyond what there is."""
+    """Return the result of `work` and the bytes that it allocates in addition."""
     before = simcuda.allocated(CARD)
     simcuda.reset_peak(CARD)
     return work(), simcuda.peak(CARD) - before

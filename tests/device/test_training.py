@@ -1,4 +1,4 @@
-"""Updates of policy and critic, and the reference, on simulated cards: host waits, results, ranks with a card each."""
+"""Updates of policy and critic, and the reference, on simulated GPUs: synchronisations, results, a GPU per rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +56,7 @@ def traced(work: Callable[[], Any]) -> Trace:
 
 
 def num_shared(policy: TrainablePolicy, batch: PPOBatch) -> int:
-    """The number of micro-batches whose prompts are shared."""
+    """Return the number of micro-batches whose prompts are shared."""
     found = 0
     for rows in policy.trained.plan(batch.lengths.tolist()):
         width = int(batch.lengths[rows].max())
@@ -153,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def devices_of(policy: Policy) -> set[str]:
-    """The devices of all weights and of the optimizer's state."""
+    """Return the devices of all weights and of the optimizer's state."""
     models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     moments = [tensor for state in policy.trained.optimizer.state.values() for tensor in state.values() if tensor.ndim]
@@ -161,7 +161,7 @@ def devices_of(policy: Policy) -> set[str]:
 
 
 def session_on_cards(ranks: Ranks, folder: Path, case: str, device: str) -> dict[str, Any]:
-    """What rank 0 of a session returns, where this rank's tensors are, and what its threads launched."""
+    """Return what rank 0 of a session returns, where this rank's tensors are, and what its threads launched."""
     made: list[Policy] = []
     init = Policy.__init__
 
@@ -209,7 +209,7 @@ def load_critic_update(root: Path, family: str, **ranks: Ranks) -> CriticUpdate:
 
 
 def trained_critics(ranks: Ranks, root: Path) -> list[dict[str, Any]]:
-    """Train a critic of each family and write a version; return what this rank knows of it."""
+    """Train a critic of each family and write a version; return this rank's weights, canary and report."""
     ranks.announce = lambda *_, **__: None
     found = []
     for family in CRITICS:

@@ -1,4 +1,4 @@
-"""The demos, as `make demo` and the like run them, in their quick form; and their section of a report."""
+"""The demos in their quick form, as `make demo` and the like run them, and their section of a report."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def demo(*arguments: str, code: int = 0, **environment: str) -> str:
 
 
 def prepared(recipe: str, cache: Path, *options: str) -> dict[str, Path]:
-    """The prepared paths by their keys, which the demo prints instead of running."""
+    """Return the prepared paths by configuration key, which the demo prints instead of running."""
     printed = demo(recipe, "--quick", "--prepare-only", "--cache-dir", str(cache), *options)
     pairs = (line.split("=") for line in printed.splitlines() if line.startswith(("reward.", "critic.", "actor.")))
     return {key: Path(path) for key, path in pairs}
@@ -135,7 +135,7 @@ def test_reasoning_sao_and_agent_demos_share_the_same_sums(tmp_path: Path):
 
 
 def verdict(line: dict[str, Any], response: str) -> float:
-    """The verifier's, on what the actor sends."""
+    """Return the verifier's score of what the actor sends."""
     metadata = {"task": line["task"], "prompt": line["text"], "response": response}
     return checked(load_function(VERIFIER)(Sample(text=line["text"] + response, metadata=metadata)))
 

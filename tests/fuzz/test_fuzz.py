@@ -1,4 +1,4 @@
-"""Bad requests to every model and to the gateway, while a client scores valid rows. `make fuzz` sends thousands."""
+"""Bad requests to every model and to the gateway while a client scores valid rows. `make fuzz` sends thousands."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ MIXTURE: dict[str, dict[str, Any]] = {
 
 
 class GoodClient:
-    """Sends the same valid request repeatedly; the first answer is the reference for all others."""
+    """Sends the same valid request repeatedly and compares each answer with the first one."""
 
     def __init__(self, url: str, path: str, body: Any, headers: Mapping[str, str], read: Callable[[Any], Any]) -> None:
         """`read` returns the numbers of a reply, by name."""
@@ -128,7 +128,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
-    """With a mixture of rewards, a training key and a reference, but no sidecar, which would change values."""
+    """Yield a server with a reward mixture, training key and reference, but no sidecar, which would change values."""
     with contextlib.ExitStack() as running:
         keys = {KEY_VARIABLE: TRAINING_KEY, GATEWAY_KEY_VARIABLE: GATEWAY_KEY}
         running.enter_context(mock.patch.dict(os.environ, keys))
@@ -165,7 +165,7 @@ def each_round(strategy: st.SearchStrategy[Any], play: Callable[[Sequence[Any]],
 
 
 def check_answer(answer: Answer) -> None:
-    """Fail if it is none, or the error of a program instead of a sentence, or a number of something empty."""
+    """Fail if there is no answer, an internal error instead of a sentence, or an empty output."""
     assert answer.status != HUNG
     if answer.status in ("500", "INTERNAL", "UNKNOWN"):
         assert any(words in answer.text for words in TRITONS_OWN), answer
@@ -201,7 +201,7 @@ def test_bad_requests_are_answered_and_valid_scoring_continues(defect: str | Non
 
 @pytest.fixture(scope="module")
 def policy() -> Iterator[FakeVllm]:
-    """A policy whose server runs in a thread."""
+    """Yield a policy whose server runs in a thread."""
     loop, server = asyncio.new_event_loop(), FakeVllm()
     thread = threading.Thread(target=loop.run_forever, name="policy")
     thread.start()
@@ -247,7 +247,7 @@ def gateway(guarded: Stage, policy: FakeVllm) -> Iterator[Gateway]:
 
 
 def status_of(url: str, content: bytes) -> str:
-    """Send bytes; return the status of the reply, an empty text if the connection was closed without one."""
+    """Send bytes; return the reply's status, or "" if the connection was closed without a reply."""
     host, port = url.split(":")
     with socket.create_connection((host, int(port)), HANG_S) as connection:
         with contextlib.suppress(ConnectionError):  # refused before the body was read

@@ -34,7 +34,7 @@ Json = dict[str, Any]
 
 
 async def chat(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
-    """Call as OpenAI's client; return the body."""
+    """Call like OpenAI's client; return the body."""
     body = {"model": "m", "messages": messages, **fields}
     status, reply = await caller.post(f"/sessions/{session}{CHAT}", body)
     assert status == 200, reply
@@ -42,12 +42,12 @@ async def chat(caller: Caller, session: str, messages: list[Json], **fields: Any
 
 
 async def say(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
-    """Call as OpenAI's client; return the message."""
+    """Call like OpenAI's client; return the message."""
     return (await chat(caller, session, messages, **fields))["choices"][0]["message"]
 
 
 async def ask(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
-    """Call as Anthropic's client; return the body."""
+    """Call like Anthropic's client; return the body."""
     body = {"model": "m", "max_tokens": 100, "messages": messages, **fields}
     status, reply = await caller.post(f"/sessions/{session}{MESSAGES}", body)
     assert status == 200, reply
@@ -59,7 +59,7 @@ async def rows(caller: Caller, session: str) -> list[Json]:
 
 
 def trained(row: Json) -> list[list[int]]:
-    """The tokens of each turn, after a check that those to train on are exactly the turns."""
+    """Return the tokens of each turn, and check that exactly the turns are marked for training."""
     turns = [range(turn["start"], turn["end"]) for turn in row["turns"]]
     seen = [not any(i in turn for turn in turns) for i in range(len(row["tokens"]))]
     assert row["observed"] == seen
@@ -76,7 +76,7 @@ def rendered(messages: list[Json], *tools: Json) -> str:
 
 
 async def with_openai(caller: Caller) -> None:
-    """Three calls, one of which uses a tool; the reply returns as the official client dumps it."""
+    """Make three calls, one with a tool; each reply is sent back as the official client dumps it."""
     messages: list[Json] = [{"role": "developer", "content": "Be brief."}, USER]
     for answers in (
         [{"role": "tool", "content": "2"}],
@@ -158,7 +158,7 @@ async def test_edited_history_and_other_contexts_start_new_rows():
 
 
 def stripping() -> Any:
-    """A tokenizer whose chat template changes replies."""
+    """Return a tokenizer whose chat template changes replies."""
     strips = TEMPLATE.replace("{{ m.content }}", "{{ '…' * (m.role == 'assistant') }}{{ m.content }}")
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
 
@@ -548,7 +548,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
     ids=["a log-prob is missing", "no log-probs", "a version of more tokens"],
 )
 async def test_replies_with_mismatched_columns_are_rejected(columns: Json):
-    """Each log-prob would belong to another token."""
+    """Otherwise each log-prob would belong to another token."""
     async with FakeVllm() as server:
         sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
         server.answer = lambda request: columns

@@ -1,4 +1,4 @@
-"""The gateway against a fake server: its protocols, wrong requests, failing servers, and what bounds each client."""
+"""The gateway in front of a fake server: its protocols, wrong requests, failing servers, and limits per client."""
 
 import asyncio
 import contextlib
@@ -290,7 +290,7 @@ PROTOCOLS = {
 async def checked_gateway(
     behaviour: Behaviour = lambda model, number: "ok", **settings: Any
 ) -> AsyncIterator[tuple[Caller, FakeReward]]:
-    """A gateway, which still answers a good request correctly at the end."""
+    """Yield a gateway; check at the end that it still answers a good request correctly."""
     async with FakeReward(behaviour) as server, gateway(server.url, **settings) as caller:
         yield caller, server
         server.behaviour = lambda model, number: "ok"
@@ -430,7 +430,7 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause():
 async def test_shutdown_does_not_wait_for_disconnected_clients(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Not when its rewards, for which no server is up, would be late."""
+    """Not even while their request waits for a server."""
     asked, served = asyncio.Event(), scoring.RewardSource.served
 
     async def watched(source: scoring.RewardSource) -> Any:

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer with rewards from Triton, through a crash of the server, and reward models of its RewardTrainer.
+"""TRL with Triton: GRPO on its rewards through a server crash, PPO with its critic, and TRL's reward models.
 
-Only in `make test-trl`.
+Runs only in `make test-trl`.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ def test_trl_grpo_trains_on_exported_agent_rows(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two reward models, as TRL's RewardTrainer writes them."""
+    """Return a folder with two reward models, as TRL's RewardTrainer writes them."""
     folder = tmp_path_factory.mktemp("trained")
     tokenizer = make_text_tokenizer("qwen2")
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": TEXT_POSITIONS, "pad_token_id": None}
@@ -141,7 +141,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trl_reward_model_serves_the_scores_of_its_training(
     trained: Path, tmp_path: Path, checkpoints: Checkpoints, name: str
 ):
-    """All weights trained on texts, and a LoRA adapter on chats: TRL's own scores and accuracy, through the server."""
+    """All weights trained on texts, and a LoRA adapter on chats: the server gives TRL's own scores and accuracy."""
     folder = trained / name / "final"
     if name == "adapter":
         adapted = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32")

@@ -1,4 +1,4 @@
-"""What a rank of the policy needs of its host's memory while it loads, beside what its device keeps."""
+"""The host memory that a policy rank needs while it loads, in addition to what its device keeps."""
 
 import threading
 import time
@@ -26,13 +26,13 @@ FIRST, *OTHERS = CASES
 
 
 def anonymous() -> int:
-    """Bytes of this process that are not the pages of a file."""
+    """Return this process's anonymous memory in bytes, without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 class Peak(threading.Thread):
-    """Watches how far the anonymous memory of this process rises above what it is at the start, in bytes."""
+    """Watches how far this process's anonymous memory rises above its start, in bytes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -51,14 +51,14 @@ class Peak(threading.Thread):
 
 
 def kept_bytes(policy: Policy) -> int:
-    """Bytes of the shards and of the copies: on a card, they are in its memory."""
+    """Return the bytes of the shards and copies; on a GPU they are in its memory."""
     models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
     tensors = {p.to_local() if hasattr(p, "to_local") else p for model in models for p in model.parameters()}
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> list[float]:
-    """Bytes a parameter that a rank takes at its peaks beside what it keeps: until it shards the policy, and then."""
+    """Return the peak bytes per parameter beyond what the rank keeps: before and after it shards the policy."""
     section = actor_section(model=folder, max_new_tokens=6, prompts_max_tokens=8, **others)
     peak, peaks, shard = Peak(), [], loading.shard
 
@@ -74,7 +74,7 @@ def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of 42 million parameters, stored in bfloat16."""
+    """Write a policy of 42 million parameters in bfloat16."""
     folder = tmp_path_factory.mktemp("policy")
     config = LlamaConfig(
         vocab_size=4000, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8

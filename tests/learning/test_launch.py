@@ -1,4 +1,4 @@
-"""Launching ranks: what a rank and its agent tell each other, and the number of processes."""
+"""Launching ranks: the messages between a rank and its agent, and the number of processes."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def test_launch_ranks_replaces_the_process_with_an_agent_for_several_ranks(monke
 
 @pytest.mark.parametrize("parent", [1, 7])
 def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int):
-    """The first process of a container, whose number is 1, may be an agent, too."""
+    """The agent may also be process 1 of a container."""
     monkeypatch.setattr(process.ctypes, "CDLL", mock.Mock())
     monkeypatch.setattr(process.os, "getppid", lambda: parent)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", FOLDER: str(tmp_path), AGENT: str(parent)}.items():

@@ -1,4 +1,4 @@
-"""Policy training on several ranks: the results of one process, the sampler, and a resume."""
+"""Policy training on several ranks: it must match one process in updates, sampling and resuming."""
 
 import asyncio
 import string
@@ -67,7 +67,7 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
 
 
 def make(section: Any, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
-    """The policy and its update; adapters that are not zero at the start."""
+    """Return the policy and its update, with non-zero adapters."""
     torch.manual_seed(0)
     policy = Policy(section, ranks)
     return policy, PolicyUpdate(section, policy, Method.from_settings(section.algorithm, section.kl))
@@ -91,7 +91,7 @@ def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
 
 
 def trained(ranks: AnyRanks, folder: Path, case: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Statistics, gradients and weights of five updates, and how far the sampler ever was from the policy."""
+    """Return statistics, gradients and weights of five updates, and the sampler's largest distance from the policy."""
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
         load = policy_module.load_model
@@ -117,13 +117,13 @@ def trained(ranks: AnyRanks, folder: Path, case: str, dtype: torch.dtype) -> dic
 
 
 def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[tuple[Any, ...]]) -> list[Any]:
-    """The results of several runs in one group of ranks; operations are called on every rank, so none is announced."""
+    """Return the results of several runs in one group of ranks, each of which calls the operations itself."""
     ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
     return [work(ranks, folder, *run) for run in runs]
 
 
 def session(ranks: AnyRanks, folder: Path, case: str, **others: Any) -> dict[str, Any] | None:
-    """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
+    """Run an actor's calls on its policy: rollouts, updates, a checkpoint and the final policy in `folder/written`."""
     config = RunConfig(actor=settings_of(folder, case, **others))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
@@ -157,7 +157,7 @@ def session(ranks: AnyRanks, folder: Path, case: str, **others: Any) -> dict[str
 
 
 def spoil_the_last_sampler(ranks: Ranks) -> None:
-    """Let the sampler of rank 1 have weights that are not finite when it generates with the seed SPOILED."""
+    """Give rank 1's sampler non-finite weights when it generates with the seed SPOILED."""
     follow_sampling = Policy.follow_sampling
 
     def spoiled(policy: Policy) -> None:
@@ -176,7 +176,7 @@ def spoil_the_last_sampler(ranks: Ranks) -> None:
 
 
 def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> list[list[dict[str, Any]]] | None:
-    """What is known of conversations with an environment, some of which fail, and of their other rows."""
+    """Return the rows of conversations with an environment, some of which fail."""
     settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
     actor = actor_section(model=folder, **settings)
     environment = {"class": f"{ENVIRONMENTS}:{name}", "max_tokens": 200}

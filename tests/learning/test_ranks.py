@@ -1,4 +1,4 @@
-"""The ranks of a training job: operations, failures that all ranks learn of, broadcasts, and an idle group."""
+"""The ranks of a training job: operations, failures that reach all ranks, broadcasts, and an idle group."""
 
 import os
 import time
@@ -25,7 +25,7 @@ class Record:
 
 
 def operations(ranks: Ranks, idle_s: float) -> Any:
-    """Two operations with a pause between them, longer than the timeout of the group."""
+    """Run two operations with a pause between them that exceeds the group's timeout."""
     done: list[int] = []
 
     def add(number: int) -> None:
@@ -44,7 +44,7 @@ def operations(ranks: Ranks, idle_s: float) -> Any:
 
 
 def failures(ranks: Ranks) -> Any:
-    """What each rank learns of a disk error on rank 1, of an error on rank 0, and of work that succeeds."""
+    """Return what each rank receives after a disk error on rank 1, an error on rank 0, and work that succeeds."""
     seen: list[Any] = []
     for failing, error in ((1, OSError("disk full")), (0, RankFailed("no such model")), (None, None)):
 
@@ -83,7 +83,7 @@ def test_operation_log_is_bounded():
 
 
 def errors_and_broadcasts(ranks: Ranks) -> Any:
-    """Both in one start of the processes."""
+    """Run both in one start of the processes."""
     return failures(ranks), broadcasts(ranks)
 
 
@@ -105,7 +105,7 @@ def test_a_dead_rank_ends_the_job(lost: int, errors: str):
 
 
 def dying(ranks: Ranks, lost: int) -> None:
-    """Rank `lost` dies once both have joined; the other one waits for it."""
+    """Let rank `lost` die once both have joined, while the other one waits for it."""
     dist.barrier()
     if ranks.rank == lost:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Sharded weights: files that any number of ranks reads, and checkpoints that no rank holds whole."""
+"""Sharded weights: files that any number of ranks can read, and checkpoints that no rank holds whole."""
 
 import errno
 from pathlib import Path
@@ -52,7 +52,7 @@ def write_one_file_per_rank(tensors: dict[str, torch.Tensor], folder: Path, rank
 
 
 def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
-    """The errno of what each way of writing raises if the disk of rank 1 is full."""
+    """Return the errno that each way of writing raises if rank 1's disk is full."""
     model = a_model(0)
     shard(model, ranks)
     seen: list[Any] = []
@@ -82,7 +82,7 @@ def read(ranks: Ranks, folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of two ranks."""
+    """Return a folder with the files of two ranks."""
     folder = tmp_path_factory.mktemp("sharded")
     elements = on_ranks(2, write, folder)
     assert max(elements) < 0.6 * sum(tensor.numel() for tensor in a_model(0).state_dict().values())

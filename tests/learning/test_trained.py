@@ -1,4 +1,4 @@
-"""A model in training: its state, stored and restored, its learning rate, and settings that change at a resume."""
+"""A model in training: saved and restored state, its learning rate, and settings that change at a resume."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ LENGTHS = torch.tensor([4, 2, 5, 3, 1])
 
 
 class StandIn(torch.optim.Optimizer):
-    """Keeps its state as bitsandbytes' AdamW8bit does, which needs CUDA: 8-bit moments and the steps in an int."""
+    """Stores its state like bitsandbytes' AdamW8bit, which needs CUDA: 8-bit moments, and the step count as int."""
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
@@ -49,7 +49,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def linear(seed: int = 0, **settings: Any) -> Trained:
-    """A linear layer in training, with these settings of either section."""
+    """Return a linear layer in training, with these settings of either section."""
     torch.manual_seed(seed)
     rates = {"lr": 0.1, "min_lr": 0.01, "warmup_steps": 2, "weight_decay": 0.1}
     optimizer = OptimizerSection(

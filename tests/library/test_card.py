@@ -1,4 +1,4 @@
-"""A device that fails: work that runs out of memory is repeated in halves; after other errors a model is not used."""
+"""Device failures: out-of-memory work is repeated in halves; after other errors the model refuses requests."""
 
 import gc
 import logging
@@ -40,7 +40,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error\nLast error
 
 
 def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
-    """Return work on rows of which a card holds at most `most`."""
+    """Return work on rows that runs out of memory above `most` rows."""
 
     def work(rows: Sequence[int]) -> list[int]:
         if len(rows) > most:

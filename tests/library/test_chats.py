@@ -1,4 +1,4 @@
-"""`wire.chats`: conversations rendered by a chat template, which must write all that a row says."""
+"""Tests of `wire.chats`: a chat template renders a conversation and must include all that its messages say."""
 
 import json
 import re

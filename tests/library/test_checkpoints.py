@@ -1,4 +1,4 @@
-"""`rlhf_triton.checkpoints`: what is found in a folder, how a folder is refused; fingerprints, special tokens."""
+"""Tests of `rlhf_triton.checkpoints`: inspection of a folder, refusals, fingerprints, special tokens."""
 
 import json
 import re
@@ -169,7 +169,7 @@ def test_fingerprint_differs_for_different_weights(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
 def test_fingerprint_samples_the_whole_file(tmp_path: Path, name: str):
-    """The weights of a file of 8 MiB, moved as little as an update moves them."""
+    """The weights of an 8 MiB file change as little as in one update."""
     model = save_tiny(tmp_path, "llama", "language", vocab_size=65_536)
     known = fingerprint_weights(tmp_path)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`rlhf_triton.config`: one YAML, typed; what is wrong in it is said by key and value."""
+"""Tests of `rlhf_triton.config`: one typed YAML, whose errors name key and value."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ def load(tmp_path: Path, text: str | bytes = "", *overrides: str) -> RunConfig:
 
 
 def listed(*names: str) -> str:
-    """Return the names as an error lists them."""
+    """Return the names as an error message lists them."""
     return ", ".join(map(repr, names))
 
 
@@ -446,7 +446,7 @@ def test_default_precision_is_bfloat16_only_on_gpus(tmp_path: Path, overrides: t
 
 
 def test_deterministic_fixes_dependent_settings(tmp_path: Path):
-    """Whoever loads it sees plain values, and nothing is left to be measured."""
+    """Readers of the configuration see plain values, and no setting is left to be measured."""
     config = load(tmp_path, "run: {deterministic: true}", "critic.threads=3", "actor.max_staleness=0")
     assert (config.actor.max_staleness, config.actor.rewards.max_failed_fraction) == (0, 0)
     for section in (config.reward, config.critic):
@@ -565,9 +565,9 @@ VALUES = {
 
 
 def names_elsewhere() -> dict[str, set[str]]:
-    """Return {setting of another trainer: our keys for it} as docs/coming-from.md has them; no keys: none here.
+    """Return {setting of another trainer: our keys for it} from docs/coming-from.md; the set may be empty.
 
-    OpenRLHF's names with dots are whole, of NeMo-Aligner's the last part.
+    OpenRLHF's dotted names are complete; of NeMo-Aligner's names only the last part is used.
     """
     named: dict[str, set[str]] = {}
     for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines():

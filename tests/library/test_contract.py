@@ -1,4 +1,4 @@
-"""`rlhf_triton.wire.contract`: good requests are cut to their rows, each bad one is refused by field and value."""
+"""`rlhf_triton.wire.contract`: requests are cut to their rows, and invalid ones are refused by field and value."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ LENGTHS = np.array([[4], [2], [3]])
 
 
 def padded(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
-    """A training payload of the rows above; `[N, S-1]` targets are 10 * row + position."""
+    """Return a training payload of the rows above; `[N, S-1]` targets are 10 * row + position."""
     targets = np.add.outer(10 * np.arange(3), np.arange(3)).astype(np.float32)
     mask = np.array([[0, 1, 1], [1, 0, 0], [0, 1, 0]], np.float32)
     arrays = {
@@ -33,7 +33,7 @@ def padded(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
 
 
 def packed(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
-    """The same payload without padding."""
+    """Return the same payload without padding."""
     arrays = {
         "tokens": np.array([[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
         "sequence_lengths": LENGTHS,
@@ -180,7 +180,7 @@ def test_training_requests_are_refused_by_field_and_value(arrays: dict, message:
 
 
 def texts(*rows: bytes) -> np.ndarray:
-    """A column of rows, as sentences and metadata are sent."""
+    """Return a column of rows, as sentences and metadata are sent."""
     return np.array([[row] for row in rows], dtype=np.object_)
 
 

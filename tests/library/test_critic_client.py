@@ -1,4 +1,4 @@
-"""The critic's client for other trainers, in front of a fake server: rows, wrong use, threads, closing, failures."""
+"""The critic client for other trainers, with a fake server: rows, misuse, threads, closing, failures."""
 
 import asyncio
 import os

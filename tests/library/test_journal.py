@@ -1,4 +1,4 @@
-"""The journal and critic_save: accepted means on disk, once and in order; what cannot follow is refused by name."""
+"""The journal and critic_save: an accepted entry is on disk, once and in order; conflicting requests are refused."""
 
 import contextlib
 import dataclasses
@@ -66,12 +66,12 @@ def done(journal: Journal, entry: Entry, **more: object) -> None:
 
 
 def conflict(text: str | None) -> contextlib.AbstractContextManager[object]:
-    """Expect a refusal in these words, or none."""
+    """Expect a refusal with these words."""
     return contextlib.nullcontext() if text is None else pytest.raises(ContractError, match=re.escape(text))
 
 
 def rewound(journal: Journal, target: int, sender: Sender | None = None, error: str | None = None) -> Entry:
-    """What the sidecar does with a rewind, but for the weights."""
+    """Rewind the journal as the sidecar does, without the weights."""
     entry = journal.accept_rewind(run_id="run", target=target, sender=sender)
     owners = journal.owners(entry)
     if error is None:
@@ -86,7 +86,7 @@ def entries_folder(journal: Journal) -> Path:
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """The journal beside a dict of what it accepted; opened anew for each call, as other processes do."""
+    """Compares the journal with a dict of accepted entries; each call reopens it, as other processes do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class JournalMachine(RuleBasedStateMachine):
         return Journal(Path(self.folder.name), "run")
 
     def rewinding(self, otherwise: str | None = None) -> str | None:
-        """Return why nothing new is accepted during a rewind."""
+        """Return why no new entry is accepted during a rewind."""
         to = [entry.target for entry in self.pending if entry.kind == "rewind"]
         return f"a rewind of run 'run' to step {to[0]} is in progress" if to else otherwise
 
@@ -337,7 +337,7 @@ def test_requests_of_an_owner_before_a_rewind_are_refused(journal: Journal):
 
 
 def test_a_duplicate_rewind_changes_nothing(journal: Journal):
-    """A server hung with the first attempt; the second was done by another one, and the actor has trained on."""
+    """A server hung with the first attempt; another server completed the second, and the actor has trained since."""
     done(journal, train(journal, 1))
     first = rewound(journal, 0, Sender("actor", 1))
     done(journal, train(journal, 1))
@@ -427,7 +427,7 @@ def test_racing_writers_get_distinct_numbers(journal: Journal):
 
 
 def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], object]) -> Entry:
-    """Have `meanwhile` happen while the payload is being written."""
+    """Call `meanwhile` while the payload is being written."""
 
     def check() -> None:
         give_up_at = time.monotonic() + 120
@@ -509,7 +509,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
-    """critic_save of run `run`; 0.4 s of silence are too long."""
+    """Return critic_save of run `run`; 0.4 s without a heartbeat are too long."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", 0.4)
     parameters = {"journal": str(tmp_path), "run_id": "run"}

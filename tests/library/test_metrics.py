@@ -1,4 +1,4 @@
-"""What Prometheus, a log reader and a trace collector get of a process; how its signals and its memory are handled."""
+"""What Prometheus, log readers and trace collectors receive from a process, and its signals and memory."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ from rlhf_triton.tools.server.ports import free_port
 
 @pytest.fixture(autouse=True)
 def as_in_a_fresh_process() -> Iterator[None]:
-    """An exporter that serves watches the log until its process ends; so do the handlers of signals."""
+    """Undo what lasts until a process ends: an exporter's log handlers and the signal handlers."""
     root = logging.getLogger()
     before = list(root.handlers)
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -57,7 +57,7 @@ METRICS = (
 
 
 def scrape(port: int) -> dict[str, float]:
-    """The samples of `rlhf_test_` by name and label."""
+    """Return the samples of `rlhf_test_` by name and label."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -133,7 +133,7 @@ def test_triton_metric_families_are_never_freed(monkeypatch: pytest.MonkeyPatch)
 
 
 def line(message: str = "hello", *arguments: Any, rank: int = 0, **attributes: Any) -> dict[str, Any]:
-    """What the formatter writes for a record."""
+    """Return what the formatter writes for a record."""
     record = logging.LogRecord("actor.loop", logging.WARNING, "loop.py", 1, message, arguments, None)
     vars(record).update(created=1_700_000_000.25, **attributes)
     text = JsonFormatter("actor", "my-run", rank).format(record)

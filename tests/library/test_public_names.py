@@ -1,4 +1,4 @@
-"""What `import rlhf_triton as rt` has."""
+"""The names that `import rlhf_triton as rt` provides."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The reward's client for other trainers, in front of a fake server: forms of rows, scores, failures, trainers."""
+"""The reward client for other trainers, with a fake server: forms of rows, scores, failures, trainers."""
 
 import asyncio
 import copy

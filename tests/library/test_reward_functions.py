@@ -85,14 +85,14 @@ def make_pool() -> Iterator[MakePool]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """Two workers, for samples that kill none."""
+    """Return two workers, for samples that do not kill them."""
     pool = WorkerPool(FunctionCall(spec=f"{FILE}:by_row", timeout_s=60.0), num_workers=2)
     yield pool
     pool.close()
 
 
 def limit_passes_when_these_hang(monkeypatch: pytest.MonkeyPatch, files: Sequence[Path]) -> None:
-    """Let LIMIT_S pass on the clock of pools whenever one of these files is written, by a function that then hangs."""
+    """Advance the pools' clock by LIMIT_S whenever one of these files is written, by a function that then hangs."""
 
     def monotonic() -> float:
         return LIMIT_S * sum(file.is_file() and file.stat().st_size > 0 for file in files)
@@ -101,17 +101,17 @@ def limit_passes_when_these_hang(monkeypatch: pytest.MonkeyPatch, files: Sequenc
 
 
 def workers() -> list[psutil.Process]:
-    """Worker processes of this process."""
+    """Return the worker processes of this process."""
     return [child for child in psutil.Process().children() if "rlhf_triton.rewards.worker" in child.cmdline()]
 
 
 def doing(*actions: str | None, **metadata: object) -> list[Sample]:
-    """One sample for each action; the i-th has i tokens."""
+    """Return one sample per action; sample i has i tokens."""
     return [Sample("text", [0] * i, {**({"do": a} if a else {}), **metadata}) for i, a in enumerate(actions)]
 
 
 def responses(*texts: str, **metadata: object) -> list[Sample]:
-    """One sample for each response, with as many tokens as it has letters."""
+    """Return one sample per response, with as many tokens as it has letters."""
     return [Sample(each, [0] * len(each), {"response": each, "prompt": "p", **metadata}) for each in texts]
 
 
@@ -126,7 +126,7 @@ def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[ScoreOutcome]:
 
 
 def errors_of(found: Sequence[ScoreOutcome]) -> list[str]:
-    """The errors without line numbers; only a sample without an error has a score."""
+    """Return the errors without line numbers; a sample has a score only if it has no error."""
     assert all(math.isnan(outcome.score) == bool(outcome.error) for outcome in found)
     return [re.sub(r" \(reward_functions.py:\d+\)$", "", outcome.error) for outcome in found]
 
@@ -167,9 +167,9 @@ def test_child_forked_by_a_reward_function_returns_no_score(make_pool: MakePool)
 def test_timeout_kills_the_worker_and_all_its_child_processes(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """No zombie is left: this process inherits all, as process 1 of a container does.
+    """No zombie is left: this process inherits orphans, as process 1 of a container does.
 
-    Waiting for a worker does not count: the last sample waits for three limits.
+    Waiting for a worker does not count: the last sample waits for three time limits.
     """
     prctl, subreaper = ctypes.CDLL(None).prctl, 36
     others = psutil.Process().children()
@@ -415,7 +415,7 @@ NO_TURN: dict[str, Any] = {"messages": []}
 
 
 def chat(reply: str, **columns: object) -> Sample:
-    """As the actor sends a chat."""
+    """Return a sample as the actor sends a chat."""
     return Sample(reply, [1], {"response": reply, "messages": QUESTION, **columns})
 
 
@@ -481,7 +481,7 @@ def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool):
 
 
 def test_trl_functions_get_none_for_missing_columns():
-    """As under `datasets`, whose rows have the columns of all."""
+    """As with `datasets`, whose rows have the union of all columns."""
     function = load_function(f"{TRL_FILE}:by_task", columns=["answer", "task", "tests"])
     math_, code = responses("ax", answer="x", task="math") + responses("y", task="code", tests=["t"])
     assert function(math_) == 1
@@ -594,18 +594,18 @@ def server(endpoint: ChatServer, monkeypatch: pytest.MonkeyPatch) -> ChatServer:
 
 
 def judge(server: ChatServer, *, timeout_s: float = 30.0, **options: Any) -> Any:
-    """A judge whose whole message is the response."""
+    """Return a judge whose prompt is only the response."""
     options = {"model": "m", "base_url": server.url, "rubric": "{{ response }}", **options}
     return load_function(SPEC, options, timeout_s=timeout_s)
 
 
 def shipped_judge(server: ChatServer) -> Any:
-    """A judge with its own rubric."""
+    """Return a judge with the shipped rubric."""
     return load_function(SPEC, {"model": "m", "base_url": server.url}, timeout_s=30.0)
 
 
 def reader(**options: Any) -> Judge:
-    """A judge whose answers are read, not asked for."""
+    """Return a judge that only parses answers."""
     return Judge(model="m", base_url="http://h/v1", timeout_s=1.0, **options)
 
 

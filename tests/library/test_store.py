@@ -1,4 +1,4 @@
-"""`rlhf_triton.store`: what is on the disk after a call or a kill; versions of weights, serving records, locks."""
+"""Tests of `rlhf_triton.store`: what is on disk after a call or a kill; versions of weights, serving records, locks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def records(tmp_path: Path) -> ServingRecords:
 
 
 class Synced(list[Path]):
-    """Every path that was forced onto the disk, in order, and what was in the files then, by inode."""
+    """Records every synced path in order, and the contents of the files at that time, by inode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def test_concurrent_appends_to_jsonl_wait_for_each_other(tmp_path: Path):
 
 
 class NfsClient:
-    """A host that remembers missing names, and the attributes of folders, until it opens the folder, as NFS allows."""
+    """A host that caches missing names and folder attributes until it opens the folder, as NFS allows."""
 
     def __init__(self) -> None:
         self._known: dict[Path, os.stat_result | None] = {}
@@ -491,7 +491,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Clock:
-    """Time as the records see it: seconds that pass, and a wall clock that somebody may set."""
+    """The records' time: elapsed seconds, and a wall clock that may be set."""
 
     def __init__(self) -> None:
         self.passed, self.set_by = 0.0, 0.0
@@ -546,7 +546,7 @@ def test_serving_record_of_a_reused_process_id_is_dead(records: ServingRecords):
 
 @pytest.fixture
 def elsewhere(records: ServingRecords, clock: Clock) -> ServingRecord:
-    """Of another machine, or container of the same pod: same host name, same process ids, other processes."""
+    """Return a record of another machine, or of another container with the same host name and process ids."""
     record = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
     records.put(record)
     return record
@@ -620,7 +620,7 @@ def test_fresh_refuses_to_move_a_run_in_progress(
     ("lock", "file"), [(only_actor, LOCK_FILE), (lambda folder: Journal(folder, "run").lock(), "LOCK")]
 )
 def test_checking_a_lock_does_not_block_its_owner(tmp_path: Path, lock: Any, file: str):
-    """`in_progress` and `is_followed` hold a shared lock for a moment."""
+    """`in_progress` and `is_followed` briefly hold a shared lock."""
     with lock(tmp_path):
         pass
     with (tmp_path / file).open("rb") as opened:

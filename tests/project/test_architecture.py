@@ -1,4 +1,4 @@
-"""Rules of the code base that no linter knows: names, sizes, and what may never be imported."""
+"""Rules of the code base that linters do not check: names, sizes, and forbidden imports."""
 
 import ast
 import builtins
@@ -60,7 +60,7 @@ NUMPY_ALONE = ["rlhf_triton.python_backend.models.batching", "rlhf_triton.wire.c
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Files that git knows, or would if they were added now."""
+    """Return the files that git tracks, or would track if they were added now."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
@@ -74,7 +74,7 @@ def modules() -> dict[Path, str]:
 
 
 def test_tests_import_neither_benchmarks_nor_examples():
-    """They run both as a user does, so that either may change or go without them."""
+    """Tests run both as a user does, so either may change or go without them."""
     for path in tracked("tests/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -84,7 +84,7 @@ def test_tests_import_neither_benchmarks_nor_examples():
 
 
 def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:
-    """What a fresh interpreter has loaded after each of `modules`, imported in this order."""
+    """Return what a fresh interpreter has loaded after each of `modules`, imported in this order."""
     (tmp_path / "triton_python_backend_utils.py").write_text("")  # exists only inside a stub
     script = (
         "import sys, importlib\n"

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/: their commands, YAML, Python, keys, paths and links fit the code."""
+"""README, CONTRIBUTING and docs/: their commands, YAML, Python, keys, paths and links match the code."""
 
 import ast
 import re
@@ -66,7 +66,7 @@ FOLDERS = (
 
 
 def blocks(language: str) -> list[Any]:
-    """The fenced blocks in `language`, each with the page that it is on."""
+    """Return the fenced blocks in `language`, each with its page."""
     found = [(page, text) for page in PAGES for name, text in FENCE.findall(page.read_text()) if name == language]
     return [pytest.param(text, id=f"{page.stem}-{i}") for i, (page, text) in enumerate(found)]
 
@@ -76,7 +76,7 @@ def prose(page: Path) -> str:
 
 
 def commands() -> Iterator[str]:
-    """Every command line: in bash blocks, in indented lines, and between backticks."""
+    """Return every command line: in bash blocks, in indented lines, and between backticks."""
     for page in PAGES:
         text = page.read_text()
         for language, block in FENCE.findall(text):
@@ -114,7 +114,7 @@ def test_documented_commands_and_options_exist(command: str, tmp_path: Path):
 
 
 def script_of(arguments: list[str]) -> str | None:
-    """The file that a Python command runs; None where it is not ours."""
+    """Return the file that a Python command runs; None if it is not ours."""
     if arguments[0] != "-m":
         return arguments[0]
     module, *rest = arguments[1:]
@@ -128,7 +128,7 @@ def script_of(arguments: list[str]) -> str | None:
 
 @cache
 def options_in(file: Path) -> set[str]:
-    """The options that a file's argument parser declares by literal names, or shares with other files."""
+    """Return the options that a file's argument parser declares by literal names, or shares with other files."""
     source = file.read_text()
     if "command_line" in source:
         source += (ROOT / "rlhf_triton/config/command_line.py").read_text()
@@ -194,7 +194,7 @@ def test_documented_keys_paths_and_links_exist(page: Path):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MyST make them."""
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

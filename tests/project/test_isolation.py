@@ -1,4 +1,4 @@
-"""A failed test takes no other one along, and a checkout uses its own code in any environment."""
+"""A failed test affects no other test, and a checkout uses its own code in any environment."""
 
 import os
 import shutil

@@ -22,7 +22,7 @@ PATIENCE_S = 120.0
 
 
 class Instance:
-    """A follower whose critics are their folders' one number; `hold` stops it in the middle of a load."""
+    """A follower whose critics are the number in their folder; `while_loading` is called in the middle of a load."""
 
     def __init__(self, store: WeightsStore, *, swaps: bool = True) -> None:
         self.store = store

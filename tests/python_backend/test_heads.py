@@ -1,4 +1,4 @@
-"""Every head of a reward model and a critic against plain transformers or torch, alone, batched, and after a swap."""
+"""Every head of a reward model and a critic against plain transformers or torch: alone, batched, and after a swap."""
 
 import functools
 import hashlib
@@ -43,14 +43,14 @@ MIXED = rows(1, 7, POSITIONS - 2, 3, 12, 2)
 
 @torch.no_grad()
 def hidden_states(body: Any, row: np.ndarray) -> torch.Tensor:
-    """`[length, hidden]` of one row, alone and with a mask."""
+    """Return `[length, hidden]` of one row, alone and with a mask."""
     ids = torch.from_numpy(row)[None]
     return body(input_ids=ids, attention_mask=torch.ones_like(ids))[0][0]
 
 
 @torch.no_grad()
 def directly(model: Any, row: np.ndarray) -> np.ndarray:
-    """Hugging Face's own logits of one row."""
+    """Return Hugging Face's own logits of one row."""
     ids = torch.from_numpy(row)[None]
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].numpy()
 
@@ -168,7 +168,7 @@ def test_reward_scores_match_transformers_before_and_after_a_swap(
     [kind for kind, (_, given, _) in HEADS.items() if not {"mean", "separate"} & {*map(str, given.values())}],
 )
 def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
-    """An encoder's sequence head has its own pooling, so that the value head starts at 0."""
+    """An encoder's sequence head has its own pooling, so the value head starts at 0."""
     save, settings, change = HEADS[kind]
     settings = {name: value for name, value in settings.items() if name == "standardization"}
     expected = np.stack([change(save(tmp_path / "0", 1)(row)) for row in MIXED])

@@ -1,4 +1,4 @@
-"""The served models against plain transformers: the same numbers row by row, or the model is refused."""
+"""The served models against plain transformers: each row gets the same numbers, or the model is refused."""
 
 import functools
 import gc
@@ -126,7 +126,7 @@ def assert_alone_and_together(
 
 @torch.no_grad()
 def directly(model: Any, row: np.ndarray) -> np.ndarray:
-    """Hugging Face's own logits of one row: `[1]`, or `[length]` of its tokens."""
+    """Return Hugging Face's own logits of one row: `[1]`, or `[length]` for its tokens."""
     ids = torch.from_numpy(row)[None]
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, ..., 0].reshape(-1).numpy()
 
@@ -177,7 +177,7 @@ def test_unsupported_architectures_are_refused_with_the_reason(tmp_path: Path, n
 
 
 def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_path: Path):
-    """Its block-sparse attention becomes full attention at the first short row, for all that follow."""
+    """BigBird switches from block-sparse to full attention at the first short row, for all later rows."""
     model = save_architecture(tmp_path, "big_bird", "critic")
     critic = load_critic(tmp_path)
     assert critic.limits.max_length == 14  # (5 + 2 * 1) * 2
@@ -221,7 +221,7 @@ def test_critic_without_a_head_gets_a_trainable_zero_head(tmp_path: Path, family
 
 @pytest.mark.device
 def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path: Path):
-    """Each row in a forward of its own, as `run.deterministic` has it; wide enough for sums whose order shows."""
+    """Each row has its own forward pass, as under `run.deterministic`; the model is wide enough to expose sum order."""
     save_tiny(tmp_path, "llama", "critic", hidden_size=256, intermediate_size=512, max_position_embeddings=128)
     critic = load_critic(tmp_path)
     save_critic(critic, tmp_path)
@@ -232,7 +232,7 @@ def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path: Path):
 
 
 def all_mapped(model: torch.nn.Module) -> bool:
-    """Whether every weight of the body lies in a mapping of a safetensors file."""
+    """Return whether every weight of the body lies in a mapping of a safetensors file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
     spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines if line[-1].endswith(".safetensors")]
     pointers = [parameter.data_ptr() for parameter in model.base_model.parameters()]
@@ -315,7 +315,7 @@ def token_rows(lengths: Sequence[int] = LENGTHS) -> list[np.ndarray]:
 
 @torch.no_grad()
 def assert_direct(folder: Path, model: Any, rows: list[np.ndarray], temperature: float, banned_token_ids: Any) -> None:
-    """Compare with transformers' forward of each row alone, log_softmax, one token after the other."""
+    """Compare with transformers' forward pass and log_softmax of each row alone."""
     theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     for row, found in zip(rows, model.launch(rows)(), strict=True):
         logits = theirs(input_ids=torch.from_numpy(row)[None]).logits[0].double() / temperature
@@ -327,7 +327,7 @@ def assert_direct(folder: Path, model: Any, rows: list[np.ndarray], temperature:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many positions got logits at once, of which at most seven fit."""
+    """Return how many positions got logits at once; at most seven fit."""
     found: list[int] = []
     logits_of = output_head._logits
 

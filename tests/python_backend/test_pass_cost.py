@@ -1,4 +1,4 @@
-"""The fixed cost of a forward pass: fitted to noisy times, within the time for it, and never beyond its bounds."""
+"""The fixed cost of a forward pass: fitted to noisy times, within a time limit, and bounded."""
 
 import importlib
 
@@ -9,7 +9,7 @@ cost = importlib.import_module("rlhf_triton.python_backend.serving.pass_cost")
 
 
 class Machine:
-    """Whose passes take `constant + slope x tokens` seconds, up to 10 % more by chance; the first one, 5 s more."""
+    """A machine whose passes take `constant + slope x tokens` seconds plus up to 10 %; the first one `first_s` more."""
 
     def __init__(self, constant: float, slope: float, seed: int = 0, first_s: float = 0.0) -> None:
         self.now = 0.0

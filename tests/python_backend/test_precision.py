@@ -1,4 +1,4 @@
-"""Policies and the served reference: what bfloat16 changes, merged weights, and rows up to the last position."""
+"""Policies and the served reference: the effects of bfloat16, merged weights, and rows up to the last position."""
 
 import copy
 import weakref
@@ -58,7 +58,7 @@ def make_policy(folder: Path, **settings: Any) -> Policy:
 
 
 def by_hand(model: Any, rows: list[SampledRow], banned: list[int]) -> torch.Tensor:
-    """Log-probs `[B, S-1]` of the whole rows: a float32 model under autocast, its head in float32."""
+    """Return log-probs `[B, S-1]` of whole rows from a float32 model under autocast with a float32 head."""
     tokens, lengths = tokens_of(rows).to(model.device), torch.tensor([[len(row.tokens)] for row in rows])
     attention = (torch.arange(tokens.shape[1]) < lengths).long().to(model.device)
     with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -205,7 +205,7 @@ def test_saved_lora_policy_equals_pefts_merge_one_tensor_at_a_time(
 
 
 def policy_of(folder: Path, model: str, *, length: int, **settings: Any) -> Policy:
-    """One whose rows have at most `length` tokens, six of them the prompt's."""
+    """Return a policy whose rows have at most `length` tokens, six of them for the prompt."""
     tokenizer = make_tokenizer()
     save(folder, model, "language", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder)
@@ -247,7 +247,7 @@ def test_a_policy_generates_up_to_its_position_limit(tmp_path: Path, model: str)
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str):
-    """Such as one that was added to a tokenizer, and not to its model."""
+    """Such as one added to the tokenizer but not to the model."""
     tokenizer = make_tokenizer()
     save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})

@@ -1,6 +1,6 @@
-"""The shapes of published reward models, as tiny folders, against their published formulas; and each of them damaged.
+"""Tiny folders shaped like published reward models against their published formulas, intact and damaged.
 
-A damaged folder scores as the formula does without the tensor, or is refused by name: never anything else.
+A damaged folder either scores by the formula without the missing tensor, or is refused by name.
 """
 
 import functools
@@ -97,7 +97,7 @@ def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
 
 
 def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Formula:
-    """Linear layers at the last token."""
+    """Return the formula of linear layers at the last token."""
 
     def formula(h: Tensor, _: int, t: Tensors) -> Tensor:
         x = h[-1]
@@ -143,7 +143,7 @@ def scaled(formula: Formula, mean: float, std: float) -> Formula:
 
 
 def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    """Shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
+    """Return the shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         shapes[f"{prefix}.{step * i}.weight"] = (outputs, inputs)
@@ -778,7 +778,7 @@ OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of
 def test_transformers_classes_score_exactly_and_reject_missing_tensors(
     tmp_path: Path, family: str, kind: Any, scale: str, caplog: pytest.LogCaptureFixture
 ):
-    """Near-initial weights tell a causal body from another one, too."""
+    """Near-initial weights also reveal whether a body is causal."""
     shape = Shape(family, "", {})
     with torch.random.fork_rng():
         torch.manual_seed(1)

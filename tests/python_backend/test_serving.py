@@ -1,7 +1,6 @@
 """Requests and forward passes of a served model: answers, scheduling, swaps under load, deadlines, slow texts.
 
-The server's module is the stand-in among the tests: which forward pass runs with which version cannot be seen from
-outside.
+The server's module is a stand-in: which forward pass runs with which version is not visible from outside.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture
 def serving() -> Any:
-    """rlhf_triton.python_backend.serving.triton; Triton's module is the stand-in among the tests."""
+    """Return rlhf_triton.python_backend.serving.triton with the stand-in for Triton's module."""
     return importlib.import_module("rlhf_triton.python_backend.serving.triton")
 
 
@@ -273,9 +272,10 @@ def test_round_robin_finishes_short_jobs_first_and_all_at_close(monkeypatch: pyt
 
 
 class Model:
-    """A model whose passes run when the test lets them, each for two seconds of a clock that nothing else advances.
+    """A model whose forward passes run when the test allows, each for two seconds of a manual clock.
 
-    `ran` gets each one's version and rows, whose values are the version. Sentences are read when `may_read` is set.
+    `ran` records version and number of rows of each pass; the values are the version. Sentences are read once
+    `may_read` is set.
     """
 
     version = 1
@@ -315,13 +315,13 @@ class Model:
         return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
 
     def end(self) -> None:
-        """Let everything that it has received be answered, and end its threads."""
+        """Let all received requests be answered, and end the threads."""
         self.go.release(10_000)
         self.may_read.set()
         self.loaded.finalize()
 
     def swap_during(self, forward: int) -> None:
-        """Serve version 2 once this pass is under way: what the follower's one assignment does."""
+        """Serve version 2 once this forward pass is in progress, as the follower's single assignment does."""
         deadline = time.monotonic() + PATIENCE_S
         while self.begun < forward:
             assert time.monotonic() < deadline
@@ -387,7 +387,7 @@ def demanding(**parameters: int) -> Request:
 
 
 class Numbered(Model):
-    """A model whose versions have numbers, and one of which may be about to come."""
+    """A model with numbered versions, one of which may be about to be swapped in."""
 
     def __init__(self, *arguments: Any, **settings: int) -> None:
         self.coming, self.version = 0, types.SimpleNamespace(number=1)
@@ -554,7 +554,7 @@ INPUTS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> LiveRun:
-    """A run whose repository holds every model there is."""
+    """Return a run whose repository has every model."""
     rewards = {
         "model": {"weight": 1.0},
         "length": {"function": f"{reward_functions.__file__}:num_tokens"},
@@ -573,7 +573,7 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
 
 
 def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:
-    """The model's answer; what it journals is done at once."""
+    """Return the model's answer; finish at once what it journals."""
     assert model.execute([request]) is None
     for entry in run.journal.entries():
         if run.journal.result(entry) is None:

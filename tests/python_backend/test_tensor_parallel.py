@@ -1,4 +1,4 @@
-"""Models split over two processes: same outputs as in one process, and new weights that all ranks accept or none."""
+"""Models split over two processes: the outputs of one process, and new weights that all ranks accept or none."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Rewards of texts, pairs and chats, and rewards read at single tokens, by what runs in the server.
+"""Rewards of texts, pairs and chats, and rewards read at single tokens, through the server's code.
 
 The oracle is transformers: its text classification pipeline, or a plain forward pass.
 """
@@ -88,7 +88,7 @@ def read(
     append_eos: bool = False,
     **arrays: np.ndarray | None,
 ) -> tuple[RewardModel, list[TokenRow]]:
-    """The model and the rows of one request, by what runs in the server."""
+    """Return the model and the rows of one request, through the server's code."""
     model = load_reward(folder)
     settings = {"add_special_tokens": add_special_tokens, "takes_pairs": takes_pairs, "append_eos": append_eos}
     reader = RowReader(folder, model.limits, skipped_pad_id=model.skipped_pad_id, **settings)  # type: ignore[arg-type]
@@ -96,14 +96,14 @@ def read(
 
 
 def score(*args: Any, **settings: Any) -> tuple[list[list[int]], np.ndarray]:
-    """Token rows and rewards `[B]` of one request; see `read`."""
+    """Return token rows and rewards `[B]` of one request; see `read`."""
     model, rows = read(*args, **settings)
     rewards = model.score([row.tokens for row in rows], types=[row.types for row in rows])
     return [row.tokens.tolist() for row in rows], rewards[:, 0]
 
 
 def classify(folder: Path, texts: list[Any]) -> list[float]:
-    """What transformers' pipeline says, each text alone."""
+    """Return the scores of transformers' pipeline, each text alone."""
     classifier = pipeline("text-classification", model=str(folder), device="cpu")
     settings = {"function_to_apply": "none"}
     return [found["score"] for found in classifier(texts, **settings)]
@@ -116,7 +116,7 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 @torch.no_grad()
 def score_ids(folder: Path, ids: list[int]) -> float:
-    """What the pipeline's model says of ids that the tokenizer's own chat template gave."""
+    """Return the score of the pipeline's model for ids from the tokenizer's own chat template."""
     model = pipeline("text-classification", model=str(folder), device="cpu").model
     return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
@@ -183,7 +183,7 @@ def test_text_pair_scores_match_the_pipeline(tmp_path: Path, family: str):
 
 @pytest.mark.parametrize("head", ["reward", "critic"])
 def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path, head: str):
-    """Under a head on each token as well as under an encoder's own."""
+    """With a head on each token and with an encoder's own head."""
     save_text_reward(tmp_path, "bert")
     if head == "critic":
         save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, pooling="last", max_position_embeddings=POSITIONS)
@@ -290,7 +290,7 @@ BY_TURN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 def test_text_one_token_too_long_is_refused_with_its_token_count(
     tmp_path: Path, text: str, metadata: dict[str, Any], pair: str
 ):
-    """A turn's end is also the padding: it counts."""
+    """The end-of-turn token is also the padding token, and still counts."""
     save_text_reward(tmp_path, "llama", chat_template=BY_TURN, pad_token="</s>")
     model = load_reward(tmp_path)
     pairs = {"takes_pairs": True, TEXT_PAIRS: texts_array([pair])} if pair else {}
@@ -403,7 +403,7 @@ def save_model(folder: Path, head: str, *, family: str = "qwen2", num_labels: in
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Ask]]:
-    """Loads a reward model from its rendered configuration into this process."""
+    """Return a function that loads a reward model from its rendered configuration into this process."""
     with contextlib.ExitStack() as stack:
 
         def load(folder: Path, *, server: dict[str, Any] | None = None, **reward: Any) -> Ask:
@@ -430,7 +430,7 @@ def serve() -> Iterator[Callable[..., Ask]]:
 
 @torch.no_grad()
 def logits(kind: Any, folder: Path, ids: list[int]) -> torch.Tensor:
-    """transformers' own outputs `[S, A]` of one row."""
+    """Return transformers' outputs `[S, A]` of one row."""
     return kind.from_pretrained(str(folder), dtype=torch.float32).eval()(input_ids=torch.tensor([ids])).logits[0]
 
 
@@ -510,7 +510,7 @@ def test_reward_template_refuses_bad_input_and_keeps_serving(serve: Callable[...
 
 
 def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tuple[list[int], list[int]]:
-    """Ids and the labelled positions, as TRL's PRMTrainer makes them of prompt, completions and separator."""
+    """Return ids and labelled positions as TRL's PRMTrainer makes them from prompt, completions and separator."""
     ids, labelled = [tokenizer.bos_token_id, *plain_ids(tokenizer, prompt)], []
     for step in steps:
         ids += plain_ids(tokenizer, step)
@@ -557,7 +557,7 @@ def test_process_reward_of_a_chat_starts_with_the_templates_rendering(
 def test_process_reward_finds_the_same_steps_in_text_and_tokens(
     serve: Callable[..., Ask], tmp_path: Path, family: str, separator: str
 ):
-    """SentencePiece, as of Llama 2, has the space before a word in the word's token."""
+    """SentencePiece, as in Llama 2, puts the space before a word into the word's token."""
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
     ask = serve(tmp_path, process={"separator": separator})
     text = "Open the file. Read a line. Read it again. It is good."

@@ -1,4 +1,4 @@
-"""Runs with an environment: PPO with served critic and reward, and GRPO without a server, killed in its turns."""
+"""Runs with an environment: PPO with served critic and reward, and GRPO without a server, killed between turns."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", *
 
 
 def steps_of(run: LiveRun) -> list[dict[str, Any]]:
-    """The metrics of each step, of a run beside its servers."""
+    """Return the metrics of each step of a run beside its servers."""
     system = start_system(run)
     try:
         code, log = run_actor(run, "actor")
@@ -78,7 +78,7 @@ def lines_of(log: Path) -> int:
 
 
 def without_server(run: LiveRun) -> LiveRun:
-    """The run as GRPO with the environment's rewards alone, deterministic."""
+    """Return the run as deterministic GRPO with only the environment's rewards."""
     data = yaml.safe_load(run.path.read_text())
     for section in ("reward", "rewards", "critic"):
         del data[section]

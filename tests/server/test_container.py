@@ -1,4 +1,4 @@
-"""A tritonserver that no command of ours watches: the image of Dockerfile.triton, and docs/plain-tritonserver.md."""
+"""A tritonserver outside our supervisor: the image of Dockerfile.triton, and docs/plain-tritonserver.md."""
 
 import contextlib
 import hashlib
@@ -65,7 +65,7 @@ sys.exit(entry_point.main())
 
 
 def start_entry_point(folder: Path, tritonserver: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start what the image runs in `folder`, where the image's repository is, with this script as `tritonserver`."""
+    """Start the image's entry point in `folder`, next to the image's repository, with this script as `tritonserver`."""
     fake = folder / "bin" / "tritonserver"
     fake.parent.mkdir()
     fake.write_text(tritonserver)
@@ -209,7 +209,7 @@ def make_current(weights: Path, version: int) -> None:
 def test_healthcheck_infers_and_compares_the_served_version_with_current(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """With the wheel's server, but for the one option that it does not know yet."""
+    """Uses the wheel's server, which lacks only one of the options."""
     write_repository(tmp_path / "source")
     with (tmp_path / "source" / "critic" / "config.pbtxt").open("a") as config:
         config.write(f'parameters {{ key: "store" value {{ string_value: "{tmp_path / "weights"}" }} }}\n')
@@ -254,7 +254,7 @@ def test_healthcheck_fails_if_a_model_is_behind_current_or_fails(
     refusal: str | None,
     behind: str,
 ):
-    """A live reward model behind CURRENT is not healthy; one that needs more than tokens, and says so, is."""
+    """A live reward model behind CURRENT is unhealthy; a model that says it needs more than tokens is healthy."""
     repository = rendered(tmp_path / "repository", **sections)
 
     def answer(where: str | urllib.request.Request, timeout: float) -> io.BytesIO:

@@ -22,7 +22,7 @@ OF_THIS_RUN = ("time", "timers/", "tokens_per_s", "client/", "train_rollouts/wei
 
 
 def outcome(folder: Path) -> list[Any]:
-    """What must not depend on who was killed: the last checkpoint, the validations, and the metrics."""
+    """Return what must not depend on kills: the last checkpoint, the validations, and the metrics."""
     lines = [
         {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
         for line in read_jsonl(folder / "metrics.jsonl")
@@ -35,7 +35,7 @@ def outcome(folder: Path) -> list[Any]:
 
 
 def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
-    """Few steps, several optimizer steps and micro-batches in each, on two ranks."""
+    """Return a run of few steps on two ranks, each with several optimizer steps and micro-batches."""
     return make_run(
         folder,
         checkpoints,
@@ -64,7 +64,7 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
 
 
 def finish(actor: Child) -> None:
-    """Wait until the actor has ended well."""
+    """Wait until the actor has ended successfully."""
     try:
         assert actor.process.wait(400) == 0, actor.log_path.read_text()
     finally:
@@ -73,7 +73,7 @@ def finish(actor: Child) -> None:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
-    """A system on which an actor has run to its end without any kill."""
+    """Return a system on which an actor has run to its end without a kill."""
     system = start_system(deterministic_run(tmp_path_factory.mktemp("calm"), checkpoints))
     try:
         finish(system.run.start("actor"))
@@ -83,7 +83,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
 
 
 def kill_critic(system: System) -> None:
-    """SIGKILL to the sidecar and to every process that serves the critic; then another sidecar."""
+    """SIGKILL the sidecar and every process that serves the critic; then start another sidecar."""
     for record in system.run.store.serving():
         psutil.Process(record.pid).kill()
     system.sidecar.process.kill()
@@ -118,8 +118,7 @@ def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(
 ):
     """The critic's process and the sidecar, and then a rank of the actor, whose step 5 is trained already.
 
-    All ranks go back to step 3. The actor is stopped by SIGTERM, and its requests hold other rows after that; then rank
-    0 is killed.
+    All ranks go back to step 3. SIGTERM stops the actor, whose requests then hold other rows; finally rank 0 is killed.
     """
     run = deterministic_run(tmp_path, checkpoints)
     system = start_system(run)

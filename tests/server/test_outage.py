@@ -1,4 +1,4 @@
-"""Servers and disks that fail: two tritonservers behind one sidecar, before an actor that trains; and a full disk."""
+"""Failing servers and disks: two tritonservers behind one sidecar and a training actor; and a full disk."""
 
 import json
 import re
@@ -48,7 +48,7 @@ ROWS = random_rows([3, 17], seed=0)
 
 
 class Pair:
-    """Two tritonservers on one weights store and one journal, with one sidecar; the second is not started yet."""
+    """Two tritonservers with one weights store, journal and sidecar; the second server is not started yet."""
 
     def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
         other = make_run(folder / "second", checkpoints)
@@ -72,7 +72,7 @@ class Pair:
         wait_for(state.is_file, self.servers[number], timeout_s=300.0)
 
     def drain(self, number: int) -> str:
-        """Stop a server as a rolling update does, and start its successor; return what it logged."""
+        """Stop a server as in a rolling update, and start its successor; return what it logged."""
         server = self.servers[number]
         assert server.stop(signal.SIGTERM, 120.0) == 0
         log = server.log_path.read_text()
@@ -100,7 +100,7 @@ def pair(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Pair]:
 
 
 def train(run: LiveRun, step: int) -> int:
-    """The version that serves `step`."""
+    """Train `step`; return the version that serves it."""
     inputs = {**training_inputs(seed=step), **identity("test", step)}
     return int(ask(run.url, CRITIC_TRAIN, inputs, ("loss_mean", "weights_version"))["weights_version"][0])
 
@@ -164,7 +164,7 @@ def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch: pyte
 
 
 def num_answered(run: LiveRun, model: str) -> int:
-    """Requests that a server has answered, by its own count."""
+    """Return the number of requests that a server has answered, by its own count."""
     with ControlPlane(run.config.server.grpc_url) as control:
         return control.statistics(model).success_count
 
@@ -186,7 +186,7 @@ def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair: Pai
         return actor.log_path.read_text()
 
     def steps(count: int) -> dict[str, Any]:
-        """The metrics after so many more steps."""
+        """Return the metrics after `count` more steps."""
         path = pair.run.config.run.dir / "metrics.jsonl"
         last = len(read_jsonl(path)) + count
         wait_for(lambda: len(read_jsonl(path)) >= last, actor)
@@ -242,7 +242,7 @@ def refusal(run: LiveRun, step: int) -> str:
 
 
 def repeated(run: LiveRun, step: int) -> int:
-    """As `train`, asked until the sidecar has seen that there is space again: seconds pass between its attempts."""
+    """Like `train`, repeated until the sidecar notices the free space: its attempts are seconds apart."""
     while True:
         try:
             return train(run, step)
@@ -252,7 +252,7 @@ def repeated(run: LiveRun, step: int) -> int:
 
 
 def plain_digest(run: LiveRun, folder: Path) -> str:
-    """Digest of the weights that a plain loop makes of steps 1 to 4."""
+    """Return the digest of the weights that a plain loop makes from steps 1 to 4."""
     critic = load_critic(run.store.folder(0))
     update = CriticUpdate(critic, run.config.trainer)
     for step in range(1, 5):
@@ -265,7 +265,7 @@ def plain_digest(run: LiveRun, folder: Path) -> str:
 def test_full_disk_loses_no_step(tmp_path: Path, checkpoints: Checkpoints):
     """The weights lie on a disk of their own, which fills up first; everything else on another. Values are served on.
 
-    Where the sidecar cannot write its heartbeat either, the server looks for itself.
+    If the sidecar cannot write its heartbeat either, the server checks the disk itself.
     """
     with small_disk(tmp_path / "run", 64) as disk:
         run = make_run(disk.folder, checkpoints, trainer={"publish": {"keep": 50}})

@@ -1,4 +1,4 @@
-"""A model's process that did not run for a second ends before an answer of it reaches another caller."""
+"""A model's process that was stopped for a second exits before its answer reaches another caller."""
 
 import threading
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def server(tmp_path: Path) -> Iterator[TritonServer]:
 
 
 def echoed(server: TritonServer, seconds: float) -> float:
-    """The answer of a model that computes for so long."""
+    """Return the answer of a model that computes for `seconds`."""
     tensor = InferInput("seconds", [1], "FP32")
     tensor.set_data_from_numpy(np.array([seconds], np.float32))
     with InferenceServerClient(server.section.http_url) as client:
@@ -79,7 +79,7 @@ def test_process_suspended_during_a_request_exits_when_it_resumes(server: Triton
 
 
 class Watched(Pulse):
-    """A pulse in a process whose clock and whose wake-ups a test sets; `ended` instead of ending it."""
+    """A pulse with a manual clock and wake-ups; it sets `ended` instead of exiting."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__("model")
@@ -117,7 +117,7 @@ def test_process_with_busy_threads_does_not_count_as_stopped(monkeypatch: pytest
 def test_process_exits_after_a_second_without_wakeups_only_during_a_request(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool, switches: int
 ):
-    """The clock is the wall clock, as Triton's: a machine that was paused, and a clock that was set, count, too."""
+    """The clock is the wall clock, like Triton's: a paused machine or a changed clock also counts."""
     for within in (True, False):
         watched = Watched(monkeypatch)
         watched.run(3.0)

@@ -1,4 +1,4 @@
-"""New weights come into service under load: one version per request, and none that is damaged."""
+"""New weights come into service under load: one version per request, and no damaged one."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ Output = pytest.CaptureFixture[str]
 
 
 def assert_serves(run: LiveRun, version: int) -> np.ndarray:
-    """The server serves `version`, and its values are that folder's; returns them."""
+    """Assert that the server serves `version` with its folder's values; return them."""
     answer = ask(run.url, CRITIC_INFER, scoring_inputs(ROWS), [VALUES, WEIGHTS_VERSION])
     assert answer[WEIGHTS_VERSION][0, 0] == version
     assert_answer(run, ROWS, answer)
@@ -65,7 +65,7 @@ def assert_serves(run: LiveRun, version: int) -> np.ndarray:
 
 @pytest.fixture
 def reward_version_0_again(live: System) -> Iterator[None]:
-    """Other tests of this server expect its checkpoint."""
+    """Restore the checkpoint that other tests of this server expect."""
     yield
     assert main(["rollback", "--model", "reward", "--config", str(live.run.path), "--to", "0"]) == 0
     answer = ask(live.run.url, REWARD_MODEL, scoring_inputs(ROWS), [REWARDS, REWARD_VERSION])
@@ -92,7 +92,7 @@ def test_an_update_and_a_rollback_change_the_served_values_by_swap(live: System)
 
 @pytest.mark.slow
 def test_an_update_changes_the_served_values_through_triton(live: System):
-    """With `critic.reload=triton` the instance no longer takes up CURRENT on its own."""
+    """With `critic.reload=triton` the instance does not follow CURRENT on its own."""
     run = live.run
     live.stop_sidecar()
     reload_model(run, CRITIC, lambda config: config["parameters"].update(reload={"string_value": "triton"}))
@@ -117,7 +117,7 @@ def test_an_update_changes_the_served_values_through_triton(live: System):
 
 @pytest.mark.usefixtures("reward_version_0_again")
 def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_path: Path):
-    """3 swaps of the critic and a reload of it through Triton's load API, and a swap of the reward model."""
+    """Three swaps of the critic, a reload through Triton's load API, and a swap of the reward model."""
     run, first = live.run, live.run.next_step()
 
     many = random_rows(range(1, 60), seed=1)  # several forward passes
@@ -175,7 +175,7 @@ def several(
 
 
 def processes_of(system: System) -> list[psutil.Process]:
-    """The processes that serve the critic: two instances, or one with a second rank below it."""
+    """Return the processes that serve the critic: two instances, or one with a second rank below it."""
     found = [psutil.Process(record.pid) for record in system.run.store.serving()]
     ranks = [child for process in found for child in process.children()]
     return found + [rank for rank in ranks if "rlhf_triton.python_backend.serving.ranks.process" in rank.cmdline()]
@@ -187,7 +187,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def assert_stored(store: WeightsStore, version: int, served: np.ndarray) -> None:
-    """The served values of ROWS are those of a version, whose folder may be an adapter."""
+    """Assert that the served values of ROWS are the version's, whose folder may be an adapter."""
     critic = load_critic(store.folder(version))
     for row, ours in zip(ROWS, served, strict=True):
         np.testing.assert_allclose(ours[: row.size], critic.values([row])[0], atol=TOLERANCE, rtol=0)
@@ -241,14 +241,14 @@ def test_killed_critic_instance_is_replaced(several: System):
 
 
 def config_of(rig: Rig, folder: Path) -> list[str]:
-    """The rig's configuration as a file."""
+    """Return the rig's configuration as a file."""
     path = folder / "run.yaml"
     path.write_text(rig.config.model_dump_json(exclude_none=True))
     return ["--config", str(path)]
 
 
 def test_weights_verify_names_the_damaged_version(rig: Rig, tmp_path: Path, capsys: Output):
-    """The list is in tests/trainer/test_reward_publishing.py."""
+    """`weights list` is tested in tests/trainer/test_reward_publishing.py."""
     rig.train(1, 2)
     config = config_of(rig, tmp_path)
     path = rig.store.folder(1) / WEIGHTS_FILE
@@ -270,7 +270,7 @@ def test_weights_verify_names_the_damaged_version(rig: Rig, tmp_path: Path, caps
 def test_rollback_serves_old_bytes_under_a_new_number(
     make: Callable[..., Rig], tmp_path: Path, capsys: Output, dtype: str
 ):
-    """Without an instance it moves CURRENT, and says so."""
+    """Without a serving instance it moves CURRENT and says so."""
     rig = make(dtype=dtype)
     rig.serve()
     rig.start().train(1, 2, 3)

@@ -1,4 +1,4 @@
-"""Requests to the real server: scores however they are batched, refusals by field, and what each key opens."""
+"""Requests to the real server: scores in any batch, refusals by field, and what each key permits."""
 
 import gc
 import json
@@ -47,7 +47,7 @@ def mixed_rows(count: int, *, seed: int, longest: int = 128) -> list[np.ndarray]
 
 
 def assert_scores(system: System, rows: list[np.ndarray], answers: list[Any]) -> None:
-    """`answers[i]` are the outputs of row i, padded to any S."""
+    """Assert that `answers[i]` are the outputs of row i, padded to any S."""
     assert not [answer for answer in answers if isinstance(answer, Refused)]
     for row, answer in zip(rows, answers, strict=True):
         assert_answer(system.run, [row], answer)
@@ -87,7 +87,7 @@ def test_concurrent_requests_share_batches_and_keep_their_own_scores(live: Syste
 
 
 def mean_batch(before: Any, after: Any) -> float:
-    """Rows per execution between two looks at the statistics."""
+    """Return the rows per execution between two readings of the statistics."""
     return (after.inference_count - before.inference_count) / (after.execution_count - before.execution_count)
 
 
@@ -129,7 +129,7 @@ def test_full_queue_and_passed_deadline_return_503(live: System):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_nemo_aligners_requests_work_unchanged(live: System):
-    """PyTriton's FuturesModelClient. Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1."""
+    """Sends NeMo-Aligner's calls, names, dtypes and shapes with PyTriton's FuturesModelClient."""
 
     def client(model: str) -> FuturesModelClient:  # one per endpoint; PyTriton warns where little of 60 s is left
         return FuturesModelClient(live.run.url, model, init_timeout_s=4 * TIMEOUT_S, inference_timeout_s=TIMEOUT_S)
@@ -160,7 +160,7 @@ def test_nemo_aligners_requests_work_unchanged(live: System):
 
 
 def refusal(system: System, model: str, arrays: dict[str, np.ndarray]) -> str:
-    """What the server says to a request that it must refuse."""
+    """Return the server's message for a request that it must refuse."""
     with pytest.raises(Refused) as caught:
         ask(system.run.url, model, arrays)
     assert caught.value.code == "400"
@@ -168,7 +168,7 @@ def refusal(system: System, model: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def changed(array: np.ndarray, index: tuple[int, ...], value: Any) -> np.ndarray:
-    """A copy with one other entry."""
+    """Return a copy with one changed entry."""
     copy = array.copy()
     copy[index] = value
     return copy
@@ -197,7 +197,7 @@ BAD_SCORING = [
 
 
 def test_a_bad_scoring_request_fails_alone(live: System):
-    """Sent at once with good rows, so that they share batches."""
+    """Bad and good rows are sent at the same time, so that they share batches."""
     rows = random_rows(range(3, 35), seed=6)
     bad = [(CRITIC_INFER, arrays) for arrays, _ in BAD_SCORING]
     answers = ask_all(live.run.url, [*bad, *((CRITIC_INFER, scoring_inputs([row])) for row in rows), *bad])
@@ -269,7 +269,7 @@ def test_refused_requests_are_counted_by_status(live: System):
 
 
 def refused_json(system: System, model: str, body: dict[str, Any], headers: Mapping[str, str]) -> str:
-    """Text of the refusal of a request in plain JSON."""
+    """Return the refusal of a request in plain JSON."""
     answer = call(system.run.url, f"/v2/models/{model}/infer", json.dumps(body).encode(), headers)
     assert answer.status == "400"
     return answer.text
@@ -289,7 +289,7 @@ NUMBERS = {
 
 
 def test_training_and_saving_need_the_key(live: System, training_key: str):
-    """In a header, which may be spelled as HTTP allows; scoring needs none."""
+    """The key is in a header, whose name is case-insensitive; scoring needs no key."""
     before = live.run.journal.last_step()
     for model, arrays in ((CRITIC_TRAIN, GOOD), (CRITIC_SAVE, SAVE)):
         for headers in ({}, {"x-triton-training-key": "open barley"}):

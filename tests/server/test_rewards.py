@@ -1,4 +1,4 @@
-"""Rewards on the real server: functions beside a model and process rewards, and what an actor makes of them."""
+"""Rewards on the real server: functions next to a model, process rewards, and an actor that trains on them."""
 
 import dataclasses
 import itertools
@@ -121,7 +121,7 @@ def test_text_sequence_id_does_not_crash_the_server(mixed: System):
 
 @pytest.mark.slow
 def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System):
-    """tritonserver 2.51 deadlocks when a step fails over gRPC while another one of its request is running."""
+    """tritonserver 2.51 deadlocks if a step fails over gRPC while another step of its request is running."""
     at = mixed.run.config.server
     bad = [Request(model, [array_tensor("tokens", np.full((1, 5), 4711))]) for model in (REWARD_MODEL, CRITIC_INFER)]
 
@@ -148,7 +148,7 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System):
 
 @pytest.fixture
 def serve_reward(live: System) -> Iterator[Callable[..., None]]:
-    """Loads another reward model into the live server, rendered as the configuration would."""
+    """Return a function that loads another reward model into the live server, rendered from the configuration."""
     config = live.run.config
 
     def serve(**settings: Any) -> None:

@@ -115,9 +115,9 @@ def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System
 
 @pytest.fixture
 def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Popen[str]]:
-    """`rlhf-triton run` with more steps than any test waits for, after its second step, in a folder of the user's.
+    """Start `rlhf-triton run` in a user's folder; yield it after step 2 of more steps than any test needs.
 
-    Its modules have names of ours, and are nothing that a run would import.
+    The folder has modules named like ours, which the run must not import.
     """
     own = tmp_path / "own"
     own.mkdir()
@@ -143,7 +143,7 @@ def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Pop
 
 
 def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
-    """The processes of the run by their roles, once all are there; in the order in which they should end."""
+    """Return the run's processes by role, once all are there, in the order in which they should end."""
     roles = {"actor": ["-m", "rlhf_triton.actor"], "sidecar": ["-m", "rlhf_triton.trainer"], "server": ["tritonserver"]}
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -157,7 +157,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
 
 
 def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -> None:
-    """Return after so many steps."""
+    """Wait for `count` steps."""
 
     def stepped() -> bool:
         assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
@@ -214,7 +214,7 @@ def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server
 
 
 def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
-    """Neither a process of the run nor a shared-memory region of its server."""
+    """Assert that no process of the run and no shared-memory region of its server is left."""
     assert not [process for process in family if is_alive(process)]
     assert not list(SHARED_MEMORY.glob(f"rlhf-{pid}-*"))
 
@@ -251,7 +251,7 @@ def test_critic_client_reads_values_trains_and_rewinds_on_the_real_server(
 
 @dataclasses.dataclass
 class Served(System):
-    """The run of `live` but for its reference and its lines: three PPO steps."""
+    """A run like `live`'s, three PPO steps, with a served reference, traces and JSON log lines."""
 
     received: Collector
 
@@ -313,7 +313,7 @@ def test_one_trace_per_step_spans_actor_server_and_sidecar(served: Served):
 
 @pytest.mark.slow
 def test_served_reference_gives_the_same_rewards_and_kl(served: Served, live: System):
-    """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
+    """Compares step 1, where the policy equals the reference, and step 2, where it has moved."""
     summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
     assert Policy(served.run.config.actor).reference is None
@@ -330,7 +330,7 @@ def test_served_reference_gives_the_same_rewards_and_kl(served: Served, live: Sy
 
 
 def compare(run: LiveRun, *overrides: str) -> None:
-    """As an actor with these overrides does at its start."""
+    """Compare the reference as an actor with these overrides does at its start."""
     config = load_config(run.path, overrides)
 
     async def use() -> None:
@@ -345,7 +345,7 @@ def compare(run: LiveRun, *overrides: str) -> None:
 def test_actor_refuses_a_served_reference_with_other_settings(
     served: Served, live: System, checkpoints: Checkpoints, tmp_path: Path
 ):
-    """Other banned tokens are those of the same vocabulary and weights, with another role of a token."""
+    """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
     folders = {
         name: make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
         for name, seed in (("roles", 3), ("weights", 33))

@@ -1,4 +1,4 @@
-"""The supervisor of the server: its health checks with a scripted server and clock, and killed and hung real ones."""
+"""The server's supervisor: health checks with a scripted server and clock, and real servers that are killed or hang."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Script = Iterator[float]
 
 
 class Rig:
-    """A server with one model, critic, and its control plane. `script` yields the seconds until the next check."""
+    """A server with one model, critic, and its control plane. Scripts yield the seconds until the next check."""
 
     section = ServerSection()
     models = staticmethod(lambda: ["critic"])
@@ -135,7 +135,7 @@ def stop(rig: Rig) -> None:
 
 
 def freeze(rig: Rig) -> None:
-    """As the cgroup freezer and a busy machine do: the state is not that of a stopped process."""
+    """Freeze the process as the cgroup freezer or a busy machine does: its state is not that of a stopped process."""
     rig.frozen = True
 
 
@@ -183,7 +183,7 @@ def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes
 def test_process_without_forward_progress_on_its_gpu_is_replaced(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
 ):
-    """It uses the CPU all the time, and answers no probe. On a card, only forward passes are progress."""
+    """It uses CPU time but answers no probe. On a GPU, only forward passes count as progress."""
     done = 0
 
     def hang(*_: object) -> None:
@@ -352,7 +352,7 @@ def test_supervisor_retries_a_failed_start(now: list[float]):
 
 @contextlib.contextmanager
 def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Supervisor]:
-    """Supervise a server on `folder/repository`, always on the same ports; nothing of it must be left at the end."""
+    """Supervise a server on `folder/repository`, always on the same ports; no process of it may be left at the end."""
     section = tiny_server(folder).section
     ports = {name: getattr(section, name) for name in ("http_port", "grpc_port", "metrics_port")}
 
@@ -371,7 +371,7 @@ def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Sup
 
 
 def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path):
-    """A killed server is in tests/tools/test_serve.py."""
+    """tests/tools/test_server.py kills a whole server."""
     write_repository(tmp_path / "repository")
     lines: list[str] = []
     with supervised(tmp_path, lines.append) as supervisor:
@@ -392,7 +392,7 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path):
 
 @pytest.mark.slow
 def test_repeated_hangs_restart_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The model is alive, and the server calls itself ready. The first time, the model is reloaded."""
+    """The model is alive and the server reports ready. After the first hang only the model is reloaded."""
     seconds = {"PROBE_EVERY_S": 0.2, "IDLE_PROBE_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "STOPPED_S": 1.0}
     for name, value in {**seconds, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0}.items():
         monkeypatch.setattr(server_health, name, value)

@@ -1,4 +1,4 @@
-"""Starting, filling and stopping the real tritonserver, and what it leaves in shared memory."""
+"""Starting, filling and stopping the real tritonserver, and its shared memory."""
 
 import contextlib
 import dataclasses
@@ -118,7 +118,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def claim(section: ServerSection, connection: Connection) -> None:
-    """Claim ports until the process ends; send what comes of it."""
+    """Claim ports until the process ends; send the result."""
     try:
         check_ports(section)
         connection.send("claimed")
@@ -129,7 +129,7 @@ def claim(section: ServerSection, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def claiming(*ports: int, host: str = "127.0.0.1") -> Iterator[str]:
-    """Yield what another process says that claims the ports until the block ends, or this process does."""
+    """Yield the result of another process that claims the ports until the block, or this process, ends."""
     section = ServerSection(host=host, **dict(zip(PORT_KEYS, ports, strict=True)))
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=claim, args=[section, theirs], daemon=True)

@@ -1,4 +1,4 @@
-"""Generation by a real vLLM: its weights follow the policy's, and it may die. Only in `make test-vllm`."""
+"""Generation by a real vLLM, whose weights follow the policy's and which is killed. Runs only in `make test-vllm`."""
 
 import contextlib
 import functools
@@ -56,7 +56,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def vllm() -> Path:
-    """The executable, in an environment of its own."""
+    """Return vLLM's executable, in an environment of its own."""
     folder = Path(os.environ["VLLM_ENVIRONMENT"]).absolute()
     python = folder / "venv/bin/python"
     if not (folder / "complete").is_file():
@@ -76,7 +76,7 @@ def vllm() -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
+    """Write policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
     folder = tmp_path_factory.mktemp("models")
     words = [f"w{i}" for i in range(60)]
     tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], eos="<eos>", unknown="<unk>")
@@ -140,7 +140,7 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
 def test_vllm_generates_with_the_weights_of_the_policy(
     tmp_path: Path, models: Path, vllm: Path, lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Greedy responses of three versions differ, and equal those of the actor's own decoder, also where these stop."""
+    """Greedy responses of three versions differ, and equal the actor's own decoder's, also at stop strings."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
         policy = Policy(config.actor)
@@ -183,7 +183,7 @@ def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) ->
 def test_vllm_samples_conversations_turn_by_turn(
     tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every turn is trained as it was sampled, and its log-probs are those of a plain forward pass over the row."""
+    """Every turn is trained as it was sampled; its log-probs are those of a plain forward pass over the row."""
     data = configuration(models, tmp_path, vllm)
     data["actor"]["generation"]["stop_strings"] = ["e"]
     environment = EnvironmentSection.model_validate({"class": f"{CLASSES}:Countdown", "max_tokens": 120})
@@ -224,7 +224,7 @@ def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
 def test_run_continues_after_vllm_is_killed(
     tmp_path: Path, models: Path, vllm: Path, algorithm: dict[str, Any], policy: dict[str, Any]
 ):
-    """`rlhf-triton run` starts vLLM, which is killed during a rollout, and started again."""
+    """`rlhf-triton run` starts vLLM, which is killed during a rollout and started again."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configuration(models, tmp_path, vllm, algorithm=algorithm, policy=policy)))
     run_dir, log = tmp_path / "run", tmp_path / "log.txt"
@@ -250,7 +250,7 @@ def test_run_continues_after_vllm_is_killed(
 
 
 def kill_during(run: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Kill vLLM as soon as it has received requests of `step`, which begins when the step before it is complete."""
+    """Kill vLLM as soon as it has received requests of `step`, which starts when the previous step is complete."""
 
     def lines() -> int:
         return len(read_jsonl(run_dir / "metrics.jsonl"))

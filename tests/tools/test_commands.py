@@ -1,4 +1,4 @@
-"""`rlhf-triton`: help, exit codes; and what `status` prints."""
+"""`rlhf-triton`: help, exit codes, and the output of `status`."""
 
 import argparse
 import dataclasses
@@ -52,7 +52,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script that pip writes for `[project.scripts]`."""
+    """Return the script that pip writes for `[project.scripts]`."""
     named = re.search(r'^\[project\.scripts\]\nrlhf-triton = "(\S+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert named is not None
     assert callable(pkgutil.resolve_name(named[1]))
@@ -64,7 +64,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the program; stderr then has a line for each imported module."""
+    """Run the program with one line on stderr per imported module."""
     command = [sys.executable, "-X", "importtime", str(program), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False)
 
@@ -248,7 +248,7 @@ def test_run_command_names_the_newest_policy_after_an_error(
     left: int,
     says: str,
 ):
-    """The checkpoint is of step 7; `policy/` is missing, of an earlier stop, or of that step, too."""
+    """The checkpoint is of step 7; `policy/` is missing, or of an earlier stop, or of that step."""
     config = make_run(tmp_path / "a run", checkpoints)
     folder = config.config.run.dir
 

@@ -1,4 +1,4 @@
-"""`rlhf-triton doctor` on machines and configurations that are broken in several ways, and finding tritonserver."""
+"""`rlhf-triton doctor` on faulty machines and configurations, and finding tritonserver."""
 
 import dataclasses
 import functools
@@ -222,7 +222,7 @@ def executable(path: Path, text: str = "") -> Path:
 
 
 def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
-    """A wheel's tree under `root`; `stubs` says which Python's stub stands in which folder."""
+    """Copy the wheel's tree under `root`; `stubs` says which Python's stub is in which folder."""
     binary = executable(root / "pytriton" / "tritonserver" / "bin" / "tritonserver")
     (binary.parent.parent / "backends").symlink_to(wheel.backend_source_dir)
     for folder, version in stubs.items():

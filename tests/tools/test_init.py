@@ -1,4 +1,4 @@
-"""`rlhf-triton init`: what it writes works as it is."""
+"""`rlhf-triton init`: the files that it writes work unchanged."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from rlhf_triton.tools.init import main
 
 
 def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[Any]]) -> Any:
-    """What `use` returns for the environments of a section."""
+    """Return what `use` returns for the environments of a section."""
 
     async def within() -> Any:
         environments = Environments(section)

@@ -1,4 +1,4 @@
-"""`rlhf-triton init models`: what it says, writes and refuses."""
+"""`rlhf-triton init models`: what it prints, writes and refuses."""
 
 import json
 import os
@@ -154,7 +154,7 @@ def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path: Path
 def test_documented_adapter_merge_scores_as_in_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """As TRL saves it: the head is among its `modules_to_save`."""
+    """The adapter is saved as by TRL, with the head among its `modules_to_save`."""
     monkeypatch.chdir(tmp_path)
     base, adapter = tmp_path / "base", Path("out/final")
     save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
@@ -176,7 +176,7 @@ def test_documented_adapter_merge_scores_as_in_peft(
 
 
 class Danger:
-    """Makes a folder when it is unpickled without care."""
+    """Creates a folder when it is unpickled without precautions."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -186,7 +186,7 @@ class Danger:
 
 
 def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "llama", **how: Any) -> dict[str, Any]:
-    """Save a reward model with its weights in a pickle, changed by `change`; return the weights as they were."""
+    """Save a reward model with its weights in a pickle, modified by `change`; return the original weights."""
     save_tiny(folder, family, "reward")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

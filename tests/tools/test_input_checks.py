@@ -1,4 +1,4 @@
-"""What doctor and the start of a run say of tokenizers, chat templates and the prompts' texts."""
+"""What doctor and the start of a run report about tokenizers, chat templates and the prompts' texts."""
 
 import contextlib
 import json
@@ -97,7 +97,7 @@ def test_token_findings_report_end_tokens_and_size_mismatches(
 def test_prompt_text_that_is_a_rendered_chat_is_warned_about(
     tmp_path: Path, config: Path, family: str, settings: list[str], *, is_told: bool
 ):
-    """Doctor and the start of a run say it: the reward model then reads no end of the reply's turn."""
+    """Doctor and the start of a run warn, because the reward model would read no end of the reply's turn."""
     chat = "{% for m in messages %}{{ m.role }} :\n{{ m.content }} [end]\n{% endfor %}" if family == "bert" else None
     tokenizer = save_text_reward(tmp_path / "reward", family, **({"chat_template": chat} if chat else {}))
     question = [{"role": "user", "content": "Open it."}]
@@ -275,7 +275,7 @@ def test_prompt_text_that_ends_with_an_end_token_is_warned_about(
 
 
 def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
-    """What doctor and the start of a run say of these rows."""
+    """Return what doctor and the start of a run report about these rows."""
     path = config.parent / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     loaded = load_config(config, [f"actor.prompts.path={path}", *overrides])

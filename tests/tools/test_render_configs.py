@@ -1,4 +1,4 @@
-"""`rlhf_triton.tools.render_configs`: what is rendered is what Triton's own protobuf reads, complete and up to date."""
+"""`rlhf_triton.tools.render_configs`: the files are readable by Triton's own protobuf, complete and up to date."""
 
 import hashlib
 import json

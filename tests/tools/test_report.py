@@ -1,4 +1,4 @@
-"""The report: its data counted by hand, the page of synthetic and recorded runs, the command, and the progress.
+"""The report: its data counted by hand, the page of synthetic and recorded runs, the command, and the progress lines.
 
 Drawing a page takes seconds, so each kind of folder is drawn once.
 """
@@ -194,7 +194,7 @@ def page_of(run_dir: Path) -> str:
 
 
 class TestPage:
-    """Of synthetic run folders."""
+    """The page of synthetic run folders."""
 
     def test_page_is_self_contained_escaped_and_names_no_machine(self, tmp_path: Path):
         full_run = write_run(tmp_path / "demo")
@@ -225,7 +225,7 @@ class TestPage:
         assert 800 <= height <= 1200
 
     def test_report_thins_long_runs(self, tmp_path: Path):
-        """The pictures of a run of months were a page of 77 MB, made in minutes."""
+        """A month-long run's pictures made a page of 77 MB and took minutes."""
         run = load_run(write_run(tmp_path / "long", num_steps=5000))
         steps = [row["step"] for row in run.steps]
         assert steps == list(range(1, 5000, 4))
@@ -293,7 +293,7 @@ class TestPage:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the words of a page are read: TestPage has its pictures."""
+    """Skip the pictures where only a page's text is read; TestPage covers them."""
     monkeypatch.setattr("rlhf_triton.tools.report.page.as_svg", lambda draw, run: "<svg></svg>")
 
 
@@ -304,7 +304,7 @@ class TestSections:
     START = "from rlhf_triton.tools.report.data import ReportSection\n\n\ndef sections(run):\n    "
 
     def page_of(self, folder: Path, code: str) -> str:
-        """The page of a run whose `report` names a function in a file with this code."""
+        """Return the page of a run whose `report` names a function in a file with this code."""
         (folder / "my_report.py").write_text(code)
         run_dir = write_run(folder / "run", report=f"{folder}/my_report.py:sections", validated=False, num_steps=2)
         texts = [{"step": 1, "prompt": "p", "response": text, "reward": 0.0} for text in ("a <b>", "a b c")]
@@ -353,7 +353,7 @@ class TestSections:
 
 @pytest.mark.usefixtures("no_pictures")
 class TestCommand:
-    """On folders that the actor's recorder writes, while it writes them and afterwards."""
+    """The command on folders that the actor's recorder writes, during the run and afterwards."""
 
     def test_page_shows_conversations_turn_by_turn(self, tmp_path: Path):
         call = '<tool_call>{"name": "look", "arguments": {"where": "<up>"}}</tool_call>'
@@ -395,7 +395,7 @@ class TestCommand:
         assert other.said[2].tokens == tokens
 
     def grpo(self, folder: Path) -> Path:
-        """A whole run with a reward function: no critic, no validation, no reference."""
+        """Write a whole run with a reward function: no critic, no validation, no reference."""
         return RecordedRun(folder).start().steps(1, 2, 3, 4).finished(4)
 
     def test_report_omits_sections_of_unused_features(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -524,7 +524,7 @@ def test_progress_prints_a_line_per_phase_step_and_validation(tmp_path: Path, ca
 def test_progress_after_resume_repeats_no_step_and_excludes_the_pause_from_eta(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """The actor writes the file anew."""
+    """The resumed actor rewrites metrics.jsonl."""
     append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 6)))
     with RunProgress(tmp_path, 8) as progress:
         append(tmp_path / "new", *(step_row(k) for k in range(1, 4)))  # steps 4 and 5 are repeated

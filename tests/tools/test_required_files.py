@@ -1,4 +1,4 @@
-"""What a run needs before anything starts: only what it uses is rendered, loaded, measured, demanded and checked."""
+"""What a run needs before it starts: only what it uses is rendered, loaded and checked."""
 
 import asyncio
 import functools
@@ -55,12 +55,12 @@ def models_of(algorithm: str, reward: str) -> set[str]:
 
 
 def checkpoints_of(algorithm: str, reward: str) -> list[str]:
-    """Sections of the served models that are read from a checkpoint."""
+    """Return the sections of the served models that are read from a checkpoint."""
     return [*(["reward"] if reward != "functions" else []), *(["critic"] if algorithm == "ppo" else [])]
 
 
 def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoints) -> Path:
-    """The YAML that names nothing beyond what this run uses."""
+    """Write a YAML that names only what this run uses; return its path."""
     data: dict[str, Any] = {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
@@ -117,7 +117,7 @@ def test_rendered_models_and_version_0_per_algorithm(
 def test_missing_files_are_listed_before_anything_starts(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ):
-    """All of it at once, a line each, and nothing that the run does without."""
+    """One line each, all at once, and only for what the run uses."""
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     unused = ["reward"] if reward == "functions" else []  # which would be refused by itself
     missing = [f"{role}.model={tmp_path / role}" for role in ("reward", "critic", "actor.policy") if role not in unused]
@@ -208,7 +208,7 @@ def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path: Path, check
 def test_unservable_reward_folder_is_refused_in_one_line(
     change: dict[str, Any] | str, told: str, tmp_path: Path, checkpoints: Checkpoints
 ):
-    """Of transformers' own text nothing but the reason."""
+    """Of transformers' own message only the reason is shown."""
     folder = tmp_path / "reward"
     shutil.copytree(checkpoints.reward, folder)
     for name, keys in change.items() if isinstance(change, dict) else ():
@@ -284,7 +284,7 @@ def test_commands_refuse_a_missing_gpu_before_loading_a_model(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """torch and Triton say it in sentences of their own, or with a traceback."""
+    """torch and Triton report it in their own words, or with a traceback."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
     for role in roles:
@@ -655,7 +655,7 @@ TRUNCATED = (CHATS, "actor.prompts.too_long=truncate")  # for the policy; the re
 def test_rows_must_fit_every_model_that_receives_them(
     settings: list[str], refused: str, tmp_path: Path, checkpoints: Checkpoints
 ):
-    """Or the reward model and critic would refuse, and the run would mask, the longest responses."""
+    """Otherwise reward model and critic refuse the longest responses, and the run masks them."""
     run = make_run(tmp_path, checkpoints, actor={"prompts_max_tokens": 100})
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": TEXTS[0]}]}))
@@ -676,7 +676,7 @@ def test_rows_must_fit_every_model_that_receives_them(
 def test_signal_at_the_end_of_the_servers_start_stops_it(
     command: str, code: int, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ):
-    """The server runs by then, and the caller does not have it yet."""
+    """The server is running, but the caller has not received it yet."""
     path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
 
     def start(*_: object, **__: object) -> mock.Mock:
@@ -691,7 +691,7 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(
 
 
 def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The output of `rlhf-triton run` in this process, which has loaded the large libraries already."""
+    """Return the output of `rlhf-triton run` in this process, which has already loaded the large libraries."""
     code = rlhf_triton.tools.run.main(["--config", str(path)])
     if code == 130:  # this test was interrupted
         raise KeyboardInterrupt

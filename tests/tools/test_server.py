@@ -1,4 +1,4 @@
-"""`rlhf-triton serve` as a process: signals, failures, leftovers; child processes of any kind."""
+"""`rlhf-triton serve` as a process: signals, failures, leftovers; and child processes of any kind."""
 
 import contextlib
 import itertools
@@ -44,10 +44,10 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server 0 ü")])
 def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str):
-    """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers.
+    """Once with `server.dir`, where no file of the server may be in the folder that servers share.
 
-    The Python backend would not find its files in such a folder, which has a space and an umlaut. A second server in
-    its folder ends before it touches anything there. Other users cannot read what it writes; the group can where the
+    That folder's name has a space and an umlaut, with which the Python backend would not find its files. A second
+    server in the folder ends before it changes anything there. Other users cannot read the files; the group can if the
     configuration says so.
     """
     write_repository(run_dir / own / "model_repository")
@@ -93,9 +93,9 @@ def status(run_dir: Path, path: str, body: object = None) -> int:
 
 @contextlib.contextmanager
 def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], list[Future[int]]]]:
-    """Run the server with a model that computes one request and has another in its queue until `block` is removed.
+    """Run the server with a model that computes one request and queues another until `block` is removed.
 
-    Its name is none that the supervisor probes, so no other request is in its queue.
+    The supervisor does not probe a model of this name, so its queue has no other requests.
     """
     block, begun = run_dir / "block", run_dir / "begun"
     block.touch()

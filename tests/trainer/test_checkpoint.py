@@ -1,4 +1,4 @@
-"""`trainer.checkpoint`: half a checkpoint is none, and what decides the weights is in it."""
+"""Tests of `trainer.checkpoint`: a partial checkpoint is none, and it contains all that determines the weights."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`trainer.value_loss` and `trainer.critic_update`: by hand and by loops; how a payload is cut changes nothing."""
+"""`trainer.value_loss` and `trainer.critic_update`: by hand, against loops, and independent of micro-batches."""
 
 import copy
 import math
@@ -43,7 +43,7 @@ def settings(**changes: object) -> TrainerSection:
 
 
 def arrays(num_rows: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
-    """A padded payload; the target of a token is 1 if it is even, else 0."""
+    """Return a padded payload; the target of a token is 1 if it is even, else 0."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 20, (num_rows, 1))
     width = int(lengths.max())
@@ -112,7 +112,7 @@ def test_clipped_value_loss_matches_hand_computed_values_on_each_side_of_the_cli
 
 
 def loss_and_gradient(values: Tensor, *others: Tensor, clip_value: float, micro: int) -> tuple[Tensor, Tensor]:
-    """Add up the micro-batches of `micro` rows; the last of the tensors is the mask."""
+    """Add up the micro-batches of `micro` rows; the last tensor is the mask."""
     leaf, total = values.clone().requires_grad_(), torch.zeros((), dtype=values.dtype)
     for rows in (slice(start, start + micro) for start in range(0, len(values), micro)):
         parts = [tensor[rows] for tensor in (leaf, *others)]
@@ -134,7 +134,7 @@ def loss_and_gradient(values: Tensor, *others: Tensor, clip_value: float, micro:
 def test_value_loss_and_gradient_match_a_loop(
     seed: int, batch: int, width: int, clip_value: float, micro: int, junk: float
 ):
-    """However the batch is split, and whatever stands outside the mask."""
+    """For any split into micro-batches and any content outside the mask."""
     uniform = torch.rand(4, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     values, prev, returns, mask = *uniform[:3], (uniform[3] < 0.7) * uniform[3]
     mask[0] *= seed % 2  # a micro-batch, or all of the batch, may be nothing but padding

@@ -1,4 +1,4 @@
-"""`critic.pretrain`: the critic is trained before version 0, once and bit-identically, or refused by one sentence."""
+"""`critic.pretrain`: the critic is trained before version 0, once and bit-identically, or refused with one sentence."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ quiet_transformers()
 
 
 def save_critic_of(folder: Path, family: str = "llama", seed: int = 0) -> Path:
-    """A critic with a tokenizer; the critic is that of llama, whatever family the tokenizer is of."""
+    """Save a Llama critic with a tokenizer of this family."""
     save_tiny(folder, "llama", "critic", seed=seed, vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     make_text_tokenizer(family).save_pretrained(folder)
     return folder
@@ -53,7 +53,7 @@ def save_critic_of(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`critic`, and runs of it with journals: `a` and, with other old values, `b`."""
+    """Return a folder with `critic` and two runs with journals: `a`, and `b` with other old values."""
     root = tmp_path_factory.mktemp("pretraining")
     save_critic_of(root / "critic")
     earlier_run(root / "a", root / "critic")
@@ -121,7 +121,7 @@ def test_pretraining_fits_the_returns_of_an_earlier_run(root: Path, tmp_path: Pa
 
 
 def test_pretraining_ignores_ppo_settings(root: Path, tmp_path: Path):
-    """Neither the value clip nor the epochs; LoRA and frozen weights do."""
+    """Value clip and epochs have no effect; LoRA and frozen weights do."""
     given = [root / "a"]
     plain = config_of(tmp_path / "plain", root / "critic", given)
     clipped = config_of(tmp_path / "clipped", root / "critic", given, clip_value=0.01, epochs=3)
@@ -199,7 +199,7 @@ def two_steps_and_a_rewind(rig: Rig) -> tuple[list[float | None], torch.Tensor, 
 
 @pytest.fixture(scope="module")
 def calm(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of a run whose pretraining nothing disturbs."""
+    """Return the results of a run with undisturbed pretraining."""
     rig = pretraining_rig(tmp_path_factory.mktemp("calm"), root, publish={"keep": 100})
     initialise_stores(rig.config)
     return two_steps_and_a_rewind(rig)
@@ -225,7 +225,7 @@ def test_pretraining_after_a_crash_is_bit_identical(
     when: str,
     call: int,
 ):
-    """Until version 0 is written, pretraining is repeated; from then on it is not."""
+    """Pretraining is repeated until version 0 is written, and not after that."""
     rig = pretraining_rig(tmp_path, root, publish={"keep": 100})
     with monkeypatch.context() as patch:
         kill_at(patch, owner, name, when, call=call)
@@ -407,7 +407,7 @@ def test_pretraining_chat_response_ends_with_the_templates_end_token(tmp_path: P
 
 
 def test_pretraining_runs_from_the_last_rows_to_the_first(root: Path, tmp_path: Path):
-    """A policy's first responses are like those of a run that begins anew; later ones have other returns."""
+    """A policy's first responses resemble those of a new run; later ones have other returns."""
     rows = [{"prompt": [5, row % 9 + 6], "response": [7], "return": int(row >= 200)} for row in range(400)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)], lr=0.05)
     initialise_stores(config)

@@ -1,4 +1,4 @@
-"""`trainer.publish` and `trainer.verification`: a version proves itself before CURRENT names it, in every dtype."""
+"""`trainer.publish` and `trainer.verification`: a version is verified before CURRENT names it, in every dtype."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def store(tmp_path: Path, critic: CriticModel) -> WeightsStore:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Other tensors under a manifest that fits them: what a faulty writer would leave, not a faulty disk."""
+    """Write other tensors and a manifest that fits them, as a faulty writer would, not a faulty disk."""
     path = folder / WEIGHTS_FILE
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(tensors)
@@ -76,7 +76,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 def unreadable(folder: Path) -> None:
-    """A folder that cannot be listed or opened, also by root: a file stands in its place."""
+    """Replace the folder with a file, so that not even root can list it."""
     shutil.rmtree(folder)
     folder.write_text("")
 
@@ -238,7 +238,7 @@ def test_ranks_publish_in_bfloat16(llama: WeightsStore, case: str):
 
 
 class Publication:
-    """A version to publish, and what the instances say at each look of the publisher."""
+    """A version to publish, and the records that instances write at each poll of the publisher."""
 
     def __init__(self, store: WeightsStore, reload: str = "swap") -> None:
         self.critic, self.store = load_on_cpu(store.folder(0)), store
@@ -251,7 +251,7 @@ class Publication:
         self.store.records.put(ServingRecord.of_this_process(name, version, **more))
 
     def wait(self, *sayings: dict[str, Any]) -> None:
-        """Await the staging; each `beat` of the publisher lets an instance say the next thing."""
+        """Await the staging; each poll (`beat`) lets an instance write its next record."""
         left = list(sayings)
 
         def beat(state: str) -> None:

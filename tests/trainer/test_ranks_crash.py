@@ -1,4 +1,4 @@
-"""The sidecar on two ranks, as real processes: killed in each phase, stopped by a signal, and failing for good."""
+"""The sidecar on two ranks as real processes: killed in each phase, stopped by a signal, and failing permanently."""
 
 import contextlib
 import os
@@ -99,7 +99,7 @@ class Job:
             self.served.stop()
 
     def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
-        """As in the critic's Triton model."""
+        """Load the critic as its Triton model does."""
         critic = load_critic(folder) if served is None else served.with_weights(folder)
         canary = self.store.manifest(int(folder.name)).canary
         if canary is not None:
@@ -182,7 +182,7 @@ def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: 
 def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(
     make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
 ):
-    """And not ten times, as a rank that dies: each attempt would train the same step."""
+    """There are no ten restarts as for a dead rank: each attempt would train the same step."""
     where = ("rlhf_triton.trainer.critic_update", "CriticUpdate", "_loss")
     let_memory_be_short(monkeypatch, tmp_path, *where, condition=f"os.environ.get('RANK') == '{rank}'")
     job = make("run")

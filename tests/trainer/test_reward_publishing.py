@@ -1,4 +1,4 @@
-"""`rlhf-triton weights --model reward`: what is published is verified, passes the gate, and survives a crash."""
+"""`rlhf-triton weights --model reward`: a published version is verified, passes the gate, and survives a crash."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """Pairs that the checkpoint ranks without a mistake."""
+    """Return pairs that the checkpoint ranks without a mistake."""
     reward, tokenizer = load_reward(checkpoint), make_tokenizer()
 
     def score(text: str) -> float:
@@ -44,7 +44,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 
 class Run:
-    """The folder of a run with a live reward model, whose one instance is simulated."""
+    """The folder of a run with a live reward model, whose single instance is simulated."""
 
     def __init__(self, folder: Path, checkpoint: Path, pairs: Path) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ def run(tmp_path: Path, checkpoint: Path, pairs: Path) -> Iterator[Run]:
 
 
 def changed(run: Run, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A copy of the served checkpoint with other weights."""
+    """Return a copy of the served checkpoint with other weights."""
     folder = run.folder / "new"
     shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")

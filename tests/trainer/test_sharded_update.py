@@ -1,4 +1,4 @@
-"""The critic update on several ranks: the result of one process, and checkpoints and versions that any number reads."""
+"""The critic update on several ranks: results of one process, and checkpoints and versions for any number of ranks."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ def state(step: int, update: CriticUpdate) -> CheckpointState:
 
 
 def everything(update: CriticUpdate) -> dict[str, torch.Tensor]:
-    """All weights and moments of an update, whole."""
+    """Return all weights and moments of an update, unsharded."""
     return {n: t.clone() for n, t in whole_tensors({**update.critic.model.state_dict(), **update.trained.state()})}
 
 
@@ -74,10 +74,10 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
 
 
 def without_key_biases(name: str, parameter: np.ndarray) -> np.ndarray:
-    """A parameter without the key biases of attention.
+    """Return the parameter without attention's key biases.
 
     Their gradient is zero in theory: they add the same to the scores of all keys, which softmax ignores. What is left
-    is rounding, some 1e-18, of which AdamW makes up to lr / eps = 1e6 times as much: 1 and 2 ranks differ by 3e-12.
+    is rounding, some 1e-18, which AdamW amplifies by up to lr / eps = 1e6: 1 and 2 ranks differ by 3e-12.
     """
     if name.endswith("attn.c_attn.bias"):
         query, _, value = np.split(parameter, 3)
@@ -90,7 +90,7 @@ def without_key_biases(name: str, parameter: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def in_doubles() -> Iterator[None]:
-    """Critics are trained in float64 within the block."""
+    """Train critics in float64 within the block."""
     trained_critic.load_critic = lambda *args, **more: CriticModel(load_critic(*args, **more).model.double())
     try:
         yield
@@ -99,7 +99,7 @@ def in_doubles() -> Iterator[None]:
 
 
 def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
-    """Weights, losses and gradient norms of each case after three payloads."""
+    """Return weights, losses and gradient norms of each case after three payloads."""
     results: dict[str, Any] = {"cases": []}
     for family, options in CASES:
         with in_doubles():
@@ -116,7 +116,7 @@ def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
 
 
 def in_float32(ranks: Ranks, root: Path) -> Any:
-    """Train, write a checkpoint in between, and train on from it: all announced by rank 0."""
+    """Train, write a checkpoint in between, and train on from it; rank 0 announces all of it."""
     options = settings(**TRAINING)
     if ranks.rank:
         follow_rank_0(options, 0, ranks)
@@ -152,7 +152,7 @@ def read_alone(root: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
-    """Publish twice; then a version of other weights, and one that was damaged."""
+    """Publish twice; then a version of other weights, and a damaged one."""
     seen: list[Any] = []
     for _ in range(2):
         manifest = store.add(update.critic.write, **about(1), reuse=False, canary=[0.5])
@@ -184,7 +184,7 @@ def damage(folder: CheckpointFolder, update: CriticUpdate) -> str:
 
 
 def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
-    """Read checkpoints on these ranks; return whether they are what one process reads."""
+    """Read checkpoints on these ranks; return whether the content equals what one process reads."""
     update = load_update(root / "llama", settings(**TRAINING), seed=0, ranks=ranks)
     found = []
     for step in steps:

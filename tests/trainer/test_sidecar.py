@@ -1,4 +1,4 @@
-"""`trainer.sidecar`: exactly once, in order, answered when served; what cannot be served or trained is an error."""
+"""`trainer.sidecar`: steps are trained exactly once, in order, and answered when served; failures are errors."""
 
 import time
 import urllib.request
@@ -77,7 +77,7 @@ def test_save_waits_for_its_step_and_prunes_covered_entries(rig: Rig):
 
 
 def test_rewind_publishes_a_step_that_publish_every_2_held_back(make: Callable[..., Rig], straight: Rig):
-    """The resumed actor takes the version in the answer for the weights of that step."""
+    """The resumed actor takes the answer's version for the weights of that step."""
     rig = make(publish={"every": 2})
     rig.serve()
     results = rig.start().train(1, 2, 3)
@@ -138,7 +138,7 @@ def test_stop_while_waiting_for_an_instance_loses_no_step(
 
 
 def watch(rig: Rig, patch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
-    """Make each call of `owner.name` last until a heartbeat has come, or PATIENCE_S; whether one came, call by call."""
+    """Make each call of `owner.name` last until a heartbeat or PATIENCE_S; return for each call whether one came."""
     original, seen = getattr(owner, name), []
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig: Rig, 
 
 
 def test_heartbeat_reports_that_no_server_loads_a_version(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
-    """Such as one whose load hangs: the wait goes on, and the callers know for what."""
+    """As when a load hangs: the wait continues, and callers see what it is for."""
     monkeypatch.setattr(rlhf_triton.trainer.publish, "SERVE_TIMEOUT_S", 0.1)
     rig = make().start()
     entry = rig.send(1)
@@ -289,7 +289,7 @@ BATCH = 4  # sequences of an optimizer step in a rig; a step of the journal has 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A card that holds `tokens` of a micro-batch, in its backward pass; `lacks` says so of a single micro-batch."""
+    """Simulate a device that fits `tokens` of a micro-batch; `lacks` makes single micro-batches run out of memory."""
     card: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
     loss_of = CriticUpdate._loss
 
@@ -312,7 +312,7 @@ def of_step(step: int, *, sequences: slice = slice(None)) -> Callable[[list[Trai
 def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
     """Compare weights trained in micro-batches of different sizes, up to rounding.
 
-    GPT-2's biases of keys (16 of 4481 weights) are left out: their gradient is rounding, which Adam scales up.
+    GPT-2's key biases (16 of 4481 weights) are left out: their gradient is rounding, which Adam amplifies.
     """
     assert ((weights - wanted).abs() > 1e-5).float().mean() < 0.01
 

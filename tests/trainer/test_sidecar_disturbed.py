@@ -1,7 +1,7 @@
-"""`trainer.sidecar` under faults: whatever is killed, refused or damaged, the result is that of the undisturbed run.
+"""Tests of `trainer.sidecar` under faults: after any kill, refusal or damage, the result is the undisturbed run's.
 
-A state machine sends requests while each write of the sidecar fails in turn; what it cannot express follows as named
-tests: damage that cannot be repaired, disks that are really full, and which checkpoints are kept.
+A state machine sends requests while each write of the sidecar fails in turn. Named tests cover what it cannot express:
+damage that cannot be repaired, disks that are really full, and which checkpoints are kept.
 """
 
 import errno
@@ -82,7 +82,7 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
 
 
 class Disturbed(RuleBasedStateMachine):
-    """Requests to a sidecar in which every write fails once before its work and once after it, and again when armed."""
+    """Requests to a sidecar in which every write fails once before and once after its work, and again when armed."""
 
     def __init__(self, folder: Path, checkpoint: Path, straight: Rig, error: BaseException) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["all weights", "LoRA"])
 def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings: dict[str, Any]):
-    """Nothing else has the weights that training does not change."""
+    """Only version 0 has the weights that training does not change."""
     rig = make(**settings)
     rig.serve()
     rig.start().train(1)

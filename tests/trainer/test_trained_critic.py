@@ -1,4 +1,4 @@
-"""The critic in training, of every family: dtypes, adapters, gradient checkpointing, mixtures, and its versions."""
+"""The critic in training, in every family: dtypes, adapters, gradient checkpointing, mixtures, and its versions."""
 
 import copy
 import re
@@ -92,7 +92,7 @@ def test_published_version_reproduces_the_trained_critic(tmp_path: Path, family:
 
 
 def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, torch.Tensor], changes: Any) -> None:
-    """Trained weights and the head are float32; only frozen matrices are bfloat16."""
+    """Assert that trained weights and the head are float32, and only frozen matrices bfloat16."""
     parameters = dict(update.critic.model.named_parameters())
     head = {id(p) for p in ModelHead(update.critic.model).module.parameters()}
     assert head <= {id(p) for p in update.trained.parameters.values()}
@@ -109,7 +109,7 @@ def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, t
 
 
 def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
-    """Return the state of a float32 copy, merged by peft, module by module."""
+    """Return the state of a float32 copy, merged by peft module by module."""
     model = copy.deepcopy(update.critic.model).float()
     layers = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_A")}
     for layer in layers.values():

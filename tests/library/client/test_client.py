@@ -1,4 +1,4 @@
-"""The client over HTTP, against servers that fail on demand: retries, deadlines, order, outages, closing."""
+"""The client over HTTP against servers that fail on demand: retries, deadlines, order, outages, closing."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ ROWS = [np.asarray([3, 4, 5])]
 
 
 def first(*answers: str) -> Behaviour:
-    """These to the first requests, `ok` from then on."""
+    """Give the first requests these answers, all later ones `ok`."""
     return lambda model, number: answers[number - 1] if number <= len(answers) else "ok"
 
 
 def clock_of_retries(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
-    """Let the clock by which requests give up retrying advance by `step_s` whenever it is read."""
+    """Advance the clock that limits retrying by `step_s` with each reading."""
     ticks = itertools.count(1.0, step_s)
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
 
@@ -162,7 +162,7 @@ async def test_request_fails_over_from_a_server_that_lacks_the_demanded_version(
 
 
 async def test_quoted_error_code_is_not_a_version_refusal():
-    """The texts of a request occur in messages."""
+    """Messages may quote texts of the request."""
     async with FakeTriton(first("behind")) as server, client_of(server, retries=1) as client:
         await client.score(ROWS, ("values",))
         assert len(server.asked) == 2
@@ -306,7 +306,7 @@ except (KeyboardInterrupt, ValueError) as error:
 
 @pytest.mark.parametrize(("how", "is_away"), [("KeyboardInterrupt", False), ("ValueError", True)])
 async def test_closing_the_client_leaves_no_tasks_or_connections(how: str, is_away: bool):
-    """In a process of its own, with asyncio's debug mode and every warning shown."""
+    """Runs in its own process with asyncio's debug mode and all warnings."""
     async with FakeTriton(lambda *_: "hang") as server:
         if is_away:
             await server.stop()

@@ -150,7 +150,7 @@ def test_probe_fails_on_an_empty_output(control: ControlPlane, monkeypatch: pyte
 def test_control_calls_have_deadlines_and_a_hanging_load_blocks_no_other(
     server: TritonServer, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ):
-    """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind."""
+    """Release 2.51 never ends the load of a version folder without model.py, and queues later loads of that model."""
     monkeypatch.setattr(control_plane, "CALL_TIMEOUT_S", 5.0)
     write_scoring_model(server.repository, "slow", on_request="time.sleep(2)")
     control.load("slow", timeout_s=120)

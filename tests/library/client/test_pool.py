@@ -103,7 +103,7 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch:
     ],
 )
 async def test_training_requests_are_sent_in_order(script: str):
-    """An event, and the attempts so far, in the order in which they were sent."""
+    """Each step of the script is an event and the attempts so far, in the order in which they were sent."""
     turns, sent, writer = Turns(), list[str](), ["one"]
     orders: dict[str, asyncio.Queue[str]] = {}
     tasks: dict[str, asyncio.Task[None]] = {}
