@@ -249,7 +249,7 @@ async def test_unusable_environment_class_raises_one_sentence_at_the_start(
 
 @pytest.mark.parametrize("section", [{}, {"class": "a.py:B", "agent": "a.py:c"}, {"agent": "a.py:c", "reward": "a:b"}])
 def test_environment_section_needs_either_class_or_agent(section: dict[str, Any]):
-    with pytest.raises(ValueError, match="one of them"):
+    with pytest.raises(ValueError, match=r"set either class or agent|remove one of them"):
         EnvironmentSection.model_validate(section)
 
 

@@ -107,7 +107,7 @@ def add(folder: Path, **shapes: tuple[int, ...]) -> None:
 
 
 BY_TOKEN = (40, 16)  # the shape of embeddings and output layer
-NO_OUTPUT, BY_NAME = r"lack (an output layer|lm_head\.weight)", "it does not use "
+NO_OUTPUT, BY_NAME = r"have no (output layer|lm_head\.weight)", "it does not use "
 # What the folder is, how it is made, and what is refused; whether the headers show it, before anything is loaded.
 NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
     "reward": ("llama", "reward", str, f"{NO_OUTPUT}.*, and {BY_NAME}score.weight", True),
@@ -122,7 +122,7 @@ NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
         NO_OUTPUT,
         True,
     ),
-    "embeddings alone": ("llama", "language", lambda f: drop(f, "model.embed_tokens.weight"), "lack", True),
+    "embeddings alone": ("llama", "language", lambda f: drop(f, "model.embed_tokens.weight"), "have no", True),
     "value head": (
         "llama",
         "language",
@@ -142,7 +142,7 @@ NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
         "llama",
         "language",
         lambda f: drop(f, "model.layers.1.mlp.up_proj.weight"),
-        r"lack model\.layers\.1\.mlp\.up_proj\.weight",
+        r"have no model\.layers\.1\.mlp\.up_proj\.weight",
         False,
     ),
     "unknown tensors": (
@@ -152,7 +152,7 @@ NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
         f"{BY_NAME}normalizer.mean",
         False,
     ),
-    "no head, unsaid": ("llama", "body", lambda f: forget(f, "tie_word_embeddings"), r"lack lm_head\.weight", False),
+    "no head, unsaid": ("llama", "body", lambda f: forget(f, "tie_word_embeddings"), r"have no lm_head\.weight", False),
     "too many layers": (
         "llama",
         "language",

@@ -383,7 +383,7 @@ async def test_message_parts_are_joined_and_non_text_parts_are_refused():
         await caller.post("/pooling", {"messages": [{"role": "user", "content": parts}]})
         assert metadata_of(server)[0]["messages"] == [{"role": "user", "content": "a\nb"}]
         image = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
-        assert "'image_url', only text" in await caller.error("/pooling", image, 400)
+        assert "'image_url', must have only text" in await caller.error("/pooling", image, 400)
 
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])

@@ -252,14 +252,14 @@ def test_run_command_names_the_newest_policy_after_an_error(
     config = make_run(tmp_path / "a run", checkpoints)
     folder = config.config.run.dir
 
-    def execute(_: tools_run.Run) -> None:
+    def execute(_: tools_run.RunProcesses) -> None:
         (folder / "checkpoints" / "actor" / "7").mkdir(parents=True)
         if left:
             (folder / "policy").mkdir()
             write_json(folder / "policy" / "policy.json", {"step": left})
         raise RlhfError("the actor was killed")
 
-    monkeypatch.setattr(tools_run.Run, "execute", execute)
+    monkeypatch.setattr(tools_run.RunProcesses, "execute", execute)
     assert tools_run.main(["--config", str(config.path)]) == 2
     shown = capsys.readouterr()
     assert "error: the actor was killed" in shown.err

@@ -59,7 +59,9 @@ WRITES: list[tuple[type, str]] = [
     (CheckpointFolder, "prune"),
     (WeightsStore, "verify_files"),
 ]
-FULL_TOO: list[tuple[type, str]] = [(Journal, "beat")]  # killed, it would end the thread of the heartbeat alone
+FULL_TOO: list[tuple[type, str]] = [
+    (Journal, "write_heartbeat")
+]  # killed, it would end the thread of the heartbeat alone
 
 
 @pytest.fixture(autouse=True)
