@@ -130,7 +130,9 @@ class Session:
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
         num_known = max((length for length, digest in enumerate(digests) if digest in self._ends), default=0)
-        parent, chat, before = self._ends.get(digests[num_known]), Chat(self._tokenizer, tools), None
+        parent = self._ends.get(digests[num_known])
+        chat = Chat(self._tokenizer, tools)
+        before = None
         if parent is not None:
             try:
                 replies = " ".join(call.reply["content"] for call in parent.path)

@@ -66,7 +66,9 @@ class _ConversationState:
         """Start a new row with this prompt; the current row is finished if it has turns."""
         if self.row.turns:
             self.earlier_rows.append((self.prompt, self.row))
-        self.prompt, self.row, self.num_prompt_messages = prompt, RecordedRow(), len(self.messages)
+        self.prompt = prompt
+        self.row = RecordedRow()
+        self.num_prompt_messages = len(self.messages)
         self.row.observe(prompt.tokens.tolist())
 
     def conversation(self) -> Conversation:

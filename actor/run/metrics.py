@@ -160,7 +160,10 @@ def has_signal(line: Mapping[str, Any]) -> bool:
 def figures_of_steps(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """Return the last line of metrics.jsonl, {} if there is none, and the summary's figures of all its steps."""
     last: dict[str, Any] = {}
-    num_steps, seconds, masked, useless = 0, 0.0, 0, 0
+    num_steps = 0
+    seconds = 0.0
+    masked = 0
+    useless = 0
     for line in each_line(path):
         last, num_steps = line, num_steps + 1
         seconds += line.get("timers/step_time", 0.0)

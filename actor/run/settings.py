@@ -72,7 +72,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     if config.actor.kl.target is not None:
         kept = (*kept, "actor.kl.coef")  # checkpoints have the adapted one
     changed = {f"{key} (without effect)" if key.startswith(kept) else key: values for key, values in changed.items()}
-    optimizer, was, new = config.actor.optimizer, earlier.actor.steps, config.actor.steps
+    optimizer = config.actor.optimizer
+    was, new = earlier.actor.steps, config.actor.steps
     if optimizer.min_lr not in (None, optimizer.lr) and was != new:
         changed["actor.steps"] = [was, new]
     contents = read_contents(config)
