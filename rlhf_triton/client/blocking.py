@@ -1,4 +1,4 @@
-"""What the clients of users share: the address and the event loop of an asynchronous one, and its blocking twin."""
+"""Blocking clients over asynchronous ones: the base class of each kind, and how one gets the methods of the other."""
 
 import asyncio
 import functools
@@ -84,7 +84,7 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
         self._thread = threading.Thread(target=self._loop.run_forever, name="triton-client", daemon=True)
         self._thread.start()
         self._closing = threading.Lock()
-        # Of a client that nobody closes: when it is forgotten, or Python ends.
+        # If nobody closes the client, it closes when it is garbage-collected or Python exits.
         self._close = weakref.finalize(self, _close, client, self._loop, self._thread)
 
     def __exit__(self, *_: object) -> None:
@@ -116,7 +116,7 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
 
 
 def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if not thread.is_alive() or thread is threading.current_thread():  # in a forked process; forgotten by its own call
+    if not thread.is_alive() or thread is threading.current_thread():  # forked; collected by its own call
         return
     asyncio.run_coroutine_threadsafe(client.close(), loop).result()
     loop.call_soon_threadsafe(loop.stop)

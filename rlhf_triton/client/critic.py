@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.client.calling import AsyncClient, BlockingClient, blocking, future
+from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import absence_explained
 from rlhf_triton.client.rows import Rows, token_rows, training_arrays

@@ -4,12 +4,13 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from rlhf_triton.client.calling import AsyncClient, BlockingClient, blocking, future
+from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.errors import RequestFailed, absence_explained
 from rlhf_triton.client.rows import token_rows
 from rlhf_triton.client.scoring import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
@@ -91,7 +92,7 @@ class AsyncRewardClient(AsyncClient):
         Raises ContractError for an invalid address.
         """
         super().__init__(url, settings=settings)
-        self._source = RewardSource(self._client, deadline_s=0.0)  # a wrong address fails at once
+        self._source = RewardSource(self._client, patience_s=0.0)  # a wrong address fails at once
 
     async def score(
         self,
@@ -231,7 +232,11 @@ def rows_of(
     inputs: Sequence[Input], metadata: Sequence[Mapping[str, Any]] | None, prompt_lengths: Sequence[int] | None
 ) -> list[Row]:
     """Return the rows to score. Raises ContractError with the row that is invalid."""
-    if isinstance(inputs, str | Mapping) or (len(inputs) and isinstance(inputs[0], Mapping | int | np.integer)):
+    is_one_row = isinstance(inputs, str | Mapping) or getattr(inputs, "ndim", 2) < 2
+    if is_one_row or not isinstance(inputs, Iterable):
+        raise ContractError(f"inputs: {inputs!r:.80}, must be a list of rows; put brackets around one row")
+    inputs = [*inputs]
+    if inputs and isinstance(inputs[0], Mapping | int | np.integer):
         raise ContractError(f"inputs: {inputs!r:.80}, must be a list of rows; put brackets around one row")
     for name, given in (("metadata", metadata), ("prompt_lengths", prompt_lengths)):
         if given is not None and len(given) != len(inputs):
@@ -245,19 +250,27 @@ def rows_of(
             json.dumps(known)
         except (TypeError, ValueError, RecursionError) as error:
             raise ContractError(f"metadata[{i}]: {error}; reward functions receive what JSON can express") from error
-        found.append(_row(i, each, known, 0 if prompt_lengths is None else int(prompt_lengths[i])))
+        row = _row(i, each, known)
+        if prompt_lengths is not None and (length := int(prompt_lengths[i])):
+            if row.tokens is None or not 0 < length < len(row.tokens):
+                most = "0, as the row is a text" if row.tokens is None else f"0 to {len(row.tokens) - 1}"
+                raise ContractError(f"prompt_lengths[{i}]: {length}, must be {most}")
+            row = replace(row, prompt_length=length)
+        found.append(row)
     return found
 
 
-def _row(index: int, given: Any, metadata: dict[str, Any], prompt_length: int) -> Row:
+def _row(index: int, given: Any, metadata: dict[str, Any]) -> Row:
     if isinstance(given, str):
         return Row((given,), metadata=metadata)
-    if isinstance(given, bytes | Mapping) or not hasattr(given, "__len__"):
+    if isinstance(given, bytes | Mapping) or not hasattr(given, "__len__") or getattr(given, "ndim", 1) == 0:
         raise ContractError(f"inputs[{index}]: {given!r:.80}, must be {FORMS}")
     if len(given) == 2 and isinstance(given[1], str):
         prompt, response = given
         if isinstance(prompt, str):
             return text_row(prompt, response, metadata)
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise ContractError(f"inputs[{index}]: the prompt is {prompt!r:.80}, must be a text or messages")
         given = [*prompt, {"role": "assistant", "content": response}]
     if len(given) and isinstance(given[0], Mapping):
         try:
@@ -269,9 +282,7 @@ def _row(index: int, given: Any, metadata: dict[str, Any], prompt_length: int) -
     except ContractError as error:
         reason = str(error).removeprefix("tokens[0]: ")
         raise ContractError(f"inputs[{index}]: {reason}; a row is {FORMS}") from error
-    if prompt_length and not 0 < prompt_length < len(tokens):
-        raise ContractError(f"prompt_lengths[{index}]: {prompt_length}, must be 0 to {len(tokens) - 1}")
-    return Row(tokens=tokens, metadata=metadata, prompt_length=prompt_length)
+    return Row(tokens=tokens, metadata=metadata)
 
 
 def one_each(scores: Scores) -> Scores:

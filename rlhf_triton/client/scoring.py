@@ -150,10 +150,15 @@ class Room:
 class RewardSource:
     """Rewards of texts, chats and token rows. Keeps only the server's declaration between requests."""
 
-    def __init__(self, client: TritonClient, deadline_s: float, patience_s: float | None = None) -> None:
-        """`deadline_s`: for a server to be found; `patience_s`: for the rewards of a row, retries included, if any."""
+    def __init__(self, client: TritonClient, *, patience_s: float, deadline_s: float | None = None) -> None:
+        """
+        Args:
+            patience_s: how long to wait for the first server to answer.
+            deadline_s: limit for the rewards of a row, retries included; None: that of the client's own retries.
+        """
         self._client = client
-        self._deadline_s, self._patience_s = deadline_s, patience_s
+        self._patience_s = patience_s
+        self._deadline_s = deadline_s
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedModel:
@@ -161,7 +166,7 @@ class RewardSource:
 
         Raises RequestFailed if no server answers in time, there is no reward, or all serve another than is expected.
         """
-        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        deadline = asyncio.get_running_loop().time() + self._patience_s
         async with self._asking:
             while REWARD_MODEL not in self._client.declared:
                 try:
@@ -194,8 +199,8 @@ class RewardSource:
         """
         served = await self.served()
         deadline = None
-        if self._patience_s is not None:
-            deadline = asyncio.get_running_loop().time() + self._patience_s
+        if self._deadline_s is not None:
+            deadline = asyncio.get_running_loop().time() + self._deadline_s
         room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
         if served.groupwise:
             groups, errors = grouped(row.metadata for row in rows)
@@ -228,7 +233,7 @@ class RewardSource:
                 raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
             except asyncio.TimeoutError:
                 cause = f": {self._client.outage}" if self._client.outage else ""
-                late = _failure(HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {self._patience_s:g} s{cause}")
+                late = _failure(HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {self._deadline_s:g} s{cause}")
                 return [late] * len(part)
 
         parts = await halved(rows, results, _failed, unit=1 if divisible else len(rows))

@@ -118,6 +118,10 @@ def test_scores_have_process_reward_steps_and_several_labels():
         (["a"], {"metadata": []}, r"^metadata: 0 entries for 1 rows"),
         (["a"], {"metadata": [{"response": "b"}]}, r"^metadata\[0\].response: a reserved name"),
         (["a"], {"metadata": [{"image": object()}]}, r"^metadata\[0\]: .*not JSON serializable"),
+        (torch.tensor([5, 6]), {}, r"^inputs: tensor\(\[5, 6\]\), must be a list of rows"),
+        (5, {}, r"^inputs: 5, must be a list of rows"),
+        ([(5, "a")], {}, r"^inputs\[0\]: the prompt is 5, must be a text or messages"),
+        (["a"], {"prompt_lengths": [1]}, r"^prompt_lengths\[0\]: 1, must be 0, as the row is a text"),
         ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
     ],
 )
