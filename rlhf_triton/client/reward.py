@@ -12,8 +12,8 @@ import numpy as np
 
 from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.errors import RequestFailed, absence_explained
+from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.rows import token_rows
-from rlhf_triton.client.scoring import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError

@@ -33,7 +33,7 @@ from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupScoring
 from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_covering
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestRefused
-from rlhf_triton.client.scoring import chat_row, text_row
+from rlhf_triton.client.reward_source import chat_row, text_row
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError

@@ -17,7 +17,7 @@ from loop_clock import advance, hurried
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlhf_triton.actor.capture.http import NOT_HONOURED
-from rlhf_triton.client import scoring
+from rlhf_triton.client import reward_source
 from rlhf_triton.config import ConfigError, GatewaySection, RunConfig
 from rlhf_triton.tools.gateway import app, command
 from rlhf_triton.tools.gateway.command import check_key
@@ -431,9 +431,9 @@ async def test_shutdown_does_not_wait_for_disconnected_clients(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Not even while their request waits for a server."""
-    asked, served = asyncio.Event(), scoring.RewardSource.served
+    asked, served = asyncio.Event(), reward_source.RewardSource.served
 
-    async def watched(source: scoring.RewardSource) -> Any:
+    async def watched(source: reward_source.RewardSource) -> Any:
         asked.set()
         return await served(source)
 
@@ -444,7 +444,7 @@ async def test_shutdown_does_not_wait_for_disconnected_clients(
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
 
-    monkeypatch.setattr(scoring.RewardSource, "served", watched)
+    monkeypatch.setattr(reward_source.RewardSource, "served", watched)
     await asyncio.wait_for(leave(), 120.0)
 
 
@@ -544,7 +544,7 @@ async def test_gateway_splits_requests_at_max_request_tokens():
 
 @pytest.mark.parametrize("kind", [{}, {"groupwise": True}], ids=["requests", "groups"])
 async def test_a_large_request_does_not_delay_other_callers(kind: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 4)
+    monkeypatch.setattr(reward_source, "ROWS_IN_FLIGHT", 4)
 
     async with FakeReward(**kind) as server, gateway(server.url, ROWS_PER_REQUEST=2) as caller:
         await caller.post("/get_reward", {"query": ["a"]})
@@ -564,7 +564,7 @@ async def test_a_large_request_does_not_delay_other_callers(kind: Any, monkeypat
 
 
 async def test_rows_queued_behind_the_same_callers_rows_share_its_deadline(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 2)
+    monkeypatch.setattr(reward_source, "ROWS_IN_FLIGHT", 2)
 
     async with (
         FakeReward(terms=("length",)) as server,

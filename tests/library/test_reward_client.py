@@ -14,7 +14,7 @@ from fake_reward import FakeReward
 from fake_triton import FakeTriton
 
 from rlhf_triton import AsyncRewardClient, ClientSection, ContractError, RequestFailed, RewardClient, RlhfError, Scores
-from rlhf_triton.client.scoring import RowResult
+from rlhf_triton.client.reward_source import RowResult
 from rlhf_triton.client.served import ServedModel
 
 QUICK = ClientSection(max_outage_s=0.0)

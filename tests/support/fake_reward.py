@@ -16,7 +16,7 @@ from fake_triton import Behaviour, FakeTriton
 from starlette.routing import Route
 from tritonclient.utils import deserialize_bytes_tensor
 
-from rlhf_triton.client import scoring
+from rlhf_triton.client import reward_source
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.retry import RETRIES
 from rlhf_triton.config import ClientSection, GatewaySection
@@ -167,7 +167,7 @@ async def gateway(
     calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
     section, patch = GatewaySection(port=0), pytest.MonkeyPatch()
     for name, limit in limits.items():
-        for module in (app, rows, scoring):
+        for module in (app, rows, reward_source):
             patch.setattr(module, name, limit, raising=False)
     named = {REWARD_MODEL: expected} if expected else None
     triton = None  # the policy alone is served

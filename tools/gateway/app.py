@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_triton.actor.capture.http import RELEASE, HttpError, refused
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.client.scoring import RewardSource, Room
+from rlhf_triton.client.reward_source import RewardSource, Room
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.gateway.dialects import reward_routes
 from rlhf_triton.tools.gateway.request_log import RequestLog, gateway_metrics

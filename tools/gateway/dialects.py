@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
-from rlhf_triton.client.scoring import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
+from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.tools.gateway.rows import Chat, Rows, Texts, TokenIds, check_all, check_rows
 from rlhf_triton.wire.contract import PROBABILITIES, REWARD_MODEL

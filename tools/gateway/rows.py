@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.client.scoring import Row, RowResult
+from rlhf_triton.client.reward_source import Row, RowResult
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.wire.messages import plain_messages
 
