@@ -53,7 +53,10 @@ class Curve:
             axes.set_ylim(self.low, self.high)
         axes.set(title=self.title, xlabel="step")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if len(axes.get_legend_handles_labels()[0]) > 1:
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 2:  # beside the lines, which a list of this length would cover
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+        elif len(labels) > 1:
             axes.legend()
 
 
