@@ -143,6 +143,8 @@ def test_models_of_the_hub_are_downloaded(started: list[dict[str, Any]], tmp_pat
 
 CLOSURE = "def outer():\n    limit = 3\n    def inner(sample):\n        return limit\n    return inner\nf = outer()\n"
 REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"prompts": None}, "^prompts: give texts, chats, dictionaries, a data set or a file"),
+    ({"reward": None}, "^reward: give a function, the folder of a reward model, or a list of these"),
     ({"policy": object()}, "actor.policy.model: object, must be the folder of a model; `save_pretrained"),
     ({"prompts": [1]}, r"prompts\[0\]: 1, must be a text, the messages of a chat, or a dictionary"),
     ({"prompts": ["a", {"x": {1}}]}, r"prompts\[1\]: Object of type set is not JSON serializable"),

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rlhf_triton.config import load_config
+from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
@@ -23,8 +23,9 @@ from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.jsonl import NewLines, each_line
 from rlhf_triton.store.run_lock import in_progress, only_run, run_process
 from rlhf_triton.tools.api.live_line import LiveLine
-from rlhf_triton.tools.api.sections import Sections, new_folder
+from rlhf_triton.tools.api.sections import PROMPT_FORMS, Sections, new_folder
 from rlhf_triton.tools.server.child import error_in, start_bound
+from rlhf_triton.tools.server.ports import server_urls
 
 CONFIG_FILE = "run.yaml"
 POLL_S = 0.2
@@ -103,13 +104,14 @@ def train(
         known = ALGORITHMS.get(str(sections.get("actor.algorithm.name")))
         if known is not None and known.needs_groups:
             sections.set_default("actor.algorithm.responses_per_prompt", GROUP_SIZE)
+        _check_given(sections)
         config = sections.check("rlhf_triton.train")
         if config.serves_critic and "critic.model" not in config.written:
             sections.set_model("critic.model", policy)
         with only_run(folder):
             sections.write(folder / CONFIG_FILE)
-    run = Run(folder)
-    run._start(wait=wait)
+        run = Run(folder)
+        run._start(wait=wait)
     return run
 
 
@@ -145,6 +147,13 @@ class Run:
         """Whether the run is in progress, started from here or elsewhere."""
         process = _started.get(self.path)
         return (process is not None and process.poll() is None) or in_progress(self.path)
+
+    @property
+    def url(self) -> str:
+        """`host:port` of the run's server, for clients. Raises RlhfError unless the run is in progress."""
+        if not self.is_running:
+            raise RlhfError(f"{self.path} is not in progress, so it has no server; `resume` starts it")
+        return server_urls(self._config())["http"]
 
     @property
     def metrics(self) -> Table:
@@ -227,11 +236,9 @@ class Run:
 
     def status(self) -> str:
         """Return what `rlhf-triton status` prints: what serves, what runs, the last step, and the last problem."""
-        from rlhf_triton.actor.run.settings import started_with
         from rlhf_triton.tools.status import status
 
-        config = started_with(self._folder()) or load_config(self.config_path)
-        return "\n".join(status(config))
+        return "\n".join(status(self._config()))
 
     def wait(self) -> "Run":
         """Show a live line until the run has ended. Ctrl-C ends the waiting, not the run; `stop` ends that.
@@ -339,6 +346,12 @@ class Run:
             why = f"the run {how_ended(process.returncode)}; its log is {self.log_path}"
             raise RlhfError(error_in(self.log_path) or why)
 
+    def _config(self) -> RunConfig:
+        """Return the configuration that the run was started with."""
+        from rlhf_triton.actor.run.settings import started_with
+
+        return started_with(self._folder()) or load_config(self.config_path)
+
     def _folder(self) -> Path:
         """Return the run's folder. Raises RlhfError if it is not there any more."""
         from rlhf_triton.tools.report.data import check_run
@@ -348,6 +361,14 @@ class Run:
 
     def _log_changed(self) -> int:
         return self.log_path.stat().st_mtime_ns if self.log_path.is_file() else 0
+
+
+def _check_given(sections: Sections) -> None:
+    """Raise RlhfError if there are no prompts or no reward."""
+    if sections.get("actor.prompts") is None:
+        raise RlhfError(f"prompts: give {PROMPT_FORMS}")
+    if not {"reward", "rewards", "environment"} & sections.data.keys():
+        raise RlhfError("reward: give a function, the folder of a reward model, or a list of these")
 
 
 def _show(line: LiveLine, new: Iterable[bytes]) -> None:

@@ -17,6 +17,7 @@ from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC, with_absolute_path
 from rlhf_triton.store.durable import replace_file
+from rlhf_triton.store.run_lock import read_phase
 from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.server.ports import PORT_KEYS
 
@@ -155,7 +156,9 @@ class Sections:
 
 @contextlib.contextmanager
 def new_folder(given: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]:
-    """Yield the folder `given`, by default the first free `runs/<kind>-N`; if the block fails, one that is new goes.
+    """Yield the folder `given`, by default the first free `runs/<kind>-N`; one that is new goes if the block fails.
+
+    It stays if the failure was that of a run that had passed its checks.
 
     Raises RlhfError if it cannot be made.
     """
@@ -165,8 +168,8 @@ def new_folder(given: str | os.PathLike[str] | None, kind: str) -> Iterator[Path
         raise RlhfError(f"dir: {reason_of(error)}; name another folder") from error
     try:
         yield folder
-    except BaseException:
-        if is_new:
+    except Exception:
+        if is_new and not read_phase(folder):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
