@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import platform
 import re
 import shutil
@@ -28,6 +29,7 @@ from tiny_serve import serve, wait_for, write_run
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools.preflight import check_prompts
 from rlhf_triton.tools.server.child import Child, relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.health import get_page
@@ -46,9 +48,8 @@ def run_dir(tmp_path: Path) -> Path:
 def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str):
     """Once with `server.dir`, where no file of the server may be in the folder that servers share.
 
-    That folder's name has a space and an umlaut, with which the Python backend would not find its files. A second
-    server in the folder ends before it changes anything there. Other users cannot read the files; the group can if the
-    configuration says so.
+    That folder's name has a space and an umlaut, with which the Python backend would not find its files. Other users
+    cannot read the files; the group can if the configuration says so.
     """
     write_repository(run_dir / own / "model_repository")
     shared = {path.name for path in run_dir.iterdir()}
@@ -60,11 +61,6 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, 
     grpc_url = json.loads(state.read_text())["grpc"]
     modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (state, state.parent / "logs")}
     assert modes == ({0} if own == "." else {0o060, 0o070})
-    second = serve(run_dir, *overrides)
-    refusal = f"another server is running in {state.parent} (process {process.pid} on {platform.node()})"
-    assert second.communicate()[1].startswith(f"error: {refusal}; stop it first")
-    assert (second.returncode, json.loads(state.read_text())["grpc"]) == (2, grpc_url)
-    assert not (run_dir / own / "logs" / "tritonserver.previous.log").exists()
     with ControlPlane(grpc_url) as control:
         control.probe("critic_infer", 120, ("rewards", "values"))
     process.send_signal(number)
@@ -73,6 +69,21 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, 
     assert "ready: inference http://127.0.0.1:" in out
     assert out.endswith("stopped\n")
     assert (server_processes(process.pid), regions(process.pid), state.exists()) == ([], [], False)
+
+
+def test_a_second_server_in_a_folder_ends_before_it_changes_anything_there(run_dir: Path):
+    write_repository(run_dir / "model_repository")
+    for name in ("server.json", "logs/tritonserver.log"):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).write_text("{}")
+    with only_server(run_dir):
+        before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+        second = serve(run_dir)
+        error = second.communicate()[1]
+        after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    refusal = f"another server is running in {run_dir} (process {os.getpid()} on {platform.node()})"
+    assert error.startswith(f"error: {refusal}; stop it first")
+    assert (second.returncode, after) == (2, before)
 
 
 TWO_TOKENS = [
