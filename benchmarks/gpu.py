@@ -233,8 +233,8 @@ def environment(job: Job) -> Found:
     """The device's rates at best."""
     yield number("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        yield number("memory, GiB", card.total_memory / 2**30, of=f"{card.name}, CUDA {torch.version.cuda}")
+        gpu = torch.cuda.get_device_properties(0)
+        yield number("memory, GiB", gpu.total_memory / 2**30, of=f"{gpu.name}, CUDA {torch.version.cuda}")
     yield number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
 
 

@@ -59,9 +59,9 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
     parts: dict[str, dict[str, int]] = {}  # of each device, by role
     for role, held in _roles(config, served_only):
         place = places[role]
-        cards = {card for other in config.places for card in other.cards if other.machine == place.machine}
-        cards |= {f"cuda:{index}" for index in range(torch.cuda.device_count())}
-        devices = sorted(cards, key=_number) if place.every else list(dict.fromkeys(place.devices))
+        gpus = {gpu for other in config.places for gpu in other.gpus if other.machine == place.machine}
+        gpus |= {f"cuda:{index}" for index in range(torch.cuda.device_count())}
+        devices = sorted(gpus, key=_number) if place.every else list(dict.fromkeys(place.devices))
         count = 1 if place.every else len(place.devices) // len(devices)  # ranks on the CPU
         sizes = [count * size for size in astuple(held)]
         where = f"{place.machine} {devices[0]}".strip() + (f" to {devices[-1]}, each" if len(devices) > 1 else "")

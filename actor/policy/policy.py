@@ -38,7 +38,7 @@ from rlhf_triton.config import ActorSection
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.card import CardStream, to_device
+from rlhf_triton.python_backend.models.gpu import GpuStream, to_device
 from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.language_model import check_causal
 from rlhf_triton.python_backend.models.loading import map_tensors
@@ -94,7 +94,7 @@ class Policy:
         self.causal = self._models.causal
         # Only a copy can sample during an update; without one, sampling and update share the memory of one stream.
         stream_device = torch.device("cpu") if self.sampler is self.model else self.sampler.device
-        self._stream = CardStream(stream_device)
+        self._stream = GpuStream(stream_device)
         skip_inspections(self.sampler)
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)

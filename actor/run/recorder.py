@@ -47,7 +47,7 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import AlgorithmSection, RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import end_step
-from rlhf_triton.python_backend.models.out_of_memory import card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import gpu_bytes
 from rlhf_triton.store.durable import read_json, sweep, write_folder, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, saved_steps
@@ -210,7 +210,7 @@ class Recorder:
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
-            **card_bytes(self._state.policy.sampler.device),
+            **gpu_bytes(self._state.policy.sampler.device),
             **{
                 f"out_of_memory/{halving.setting}": halving.num_halvings
                 for halving in self._state.policy.halvings

@@ -35,7 +35,7 @@ LORA_COPY = {"lora_rank": 2, "one_step_off_policy": True}
 EXACT = ("norm", "ln_", "lm_head", "embed_tokens", "wte", "wpe", ".gate.", ".experts.", "lora_")
 
 
-CARD_BOUND = 2e-5  # nats: a card multiplies the output layer as sums of bfloat16 terms
+GPU_BOUND = 2e-5  # nats: a GPU multiplies the output layer as sums of bfloat16 terms
 
 
 FAMILIES = ("llama", "gpt2", "mixtral")
@@ -88,7 +88,7 @@ def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(
     expected = by_hand(exact.model, rollout, policy.banned_ids)
     for reference in (False, True):
         found = logprobs_of(policy, rollout, reference=reference)
-        bound = 0 if policy.model.device.type == "cpu" else CARD_BOUND
+        bound = 0 if policy.model.device.type == "cpu" else GPU_BOUND
         torch.testing.assert_close(found[found != 0], expected[found != 0], rtol=0, atol=bound)
     for model in (policy.model, policy.sampler, policy.reference):
         for name, parameter in [] if model is None else model.named_parameters():

@@ -178,7 +178,7 @@ def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes
 
 @pytest.mark.parametrize(
     ("metrics", "longest_s"),
-    [([server_health.FORWARDS, server_health.CARD], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
+    [([server_health.FORWARDS, server_health.GPU_BYTES], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
 )
 def test_process_without_forward_progress_on_its_gpu_is_replaced(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
@@ -209,7 +209,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(
 
 
 def test_model_that_answers_only_errors_is_reloaded(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """As one whose card's context is broken: errors come at once, and raise Triton's own counters of requests."""
+    """As one whose GPU's context is broken: errors come at once, and raise Triton's own counters of requests."""
     requests = forwards = 0  # answered with an error; passes for others
 
     def fail(*_: object) -> None:
