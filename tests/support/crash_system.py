@@ -181,7 +181,7 @@ class DisturbedSystem:
         """Stop a program as `rlhf-triton run` does, which makes it write its last checkpoint."""
         child = self._children[program][-1]
         if child.stop(signal.SIGTERM, STOP_S) != PROGRAMS[program].stopped:
-            self.troubles.append(f"when stopped at the end, {child.obituary()}")
+            self.troubles.append(f"when stopped at the end, {child.exit_message()}")
 
     def stop(self) -> None:
         """Stop programs and server."""
@@ -224,7 +224,7 @@ class DisturbedSystem:
             return
         if program not in self._restart_at:
             if child.process.pid not in self._killed:
-                self.troubles.append(child.obituary())
+                self.troubles.append(child.exit_message())
             self._restart_at[program] = time.monotonic() + self._random.uniform(0, LONGEST_PAUSE_S)
         elif time.monotonic() >= self._restart_at[program]:
             del self._restart_at[program]

@@ -269,7 +269,7 @@ def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path
         "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = Child("child", ["-c", script], tmp_path / "log", {}, command=[sys.executable])
-    assert child.obituary() == (
+    assert child.exit_message() == (
         f"the child was killed by SIGKILL, as the kernel does when memory runs out; its log is {tmp_path / 'log'}\n"
         "the log ends with:\nERROR no room"
     )
