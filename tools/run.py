@@ -153,9 +153,9 @@ class RunProcesses:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
         self._poll_resources()
         if self._supervisor is not None:
-            self._supervisor.look()
+            self._supervisor.restart_if_down()
         if self._vllm is not None:
-            self._vllm.look()
+            self._vllm.restart_if_down()
         for child in (self._sidecar, self._actor):
             if child is not None:
                 self._relay_messages(child)

@@ -349,7 +349,7 @@ def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path: Path):
         first = psutil.Process(vllm.server.pid)
         engine = first.children()
         first.send_signal(signal.SIGKILL)
-        until(lambda: (vllm.look(), vllm.server.pid != first.pid)[1])
+        until(lambda: (vllm.restart_if_down(), vllm.server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
         assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
         assert not psutil.wait_procs(engine, 120)[1]
