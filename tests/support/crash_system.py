@@ -82,7 +82,7 @@ def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Pa
 
 
 class DisturbedSystem:
-    """Server and programs of a run. Call `restart_killed` from the main thread; `kill` may be called from any thread."""
+    """Server and programs of a run. Call `restart_killed` from the main thread; `kill` from any thread."""
 
     def __init__(self, path: Path, generator: random.Random, programs: Sequence[str] = ("sidecar",)) -> None:
         """Start the server, wait until it is ready, and start the programs, of PROGRAMS.
