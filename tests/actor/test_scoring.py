@@ -42,7 +42,7 @@ from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.reward_protocols import RewardInput
-from rlhf_triton.trainer.gate import read_pairs
+from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
     VALUES,
