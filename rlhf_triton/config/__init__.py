@@ -55,7 +55,7 @@ from rlhf_triton.config.sections import (
     TrainerSection,
     check_ranks,
 )
-from rlhf_triton.config.training import check_training
+from rlhf_triton.config.training_checks import check_training
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.python_backend.models.placement import Place, check_gpus, devices_of, ranks_here

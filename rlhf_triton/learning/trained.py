@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.optimizer import OptimizerSection
-from rlhf_triton.config.trained import Resume, TrainedSection, decisive_settings, resume_marks
+from rlhf_triton.config.trained_model import Resume, TrainedSection, decisive_settings, resume_marks
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.learning.ranks import ALONE, AnyRanks, dealt
 from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
