@@ -12,7 +12,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.sample import Conversation
+from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration

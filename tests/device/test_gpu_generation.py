@@ -18,7 +18,7 @@ from simulated_cuda.trace import Trace
 
 from rlhf_triton.actor.data.compute import make_compute_thread
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import SampledRow, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
@@ -39,7 +39,7 @@ def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
     return policy
 
 
-def generate(policy: Policy, **settings: Any) -> list[SampledRow]:
+def generate(policy: Policy, **settings: Any) -> list[RolloutRow]:
     return rows_of(policy.generate(PROMPTS, **{"seed": 1, **settings}))
 
 

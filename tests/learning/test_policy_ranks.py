@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy

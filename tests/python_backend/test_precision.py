@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import POSITIONS, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import SampledRow, rows_of
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.python_backend.models.adapters import MergedWeights
@@ -57,7 +57,7 @@ def make_policy(folder: Path, **settings: Any) -> Policy:
     return Policy(actor_section(**{**limits, **settings}))
 
 
-def by_hand(model: Any, rows: list[SampledRow], banned: list[int]) -> torch.Tensor:
+def by_hand(model: Any, rows: list[RolloutRow], banned: list[int]) -> torch.Tensor:
     """Return log-probs `[B, S-1]` of whole rows from a float32 model under autocast with a float32 head."""
     tokens, lengths = tokens_of(rows).to(model.device), torch.tensor([[len(row.tokens)] for row in rows])
     attention = (torch.arange(tokens.shape[1]) < lengths).long().to(model.device)
