@@ -31,7 +31,7 @@ from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import ALONE, AnyRanks
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 
 
 class PPORun:

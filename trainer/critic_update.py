@@ -19,9 +19,6 @@ from torch import Tensor
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.sharding import all_finite
-from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.python_backend.models.collation import collate
 from rlhf_triton.python_backend.models.gpu import use_gpu
@@ -31,6 +28,9 @@ from rlhf_triton.python_backend.models.precision import computing
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
 from rlhf_triton.trainer.value_loss import clipped_value_loss
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.sharding import all_finite
+from rlhf_triton.training_engine.trained import Trained, operations
 from rlhf_triton.wire.training_payload import TrainPayload
 
 logger = logging.getLogger(__name__)

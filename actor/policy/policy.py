@@ -35,8 +35,6 @@ from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.gpu import GpuStream, to_device
 from rlhf_triton.python_backend.models.inspections import skip_inspections
@@ -45,6 +43,8 @@ from rlhf_triton.python_backend.models.loading import map_tensors
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.python_backend.models.precision import computing, in_float32
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.trained import Trained, operations
 
 logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient

@@ -22,8 +22,8 @@ from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.mailbox import Mailbox, as_tensor, value_of
-from rlhf_triton.learning.ranks import Operations, Ranks, dealt
+from rlhf_triton.training_engine.mailbox import Mailbox, as_tensor, value_of
+from rlhf_triton.training_engine.ranks import Operations, Ranks, dealt
 
 POLL_S = 0.002
 

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.learning.merged_slices import MergedSlices
-from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import CANARY_TOKENS
 from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
 from rlhf_triton.python_backend.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
+from rlhf_triton.training_engine.merged_slices import MergedSlices
+from rlhf_triton.training_engine.ranks import Ranks
 from tests.device.test_critic_training import payload
-from tests.learning.test_policy_ranks import CASES as POLICY_CASES
-from tests.learning.test_policy_ranks import session
 from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks, whole_tensors
 from tests.support.settings import trainer_section
+from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
+from tests.training_engine.test_policy_ranks import session
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 WAITS_OF_A_STEP = 2  # statistics, and the norm of the gradient

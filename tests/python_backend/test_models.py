@@ -47,7 +47,6 @@ from rlhf_triton.checkpoints.inspection import (
     max_positions,
     stable_length,
 )
-from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models import modeling, output_head
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.collation import collate
@@ -56,6 +55,7 @@ from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import TrainedCritic
+from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import ContractError, scoring_rows
 from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
