@@ -31,7 +31,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED_RLVR) test-device
 	$(PYTEST) -n 2 --dist worksteal
 
-# On simulated cards (tests/support/simulated_cuda): each code path that differs there once: tests/device, and of
+# On simulated GPUs (tests/support/simulated_cuda): each code path that differs there once: tests/device, and of
 # the other folders the tests marked `device`. Needs g++.
 test-device: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python -m simulated_cuda.build
@@ -39,7 +39,7 @@ test-device: $(INSTALLED)
 		$(PYTEST) -n 2 --dist worksteal -p simulated_cuda.plugin -m "not slow" $(DEVICE_TESTS)
 
 # A real GPU: whether everything works there, and how fast, in at most eight minutes; without one, tiny models on the
-# CPU. Uses the environment of PYTHON as it is, because its torch must be one for the card.
+# CPU. Uses the environment of PYTHON as it is, because its torch must be one for the GPU.
 gpu-check:
 	$(PYTHON) -m rlhf_triton.tools bench gpu --out runs/gpu-check
 

@@ -24,13 +24,13 @@ from rlhf_triton.config.command_line import (
 )
 from rlhf_triton.config.required_files import check_devices, check_files
 from rlhf_triton.errors import REPORTED
-from rlhf_triton.learning.launch import ended, launch_ranks, stop_signals
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.monitoring.tracing import tracing
 from rlhf_triton.process import long_lived_imports
+from rlhf_triton.training_engine.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
-    from rlhf_triton.learning.ranks import AnyRanks
+    from rlhf_triton.training_engine.ranks import AnyRanks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,10 +63,10 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         import torch
 
         from rlhf_triton.actor.run.policies import follow_rank_0
-        from rlhf_triton.learning.ranks import ALONE, Ranks
         from rlhf_triton.python_backend.models.modeling import quiet_transformers
         from rlhf_triton.python_backend.models.out_of_memory import on_rank
         from rlhf_triton.python_backend.models.placement import own_device
+        from rlhf_triton.training_engine.ranks import ALONE, Ranks
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)

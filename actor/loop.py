@@ -16,7 +16,7 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import cancel_all, make_compute_thread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
-from rlhf_triton.actor.data.sample import Group, conversations_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
@@ -31,7 +31,7 @@ from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import ALONE, AnyRanks
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 
 
 class PPORun:

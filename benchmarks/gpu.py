@@ -34,7 +34,7 @@ from benchmarks.measuring import (
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import padded
+from rlhf_triton.actor.data.rollout_rows import padded
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
@@ -233,8 +233,8 @@ def environment(job: Job) -> Found:
     """The device's rates at best."""
     yield number("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        yield number("memory, GiB", card.total_memory / 2**30, of=f"{card.name}, CUDA {torch.version.cuda}")
+        gpu = torch.cuda.get_device_properties(0)
+        yield number("memory, GiB", gpu.total_memory / 2**30, of=f"{gpu.name}, CUDA {torch.version.cuda}")
     yield number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
 
 

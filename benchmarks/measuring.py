@@ -161,7 +161,7 @@ def running(child: Child, address: str, path: str) -> Iterator[int]:
         deadline = time.monotonic() + START_TIMEOUT_S
         while get_page(address, path) != "OK":
             if child.poll() is not None:
-                raise RlhfError(child.obituary())
+                raise RlhfError(child.exit_message())
             if time.monotonic() > deadline:
                 raise RlhfError(f"{child.name} was not ready within {START_TIMEOUT_S:g} s; its log: {child.log_path}")
             time.sleep(0.05)

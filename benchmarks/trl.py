@@ -165,7 +165,7 @@ def _after(num_steps: int, done: Path, child: Child) -> tuple[float, float]:
     """Wait until the file has a line for each of the steps; return the time and the CPU seconds of the child then."""
     while not done.is_file() or done.read_bytes().count(b"\n") < num_steps:
         if child.poll() is not None:
-            raise RlhfError(child.obituary())
+            raise RlhfError(child.exit_message())
         time.sleep(0.01)
     return time.monotonic(), cpu_seconds([child.process.pid])
 

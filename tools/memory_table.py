@@ -22,12 +22,12 @@ from rlhf_triton.actor.policy.loading import empty_causal_lm
 from rlhf_triton.checkpoints.tensor_parallel import plan_key
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.live_models import live_models
-from rlhf_triton.learning.model import freeze
-from rlhf_triton.learning.sharding import MOST_UNREDUCED
 from rlhf_triton.python_backend.models.adapters import Lora, with_adapters
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.precision import use_bfloat16
 from rlhf_triton.trainer.trained_critic import prepare_for_training
+from rlhf_triton.training_engine.model import freeze
+from rlhf_triton.training_engine.sharding import MOST_UNREDUCED
 
 COLUMNS = ("weights", "copies", "gradients", "moments", "KV cache")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -59,9 +59,9 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
     parts: dict[str, dict[str, int]] = {}  # of each device, by role
     for role, held in _roles(config, served_only):
         place = places[role]
-        cards = {card for other in config.places for card in other.cards if other.machine == place.machine}
-        cards |= {f"cuda:{index}" for index in range(torch.cuda.device_count())}
-        devices = sorted(cards, key=_number) if place.every else list(dict.fromkeys(place.devices))
+        gpus = {gpu for other in config.places for gpu in other.gpus if other.machine == place.machine}
+        gpus |= {f"cuda:{index}" for index in range(torch.cuda.device_count())}
+        devices = sorted(gpus, key=_number) if place.every else list(dict.fromkeys(place.devices))
         count = 1 if place.every else len(place.devices) // len(devices)  # ranks on the CPU
         sizes = [count * size for size in astuple(held)]
         where = f"{place.machine} {devices[0]}".strip() + (f" to {devices[-1]}, each" if len(devices) > 1 else "")

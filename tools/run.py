@@ -103,7 +103,7 @@ class RunProcesses:
         if self._sidecar is not None:
             self._progress.phase("stopping the sidecar, which writes its last checkpoint")
             if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._poll_resources) != 0:
-                raise RlhfError(self._sidecar.obituary())
+                raise RlhfError(self._sidecar.exit_message())
         failures = max(0, self._server_failures() - failures_at_start)  # a restarted server counts from 0
         self.stop()
         with self._signals.raising():
@@ -153,16 +153,16 @@ class RunProcesses:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
         self._poll_resources()
         if self._supervisor is not None:
-            self._supervisor.look()
+            self._supervisor.restart_if_down()
         if self._vllm is not None:
-            self._vllm.look()
+            self._vllm.restart_if_down()
         for child in (self._sidecar, self._actor):
             if child is not None:
                 self._relay_messages(child)
                 child.bound_log()
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
-            raise RlhfError(self._sidecar.obituary())
+            raise RlhfError(self._sidecar.exit_message())
 
     def _relay_messages(self, child: Child) -> None:
         for message in child.new_messages():

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("serving; Ctrl-C drains and stops it")
         while True:
             stop.check()
-            supervisor.look()
+            supervisor.restart_if_down()
             time.sleep(WATCH_INTERVAL_S)
     except StopRequested:
         if supervisor is not None:

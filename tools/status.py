@@ -84,7 +84,7 @@ def _server(config: RunConfig) -> str:
 
 def _memory(found: Mapping[str, Any]) -> str:
     """Return a process's memory on its GPU, as the end of its line; empty on a CPU."""
-    used, peak, size = (found.get(f"card_{name}bytes", 0) / (1 << 30) for name in ("", "peak_", "size_"))
+    used, peak, size = (found.get(f"gpu_{name}bytes", 0) / (1 << 30) for name in ("", "peak_", "size_"))
     return f"; {used:.1f} GiB on its GPU of {size:.1f} GiB, at most {peak:.1f}" if size else ""
 
 
@@ -109,7 +109,7 @@ def _sidecar(config: RunConfig) -> str:
     if age_s > HEARTBEAT_TIMEOUT_S:  # its lock may not be seen on another host
         before = "stuck, was " if journal.is_followed() else "not running, was "
     state = f"{before}{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(age_s)}"
-    state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl", having="card_bytes") or {})
+    state += _memory(_last_line(config.run.dir / "critic_metrics.jsonl", having="gpu_bytes") or {})
     return f"{state}; {queue}" + (f"; blocked: {heartbeat.trouble}" if heartbeat.trouble else "")
 
 

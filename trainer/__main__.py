@@ -16,12 +16,12 @@ from rlhf_triton.config import RunConfig, TrainerSection, load_config
 from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, run_parser
 from rlhf_triton.config.required_files import check_critic, check_devices
 from rlhf_triton.errors import REPORTED
-from rlhf_triton.learning.launch import ended, launch_ranks, stop_signals
 from rlhf_triton.monitoring.tracing import tracing
 from rlhf_triton.process import long_lived_imports, stop_event
+from rlhf_triton.training_engine.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
-    from rlhf_triton.learning.ranks import AnyRanks
+    from rlhf_triton.training_engine.ranks import AnyRanks
 
 NICENESS = 10  # so that the server takes priority on shared cores
 
@@ -59,13 +59,13 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
-        from rlhf_triton.learning.ranks import ALONE, Ranks
         from rlhf_triton.python_backend.models.modeling import quiet_transformers
         from rlhf_triton.python_backend.models.out_of_memory import on_rank
         from rlhf_triton.python_backend.models.placement import own_device
         from rlhf_triton.trainer.critic_update import follow_rank_0
         from rlhf_triton.trainer.publish import initialise_stores
         from rlhf_triton.trainer.sidecar import run_sidecar
+        from rlhf_triton.training_engine.ranks import ALONE, Ranks
 
     settings = config.trainer
     torch.set_num_threads(settings.threads)

@@ -11,7 +11,6 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import brief
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import is_tracing, span
 from rlhf_triton.python_backend.models.canary import canary_outputs
@@ -22,6 +21,7 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, DamagedCheckpoint
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, load_update
 from rlhf_triton.trainer.progress import SidecarProgress
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 from rlhf_triton.wire.training_payload import TrainPayload
 
 logger = logging.getLogger(__name__)

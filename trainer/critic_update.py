@@ -19,18 +19,18 @@ from torch import Tensor
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.sharding import all_finite
-from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.card import use_card
 from rlhf_triton.python_backend.models.collation import collate
+from rlhf_triton.python_backend.models.gpu import use_gpu
 from rlhf_triton.python_backend.models.modeling import CriticModel
-from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory, card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory, gpu_bytes
 from rlhf_triton.python_backend.models.precision import computing
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
 from rlhf_triton.trainer.value_loss import clipped_value_loss
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.sharding import all_finite
+from rlhf_triton.training_engine.trained import Trained, operations
 from rlhf_triton.wire.training_payload import TrainPayload
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class UpdateReport:
     skipped_steps: int  # optimizer steps skipped because the gradient was not finite, or a sequence did not fit
     seconds: float
     out_of_memory: int = 0  # how often micro-batches were halved because the GPU ran out of memory
-    memory: dict[str, int] = field(default_factory=dict)  # see card_bytes
+    memory: dict[str, int] = field(default_factory=dict)  # see gpu_bytes
     # Numbers, over all passes, of global batches that did not fit.
     skipped_batches: list[int] = field(default_factory=list)
     is_finite: bool = True  # whether the weights are finite; if not, the caller must restore the previous state
@@ -69,7 +69,7 @@ class CriticUpdate:
     def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
         self.ranks: AnyRanks = critic.ranks if isinstance(critic, TrainedCritic) else ALONE
         critic.own_weights()
-        use_card(torch.device(critic.model.device))  # for kernels outside torch
+        use_gpu(torch.device(critic.model.device))  # for kernels outside torch
         self.critic, self.settings = critic, settings
         steps = settings.optimizer.max_steps
         self.trained = Trained(
@@ -138,7 +138,7 @@ class CriticUpdate:
             skipped_steps=skipped,
             seconds=time.monotonic() - start,
             out_of_memory=self.trained.memory.new_halvings(),
-            memory=card_bytes(self.critic.model.device),
+            memory=gpu_bytes(self.critic.model.device),
             skipped_batches=skipped_batches,
             is_finite=is_finite,
         )

@@ -16,7 +16,7 @@ from rlhf_triton.config.live_models import live_model
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.models.canary import canary_outputs
 from rlhf_triton.store.weights import WeightsError, WeightsStore
-from rlhf_triton.trainer.gate import read_pairs
+from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
 TOLERANCE = 0.01  # how far a new version's accuracy on the gate may be below the served version's

@@ -12,8 +12,6 @@ import numpy as np
 
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.learning.ranks import AnyRanks
-from rlhf_triton.learning.trained import MAX_ROWS
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
 from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
@@ -21,6 +19,8 @@ from rlhf_triton.store.durable import staged_folder
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.trainer.critic_update import TrainingRow, load_update
 from rlhf_triton.trainer.training_set import KEY, packed, read_rows, split
+from rlhf_triton.training_engine.ranks import AnyRanks
+from rlhf_triton.training_engine.trained import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 EPOCHS = 3  # passes over the training set

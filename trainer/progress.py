@@ -15,7 +15,7 @@ from typing import TypeVar
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values
-from rlhf_triton.python_backend.models.out_of_memory import card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import gpu_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.store.weights import WeightsStore
@@ -142,7 +142,7 @@ class SidecarProgress:
 
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
         """Write one line for a critic update that failed, or whose version was rejected."""
-        halved, memory = update.trained.memory.new_halvings(), card_bytes(update.critic.model.device)
+        halved, memory = update.trained.memory.new_halvings(), gpu_bytes(update.critic.model.device)
         self._write(
             {
                 "step": step,

@@ -18,7 +18,6 @@ from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models
 from rlhf_triton.config.sections import constants_of
 from rlhf_triton.digests import digest_of
-from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.python_backend.models.canary import canary_outputs
 from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
@@ -28,6 +27,7 @@ from rlhf_triton.trainer.pretraining import pretrained
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.trainer.training_set import tokenizer_of
 from rlhf_triton.trainer.verification import verify_version
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]

@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass, replace
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.learning.ranks import ALONE, AnyRanks
 from rlhf_triton.store.journal import DamagedEntry, Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
@@ -17,6 +16,7 @@ from rlhf_triton.trainer.disk_retry import until_done
 from rlhf_triton.trainer.pending_entries import PendingEntries
 from rlhf_triton.trainer.progress import SidecarProgress
 from rlhf_triton.trainer.publish import Publisher, initialise_stores
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005

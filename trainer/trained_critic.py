@@ -28,11 +28,6 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.learning import model as training
-from rlhf_triton.learning.merged_slices import MergedSlices
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.sharding import all_finite, gathered_as_stored, shard
-from rlhf_triton.learning.slices import different_tensors, write_checkpoint
 from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors
 from rlhf_triton.python_backend.models.heads import ModelHead
 from rlhf_triton.python_backend.models.loading import empty_token_model
@@ -40,6 +35,11 @@ from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic,
 from rlhf_triton.python_backend.models.precision import in_float32, use_bfloat16
 from rlhf_triton.store.durable import disk_errors
 from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.training_engine import model as training
+from rlhf_triton.training_engine.merged_slices import MergedSlices
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.sharding import all_finite, gathered_as_stored, shard
+from rlhf_triton.training_engine.slices import different_tensors, write_checkpoint
 
 BASE_VERSION = 0  # training starts from it; it is never pruned
 

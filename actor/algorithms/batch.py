@@ -14,10 +14,10 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.sample import (
+from rlhf_triton.actor.data.rollout_rows import (
     Conversation,
     Group,
-    SampledRow,
+    RolloutRow,
     conversations_of,
     failure_of,
     padded,
@@ -127,12 +127,12 @@ def _rewards(
     return {"rewards": outcomes, "process_rewards": layout.gather(steps), "process_ends": layout.gather(ends)}
 
 
-def positions(rows: Sequence[SampledRow], field: Callable[[SampledRow], np.ndarray]) -> Tensor:
+def positions(rows: Sequence[RolloutRow], field: Callable[[RolloutRow], np.ndarray]) -> Tensor:
     """Return the array `field(row)` `[n]` of each row as one tensor `[B, S-1]`: position t belongs to token t + 1."""
     return padded([field(row) for row in rows])[:, 1:]
 
 
-def logprobs_by_position(rows: Sequence[SampledRow], name: str) -> Tensor | None:
+def logprobs_by_position(rows: Sequence[RolloutRow], name: str) -> Tensor | None:
     """Return the rows' log-probs in field `name`, float32 `[B, S-1]`; None unless all scored rows have them."""
     missing = [row for row in rows if getattr(row, name) is None]
     if len(missing) == len(rows) or not all(row.score.failure for row in missing):
@@ -140,7 +140,7 @@ def logprobs_by_position(rows: Sequence[SampledRow], name: str) -> Tensor | None
     return positions(rows, lambda row: _or_zeros(row, getattr(row, name)))
 
 
-def _or_zeros(row: SampledRow, array: np.ndarray | None) -> np.ndarray:
+def _or_zeros(row: RolloutRow, array: np.ndarray | None) -> np.ndarray:
     return np.zeros(len(row.tokens), np.float32) if array is None else array
 
 

@@ -8,7 +8,7 @@ import torch
 from rlhf_triton.actor.algorithms.advantages import explained_variance, masked_mean
 from rlhf_triton.actor.algorithms.batch import logprobs_by_position
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
 
 
 def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
@@ -131,7 +131,7 @@ def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, fl
     }
 
 
-def distinct_bigrams(rows: Sequence[SampledRow]) -> float:
+def distinct_bigrams(rows: Sequence[RolloutRow]) -> float:
     """Return the share of distinct bigrams among the sampled tokens; it drops early when the policy collapses."""
     base = max(int(row.tokens.max()) for row in rows) + 1
     pairs = np.concatenate(

@@ -16,7 +16,7 @@ from rlhf_triton.actor.capture.http import HttpError, refused
 from rlhf_triton.actor.capture.sessions import CapturedRow, Sampling, Sessions
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
-from rlhf_triton.actor.data.sample import Conversation, conversation_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import EnvironmentFailed
 from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, ConversationRows, ConversationRunner
 from rlhf_triton.config.environment import EnvironmentSection

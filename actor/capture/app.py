@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_triton.actor.capture.dialects import ANTHROPIC_MESSAGES, OPENAI_CHAT, Dialect, reply_to
+from rlhf_triton.actor.capture.chat_apis import ANTHROPIC_MESSAGES, OPENAI_CHAT, ChatApi, reply_to
 from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
 from rlhf_triton.actor.capture.sessions import Sampler, Session, Sessions
 from rlhf_triton.store.jsonl import append_jsonl
@@ -42,9 +42,9 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         max_tokens: maximum tokens of a reply whose request sets no limit.
     """
 
-    async def answer(dialect: Dialect, request: Request) -> Response:
+    async def answer(api: ChatApi, request: Request) -> Response:
         name = _name(request)
-        agent_request = await asyncio.to_thread(dialect.read, await read_json(request), max_tokens)
+        agent_request = await asyncio.to_thread(api.read, await read_json(request), max_tokens)
         with sessions.calling(name) as session:
             # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
             call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
@@ -55,9 +55,9 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
             sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
             reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
             session.record(call, sampled, reply.message)
-        body = dialect.body(reply, agent_request)
+        body = api.body(reply, agent_request)
         if agent_request.stream:
-            return Response("".join(dialect.events(body, agent_request)), media_type="text/event-stream")
+            return Response("".join(api.events(body, agent_request)), media_type="text/event-stream")
         return JSONResponse(body)
 
     async def models(request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from rlhf_triton.python_backend.models.card import use_card
+from rlhf_triton.python_backend.models.gpu import use_gpu
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 MAX_CONCURRENT = 16  # tasks that may start in one iteration of the event loop, which takes a few milliseconds
@@ -25,7 +25,7 @@ def make_compute_thread(threads: int, device: torch.device) -> InThread:
 
     def begin() -> None:
         torch.set_num_threads(threads)
-        use_card(device)
+        use_gpu(device)
 
     executor = ThreadPoolExecutor(1, "compute", begin)
 

@@ -20,7 +20,7 @@ import numpy as np
 from rlhf_triton.actor.data.chat import Chat, HistoryChanged, Message, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
-from rlhf_triton.actor.data.sample import Conversation, conversation_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
 from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding

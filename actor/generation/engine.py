@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation
+from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
 from rlhf_triton.actor.generation.slots import (
@@ -28,7 +28,7 @@ from rlhf_triton.actor.generation.slots import (
 )
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.python_backend.models.adapters import with_merged_layers
-from rlhf_triton.python_backend.models.card import is_device_error, to_device
+from rlhf_triton.python_backend.models.gpu import is_device_error, to_device
 from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, is_out_of_memory
 from rlhf_triton.python_backend.models.precision import in_float32
 

@@ -19,10 +19,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.sample import Conversation, sample_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, row_of_response
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.python_backend.models.card import to_device
+from rlhf_triton.python_backend.models.gpu import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4
@@ -65,7 +65,7 @@ class PromptSource:
 
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         """Report the response to prompt `index`."""
-        self._finished(index, (sample_of(self._prompts[index], turn),))
+        self._finished(index, (row_of_response(self._prompts[index], turn),))
 
     def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return all prompts in the first call, and none in later ones."""

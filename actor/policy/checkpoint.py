@@ -101,7 +101,7 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     Raises:
         DamagedCheckpoint: a file is missing or differs from what was written.
         CheckpointError: it was saved with a different `actor.policy.model` or `reference.model`, or with
-            a different setting that is fixed, see `config.trained.Resume`.
+            a different setting that is fixed, see `config.trained_model.Resume`.
     """
     policy.trained.verify(folder)
     state = read_state(folder)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import Finished
@@ -35,16 +35,16 @@ from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
-from rlhf_triton.learning.trained import Trained, operations
 from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.card import CardStream, to_device
+from rlhf_triton.python_backend.models.gpu import GpuStream, to_device
 from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.language_model import check_causal
 from rlhf_triton.python_backend.models.loading import map_tensors
 from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.python_backend.models.precision import computing, in_float32
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.trained import Trained, operations
 
 logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
@@ -94,7 +94,7 @@ class Policy:
         self.causal = self._models.causal
         # Only a copy can sample during an update; without one, sampling and update share the memory of one stream.
         stream_device = torch.device("cpu") if self.sampler is self.model else self.sampler.device
-        self._stream = CardStream(stream_device)
+        self._stream = GpuStream(stream_device)
         skip_inspections(self.sampler)
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
@@ -176,7 +176,7 @@ class Policy:
 
         self._samplers.follow(respond, self._own_logprobs)
 
-    def logprobs(self, rows: Sequence[SampledRow], *, reference: bool = False) -> list[np.ndarray]:
+    def logprobs(self, rows: Sequence[RolloutRow], *, reference: bool = False) -> list[np.ndarray]:
         """Return the log-probs of each row's tokens, float32 `[n]`, under the sampler or the reference.
 
         Tokens that the policy did not sample have 0. Each rank computes the log-probs of some rows.
@@ -185,7 +185,7 @@ class Policy:
             return self._own_logprobs(rows, reference=reference)
         return self._samplers.logprobs(self._own_logprobs, rows, reference=reference)
 
-    def _own_logprobs(self, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
+    def _own_logprobs(self, rows: Sequence[RolloutRow], *, reference: bool) -> list[np.ndarray]:
         results = [np.zeros(len(row.tokens), np.float32) for row in rows]
         lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
         with torch.no_grad(), self._stream.running(), self._weights_of(reference) as model:
@@ -201,7 +201,7 @@ class Policy:
                 self.trained.memory.run_in_parts(fill, chunk)
         return results
 
-    def sampled_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray]:
+    def sampled_logprobs(self, rows: Sequence[RolloutRow]) -> list[np.ndarray]:
         """Return the log-probs of each row's tokens, float32 `[n]`, under the policy that sampled them.
 
         Generation returns log-probs with the responses. For the first rows they are compared with a forward pass over
@@ -214,7 +214,7 @@ class Policy:
             self._generation_agrees = self._logprobs_agree(rows[:PROOF_ROWS], generated)
         return generated if self._generation_agrees else self.logprobs(rows)
 
-    def _logprobs_agree(self, rows: Sequence[SampledRow], generated: Sequence[np.ndarray]) -> bool:
+    def _logprobs_agree(self, rows: Sequence[RolloutRow], generated: Sequence[np.ndarray]) -> bool:
         pairs = zip(self.logprobs(rows), generated, strict=False)
         difference = max(float(abs(computed - from_generation).max()) for computed, from_generation in pairs)
         if difference <= MOST_DISAGREEMENT:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, SampledRow
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import Finished
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.mailbox import Mailbox, as_tensor, value_of
-from rlhf_triton.learning.ranks import Operations, Ranks, dealt
+from rlhf_triton.training_engine.mailbox import Mailbox, as_tensor, value_of
+from rlhf_triton.training_engine.ranks import Operations, Ranks, dealt
 
 POLL_S = 0.002
 
@@ -58,7 +58,7 @@ class OtherSamplers:
 
         def receive(_: int, message: Mapping[str, Tensor]) -> None:
             index, rows = value_of(message["conversation"])
-            conversation = tuple(SampledRow.from_json(row) for row in rows)
+            conversation = tuple(RolloutRow.from_json(row) for row in rows)
             if not generation.runner:  # the prompt was sent without text and metadata
                 conversation = tuple(replace(row, prompt=prompts[index]) for row in conversation)
             finished(index, conversation)
@@ -74,7 +74,7 @@ class OtherSamplers:
                 raise
             received.result()
 
-    def logprobs(self, compute: OwnLogprobs, rows: Sequence[SampledRow], *, reference: bool) -> list[np.ndarray]:
+    def logprobs(self, compute: OwnLogprobs, rows: Sequence[RolloutRow], *, reference: bool) -> list[np.ndarray]:
         """Return the log-probs of rows, of which each rank computes a share. Rank 0 only; raises as `_receive`."""
         self._announce("logprobs", reference=reference)
         shares = [share.tolist() for share in dealt(torch.tensor([len(row.tokens) for row in rows]), self._size)]
@@ -113,7 +113,7 @@ class OtherSamplers:
             message = self._message_of_rank_0()
             sizes, no_prompt = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
             parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
-            rows = [SampledRow(no_prompt, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
+            rows = [RolloutRow(no_prompt, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
             with self._reported():
                 self._reply(number, {"logprobs": _concatenated(compute(rows, reference=reference), np.float32)})
 

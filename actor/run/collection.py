@@ -18,7 +18,7 @@ from rlhf_triton.actor.algorithms.advantages import subtract_mean
 from rlhf_triton.actor.algorithms.batch import apply_truncation
 from rlhf_triton.actor.data.compute import MAX_CONCURRENT, InThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
@@ -117,7 +117,7 @@ class Collector:
         ]
 
 
-def _with_logprobs(scored: SampledRow, row: SampledRow) -> SampledRow:
+def _with_logprobs(scored: RolloutRow, row: RolloutRow) -> RolloutRow:
     ref = row.ref_logprobs if scored.ref_logprobs is None else scored.ref_logprobs
     return replace(scored, policy_logprobs=row.policy_logprobs, ref_logprobs=ref)
 
@@ -176,7 +176,7 @@ class GroupScoring:
             return await self._scorer.score(conversations, self._unit_size, versions=versions)
 
     async def _reference_logprobs(
-        self, reference: ServedReference, rows: Sequence[SampledRow]
+        self, reference: ServedReference, rows: Sequence[RolloutRow]
     ) -> list[np.ndarray | str]:
         async with self._request("init_logprobs"):
             return await reference.request_logprobs(rows)
@@ -219,14 +219,14 @@ def _versions(conversations: Sequence[Conversation]) -> set[int]:
     return {version for version in versions if version is not None}
 
 
-def _with_new_reward(row: SampledRow, again: SampledRow) -> SampledRow:
+def _with_new_reward(row: RolloutRow, again: RolloutRow) -> RolloutRow:
     """Return `row` with the rewards of `again`; it keeps its own values."""
     old = row.score
     failure = old.failure or again.score.failure
     return replace(row, score=replace(again.score, values=old.values, version=old.version, failure=failure))
 
 
-def _with_reference(row: SampledRow, logprobs: np.ndarray | str) -> SampledRow:
+def _with_reference(row: RolloutRow, logprobs: np.ndarray | str) -> RolloutRow:
     if isinstance(logprobs, str):
         return row.with_score(failure=row.score.failure or logprobs)
     return replace(row, ref_logprobs=logprobs)

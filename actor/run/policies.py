@@ -13,8 +13,8 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, RankLost, Ranks
-from rlhf_triton.python_backend.models.card import use_card
+from rlhf_triton.python_backend.models.gpu import use_gpu
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, RankLost, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def follow_rank_0(config: RunConfig, ranks: Ranks) -> None:
 
 def _follow_sampling(policy: Policy, threads: int) -> None:
     torch.set_num_threads(threads)  # torch keeps this setting per thread
-    use_card(policy.sampler.device)
+    use_gpu(policy.sampler.device)
     try:
         policy.follow_sampling()
     except RankLost:  # the main thread ends this process

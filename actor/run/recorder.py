@@ -18,7 +18,7 @@ from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.sample import Conversation, Group, SampledRow, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import (
     RunState,
     check_checkpoint_of,
@@ -47,7 +47,7 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import AlgorithmSection, RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import end_step
-from rlhf_triton.python_backend.models.out_of_memory import card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import gpu_bytes
 from rlhf_triton.store.durable import read_json, sweep, write_folder, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, saved_steps
@@ -55,7 +55,7 @@ from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
-RESPONSE_LIMIT = "actor.generation.max_new_tokens"  # as in `SampledRow.truncated`
+RESPONSE_LIMIT = "actor.generation.max_new_tokens"  # as in `RolloutRow.truncated`
 GRADIENT = "train_optim/grad_norm"
 TIMELINE_FILE = "timeline.jsonl"
 VALIDATIONS_FILE = "validations.jsonl"
@@ -210,7 +210,7 @@ class Recorder:
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
-            **card_bytes(self._state.policy.sampler.device),
+            **gpu_bytes(self._state.policy.sampler.device),
             **{
                 f"out_of_memory/{halving.setting}": halving.num_halvings
                 for halving in self._state.policy.halvings
@@ -246,7 +246,7 @@ class Recorder:
         return kl_per_sequence
 
     def _warn_of_no_learning(
-        self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[SampledRow]
+        self, step: int, line: Mapping[str, Any], counts: bool, ends: Sequence[RolloutRow]
     ) -> None:
         """Warn, once each, if no response of the first step ended, a step has no signal, or no update has a gradient.
 
@@ -282,7 +282,7 @@ class Recorder:
             if len(self._gradients_seen) == wanted and not any(self._gradients_seen):
                 logger.warning("the gradient of the loss is 0 in each of the first %d steps: %s", wanted, why)
 
-    def _warn_of_excluded(self, step: int, contributes: Sequence[bool], ends: Sequence[SampledRow]) -> None:
+    def _warn_of_excluded(self, step: int, contributes: Sequence[bool], ends: Sequence[RolloutRow]) -> None:
         """Warn the first, 10th, 100th, … time that fewer than half of the responses contribute to the update.
 
         `_warn_of_failures` reports conversations that failed.

@@ -11,7 +11,7 @@ import numpy as np
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import StepInputs
-from rlhf_triton.actor.data.sample import Group
+from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.run.collection import Collector, has_spread, num_sampled_tokens
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.recorder import Recorder

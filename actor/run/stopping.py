@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
-from rlhf_triton.learning.launch import ended
+from rlhf_triton.training_engine.launch import ended
 
 T = TypeVar("T")
 STOP_GRACE_S = 25.0

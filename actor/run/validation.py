@@ -14,7 +14,7 @@ from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, Group, conversations_of, failure_of, rows_of, text_indices
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of, text_indices
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.monitoring.tracing import span

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf_triton.actor.data.sample import Conversation, SampledRow
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
 
 COMPONENT = "environment"  # name of the environment's reward in `Score.components`
 TOO_LARGE = "the environment's rewards, or their sum, exceed float32; return smaller ones"
@@ -36,7 +36,7 @@ def add_environment_rewards(conversation: Conversation) -> Conversation:
     return tuple(rows)
 
 
-def _with_rewards(row: SampledRow, rewards: list[float]) -> SampledRow:
+def _with_rewards(row: RolloutRow, rewards: list[float]) -> RolloutRow:
     size, score = len(row.tokens), row.score
     steps = np.zeros(size, np.float32) if score.steps is None else score.steps.copy()
     ends = np.zeros(size, np.bool_) if score.ends is None else score.ends.copy()

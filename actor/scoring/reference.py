@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rlhf_triton.actor.data.sample import SampledRow
+from rlhf_triton.actor.data.rollout_rows import RolloutRow
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import fingerprint_weights
 from rlhf_triton.checkpoints.tokenization import fingerprint
@@ -29,7 +29,7 @@ class OwnReference:
     async def compare(self) -> None:
         """No-op: the reference comes from the policy itself."""
 
-    def add_logprobs(self, rows: Sequence[SampledRow]) -> list[SampledRow]:
+    def add_logprobs(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
         """Return the rows with reference log-probs. Blocks: call it in the compute thread."""
         logprobs = self._policy.logprobs(rows, reference=True)
         return [dataclasses.replace(row, ref_logprobs=ref) for row, ref in zip(rows, logprobs, strict=True)]
@@ -90,7 +90,7 @@ class ServedReference:
                 f"reference.model ({self._checkpoint}); start the server with the actor's configuration"
             )
 
-    async def request_logprobs(self, rows: Sequence[SampledRow]) -> list[np.ndarray | str]:
+    async def request_logprobs(self, rows: Sequence[RolloutRow]) -> list[np.ndarray | str]:
         """Request the log-probs of rows; return for each row an array float32 `[n]`, or the error message."""
         try:
             answer = await self._client.logprobs([row.tokens for row in rows])

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import map_concurrently
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, text_indices
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, text_indices
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.client import TritonClient
@@ -216,7 +216,7 @@ class Scorer:
         whole = [(*(next(valued_rows) for _ in conversation[:-1]), next(scored_ends)) for conversation in conversations]
         return [add_environment_rewards(conversation) for conversation in whole]
 
-    async def add_values(self, rows: Sequence[SampledRow], versions: VersionRange | None = None) -> list[SampledRow]:
+    async def add_values(self, rows: Sequence[RolloutRow], versions: VersionRange | None = None) -> list[RolloutRow]:
         """Return the rows without rewards, and with the critic's values if there is a critic.
 
         `versions`: versions of the critic that may compute the values; None: any.
@@ -228,9 +228,9 @@ class Scorer:
 
     async def _score_rows(
         self,
-        rows: Sequence[SampledRow],
-        request: Callable[[Sequence[SampledRow]], Awaitable[dict[str, np.ndarray]]],
-    ) -> list[SampledRow]:
+        rows: Sequence[RolloutRow],
+        request: Callable[[Sequence[RolloutRow]], Awaitable[dict[str, np.ndarray]]],
+    ) -> list[RolloutRow]:
         """Send one request for `rows`; return the rows with its answer, or with its error as their failure."""
         answer: Answer
         try:
@@ -239,11 +239,11 @@ class Scorer:
             answer = str(error)
         return [*await asyncio.to_thread(self._apply_answer, rows, answer)]
 
-    async def _request_values(self, versions: VersionRange | None, rows: Sequence[SampledRow]) -> dict[str, np.ndarray]:
+    async def _request_values(self, versions: VersionRange | None, rows: Sequence[RolloutRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
 
     async def _request_scores(
-        self, group_size: int, versions: VersionRange | None, samples: Sequence[SampledRow]
+        self, group_size: int, versions: VersionRange | None, samples: Sequence[RolloutRow]
     ) -> dict[str, np.ndarray]:
         if not self._has_rewards:
             return await self._request_values(versions, samples) if self.has_critic else {}
@@ -267,7 +267,7 @@ class Scorer:
         return {**values, **answer}
 
     def _text_inputs(
-        self, samples: Sequence[SampledRow], group_size: int
+        self, samples: Sequence[RolloutRow], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return (metadata, sentences, second texts of pairs) of rows; None for texts that are not sent.
 
@@ -286,7 +286,7 @@ class Scorer:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
 
-    def _apply_answer(self, rows: Sequence[SampledRow], answer: Answer) -> list[SampledRow]:
+    def _apply_answer(self, rows: Sequence[RolloutRow], answer: Answer) -> list[RolloutRow]:
         """Return the rows with their scores from the server's answer, which has one row per row."""
         if isinstance(answer, str):
             return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
@@ -319,7 +319,7 @@ class Scorer:
             scored_rows.append(dataclasses.replace(row, score=score))
         return scored_rows
 
-    def _with_steps(self, row: SampledRow, score: Score, rewards: np.ndarray, ends: np.ndarray) -> Score:
+    def _with_steps(self, row: RolloutRow, score: Score, rewards: np.ndarray, ends: np.ndarray) -> Score:
         """Return the score with the row's process rewards, each at the last sampled token of its step.
 
         Args:
@@ -344,7 +344,7 @@ class Scorer:
         )
         return dataclasses.replace(score, steps=steps, ends=has_reward, outcome=outcome)
 
-    def _ends_on_tokens(self, sample: SampledRow, ends: np.ndarray) -> np.ndarray:
+    def _ends_on_tokens(self, sample: RolloutRow, ends: np.ndarray) -> np.ndarray:
         """Return the indices of the tokens that contain the characters `ends` of the sentence that was sent."""
         first, row = self._reply_start(sample), sample.tokens
         places, shift = text_indices(sample, self._tokenizer), 0
@@ -358,16 +358,16 @@ class Scorer:
         return np.array([len(row) - 1 if count is None else max(first, at[count]) for count in counts], np.int64)
 
     @staticmethod
-    def _is_chat(sample: SampledRow) -> bool:
+    def _is_chat(sample: RolloutRow) -> bool:
         return MESSAGES_KEY in sample.prompt.metadata
 
-    def _reply_start(self, sample: SampledRow) -> int:
+    def _reply_start(self, sample: RolloutRow) -> int:
         """Return the index of the response's first token; in a chat with an environment, of the policy's last turn."""
         if sample.turns and self._is_chat(sample):
             return sample.turns[-1].start
         return len(sample.prompt.tokens)
 
-    def _prompt_and_response(self, sample: SampledRow) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
+    def _prompt_and_response(self, sample: RolloutRow) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
         """Return (prompt, response, messages from the policy's first one on); no messages without an environment.
 
         For a text, prompt and response concatenate to the row's text. For a chat with an environment, the response is

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.card import to_device, to_host
 from rlhf_triton.python_backend.models.collation import limits_of
+from rlhf_triton.python_backend.models.gpu import to_device, to_host
 from rlhf_triton.python_backend.models.inspections import skip_inspections
 from rlhf_triton.python_backend.models.loading import load_causal_model
 from rlhf_triton.python_backend.models.logprobs import target_logprobs

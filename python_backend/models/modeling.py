@@ -28,8 +28,8 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.card import to_host
 from rlhf_triton.python_backend.models.collation import collate, limits_of
+from rlhf_triton.python_backend.models.gpu import to_host
 from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, merged
 from rlhf_triton.python_backend.models.loading import (
     attribute_weights_of,

@@ -31,15 +31,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def card_bytes(device: torch.device) -> dict[str, int]:
+def gpu_bytes(device: torch.device) -> dict[str, int]:
     """Return this process's memory use on a GPU, and the GPU's total memory, in bytes; {} on a CPU."""
     if device.type == "cpu":
         return {}
     return {
-        "card_bytes": torch.cuda.memory_allocated(device),
-        "card_peak_bytes": torch.cuda.max_memory_allocated(device),
-        "card_reserved_bytes": torch.cuda.memory_reserved(device),
-        "card_size_bytes": torch.cuda.get_device_properties(device).total_memory,
+        "gpu_bytes": torch.cuda.memory_allocated(device),
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "gpu_reserved_bytes": torch.cuda.memory_reserved(device),
+        "gpu_size_bytes": torch.cuda.get_device_properties(device).total_memory,
     }
 
 

@@ -17,13 +17,13 @@ from rlhf_triton.python_backend.models.heads import linear
 from rlhf_triton.python_backend.models.logprobs import ids_on, sampling_entropy, sampling_logits, target_logprobs
 
 MAX_LOGITS = 1 << 24  # per chunk: 64 MiB in float32
-MAX_LOGITS_ON_CARD = 1 << 26  # larger products use more of it
+MAX_LOGITS_ON_GPU = 1 << 26  # larger products use more of it
 TOLERANCE = 1e-5  # relative to the largest logit
 PROBE_TOKENS = 4
 LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
 
 
-def on_card(tensor: Tensor) -> bool:
+def on_gpu(tensor: Tensor) -> bool:
     """Return whether the tensor is on a GPU, where products are computed from bfloat16 terms."""
     return tensor.device.type != "cpu"
 
@@ -155,7 +155,7 @@ class _HeadLogprobs(torch.autograd.Function):
             ).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = _product(_terms(grad), terms)
-            if grad_weight is not None and not on_card(weight):
+            if grad_weight is not None and not on_gpu(weight):
                 grad_weight.addmm_(grad.T, part.to(weight.dtype))
             elif grad_weight is not None:
                 grad_weight += _product(_terms(grad.T), _terms(part))
@@ -184,7 +184,7 @@ def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tenso
 
 def _logits(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: list[Tensor]) -> Tensor:
     """Return the logits `[n, V]` of the sampling distribution; `terms`: `_terms(weight)`."""
-    if not on_card(weight):
+    if not on_gpu(weight):
         logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
     else:
         logits = _product(_terms(hidden), [term.T for term in terms])
@@ -194,7 +194,7 @@ def _logits(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms
 
 def _terms(matrix: Tensor) -> list[Tensor]:
     """Split a float32 matrix on a GPU into two bfloat16 terms whose sum has 17 of its bits; else return `[matrix]`."""
-    if not on_card(matrix) or matrix.dtype != torch.float32:
+    if not on_gpu(matrix) or matrix.dtype != torch.float32:
         return [matrix]
     high = matrix.bfloat16()
     return [high, torch.sub(matrix, high, out=torch.empty_like(high))]
@@ -205,7 +205,7 @@ def _product(left: list[Tensor], right: list[Tensor]) -> Tensor:
 
     Omits the product of the two second terms, which is smaller than the error of the terms themselves.
     """
-    if not on_card(left[0]) or left[0].dtype != torch.bfloat16:
+    if not on_gpu(left[0]) or left[0].dtype != torch.bfloat16:
         return left[0] @ right[0]
     first, *others = [(a, b) for i, a in enumerate(left) for b in right[: 2 - i]]
     total = torch.mm(*first, out_dtype=torch.float32)
@@ -215,5 +215,5 @@ def _product(left: list[Tensor], right: list[Tensor]) -> Tensor:
 
 
 def _parts(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    step = max(1, (MAX_LOGITS_ON_CARD if on_card(weight) else MAX_LOGITS) // weight.shape[0])
+    step = max(1, (MAX_LOGITS_ON_GPU if on_gpu(weight) else MAX_LOGITS) // weight.shape[0])
     return hidden.split(step), targets.split(step)

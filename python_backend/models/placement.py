@@ -27,7 +27,7 @@ class Place:
     """Whether this is a served model with a copy on every GPU of the machine."""
 
     @property
-    def cards(self) -> tuple[str, ...]:
+    def gpus(self) -> tuple[str, ...]:
         """The GPUs among `devices`."""
         return tuple(device for device in self.devices if device != "cpu")
 
@@ -52,20 +52,20 @@ def ranks_here(ranks: int) -> int:
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-def check_cards(places: Iterable[Place]) -> None:
+def check_gpus(places: Iterable[Place]) -> None:
     """Raise ValueError if a role of several GPUs shares one of them with another role on its machine.
 
     Roles with one GPU each may share it.
     """
     for one, other in itertools.combinations(places, 2):
-        shared = one.cards if other.every else other.cards if one.every else sorted({*one.cards} & {*other.cards})
-        several = len(one.cards) > 1 or len(other.cards) > 1
-        if several and shared and one.cards and other.cards and one.machine == other.machine:
+        shared = one.gpus if other.every else other.gpus if one.every else sorted({*one.gpus} & {*other.gpus})
+        several = len(one.gpus) > 1 or len(other.gpus) > 1
+        if several and shared and one.gpus and other.gpus and one.machine == other.machine:
             raise ValueError(
-                f"{_shown(one)} and {_shown(other)} share {', '.join(shared)}; start one of them at another card"
+                f"{_shown(one)} and {_shown(other)} share {', '.join(shared)}; start one of them at another GPU"
             )
 
 
 def _shown(place: Place) -> str:
-    first, last = place.cards[0], place.cards[-1]
-    return f"{place.key} ({'every card' if place.every else first if first == last else f'{first} to {last}'})"
+    first, last = place.gpus[0], place.gpus[-1]
+    return f"{place.key} ({'every GPU' if place.every else first if first == last else f'{first} to {last}'})"

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf_triton.monitoring.metrics import CARD
+from rlhf_triton.monitoring.metrics import GPU_MEMORY
 from rlhf_triton.process import keep_freed_memory
-from rlhf_triton.python_backend.models.card import is_device_error, staging, use_own_stream
+from rlhf_triton.python_backend.models.gpu import is_device_error, staging, use_own_stream
 from rlhf_triton.python_backend.models.modeling import quiet_transformers
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, gpu_bytes
 from rlhf_triton.python_backend.models.placement import device_of
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.scoring import Forward, Wait
@@ -58,7 +58,9 @@ class TorchProcess:
         self.passes_in_flight = 2 if self.device.type == "cuda" and size == 1 else 1
         if self.device.type == "cuda":
             instance, model = args.get("model_instance_name", ""), self.parameters.model
-            self._gauges = {spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in CARD}
+            self._gauges = {
+                spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in GPU_MEMORY
+            }
         self._loading: dict[str, Any] = {"device": device, "dtype": self.parameters.text("dtype")}
         self.stop_loading: Callable[[bool], None] = lambda waits: None
         """Stops the thread that calls `load`; with True, waits until it has ended, which it may never do once a rank is
@@ -118,7 +120,7 @@ class TorchProcess:
 
     def publish(self) -> None:
         """Publish the device's memory use."""
-        for name, value in card_bytes(self.device).items():
+        for name, value in gpu_bytes(self.device).items():
             self._gauges[name].show(value)
 
     def on_all_ranks(self, model: Any, rows: Sequence[TokenRow], width: int) -> contextlib.AbstractContextManager[None]:

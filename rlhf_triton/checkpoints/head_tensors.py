@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rlhf_triton.checkpoints.config_keys import read_key
 from rlhf_triton.checkpoints.head_keys import activation_of
-from rlhf_triton.checkpoints.heads import FORMS, NORM, NORMALISER, TRANSFORM, Form, Gate, Head, Layers
+from rlhf_triton.checkpoints.heads import FORMS, NORM, NORMALISER, TRANSFORM, AttributeGate, Form, Head, Layers
 from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def _heads_of(form: Form, config: Mapping[str, Any], tensors: Mapping[str, Tenso
         )
 
 
-def _temperature(rule: Gate, config: Mapping[str, Any]) -> float | None:
+def _temperature(rule: AttributeGate, config: Mapping[str, Any]) -> float | None:
     if rule.softmax is None or (rule.softmax and not read_key(config, rule.softmax, bool, False)):
         return None
     key, default = rule.temperature

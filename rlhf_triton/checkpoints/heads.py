@@ -14,8 +14,8 @@ NORM = ("weight", "bias", "running_mean", "running_var")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
-    """A gate: layers that compute each attribute's weight in the reward from a hidden state."""
+class AttributeGate:
+    """A gating network: layers that compute each attribute's weight in the reward from a hidden state."""
 
     prefix: str  # of the gate's layers
     activation: str
@@ -36,7 +36,7 @@ class Form:
     activation: str = "relu"  # between layers, unless config.json names another one
     reduction: Reduction = "mean"  # how several outputs of an attribute become one number
     size: str | int = 1  # outputs per attribute, or the key of config.json with this number
-    gate: Gate | None = None
+    gate: AttributeGate | None = None
     pooled: bool = False  # transformers' class pools, and has further layers before the head
 
 
@@ -46,7 +46,7 @@ FORMS = (
         models="ArmoRM; QRM for Llama 3 and 3.1",
         prefixes=("regression_layer",),
         size="num_quantiles",
-        gate=Gate(
+        gate=AttributeGate(
             prefix="gating.layers",
             activation="relu",
             at_turn=True,
@@ -62,7 +62,7 @@ FORMS = (
         prefixes=("score",),
         reduction="first",
         size=2,
-        gate=Gate(prefix="weights.fc", activation="selu"),
+        gate=AttributeGate(prefix="weights.fc", activation="selu"),
         formula="sum of every other output (means and standard deviations alternate), weighted by `weights.fc` (SELU)",
     ),
     Form(
@@ -71,7 +71,7 @@ FORMS = (
         activation="leaky_relu",
         reduction="bins",
         size=BINS,
-        gate=Gate(
+        gate=AttributeGate(
             prefix="gating_layer.network",
             activation="leaky_relu",
             softmax="softmax",

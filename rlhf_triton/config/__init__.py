@@ -55,10 +55,10 @@ from rlhf_triton.config.sections import (
     TrainerSection,
     check_ranks,
 )
-from rlhf_triton.config.training import check_training
+from rlhf_triton.config.training_checks import check_training
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.python_backend.models.placement import Place, check_cards, devices_of, ranks_here
+from rlhf_triton.python_backend.models.placement import Place, check_gpus, devices_of, ranks_here
 from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
 
@@ -181,7 +181,7 @@ class RunConfig(Section):
         check_training("trainer", trainer, trainer.optimizer, ranks=trainer.ranks, total_steps=steps)
         if trainer.publish.format == "adapter" and not trainer.lora_rank:
             raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
-        check_cards(self.places)
+        check_gpus(self.places)
         return self
 
     @property
@@ -291,8 +291,8 @@ class RunConfig(Section):
             found.append(Place("actor.policy.device", devices_of(self.actor.policy.device, ranks), actor))
             if self.actor.generation.engine == "vllm" and not vllm.servers:
                 named = (vllm.cuda_devices or "").split(",")
-                cards = tuple(f"cuda:{index.strip()}" for index in named if index.strip().isdigit())
-                found.append(Place("actor.generation.vllm.cuda_devices", cards, actor))
+                gpus = tuple(f"cuda:{index.strip()}" for index in named if index.strip().isdigit())
+                found.append(Place("actor.generation.vllm.cuda_devices", gpus, actor))
         return found
 
     @property

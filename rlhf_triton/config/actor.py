@@ -27,7 +27,7 @@ from rlhf_triton.config.fields import (
     Section,
 )
 from rlhf_triton.config.optimizer import OptimizerSection
-from rlhf_triton.config.trained import Resume, TrainedSection
+from rlhf_triton.config.trained_model import Resume, TrainedSection
 
 Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb"]
 

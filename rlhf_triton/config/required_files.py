@@ -19,7 +19,7 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
-from rlhf_triton.config.training import missing_package
+from rlhf_triton.config.training_checks import missing_package
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import read_json
@@ -54,7 +54,7 @@ def check_devices(config: RunConfig, *roles: str) -> None:
 def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
     """Return a message for each of these roles (default: all) whose GPUs torch cannot use. Imports torch if needed."""
     places = [
-        place for place in config.places if place.cards and (not roles or place.key.removesuffix(".device") in roles)
+        place for place in config.places if place.gpus and (not roles or place.key.removesuffix(".device") in roles)
     ]
     if not places:
         return []
@@ -66,9 +66,9 @@ def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
         if torch.version.cuda
         else "this torch is built for the CPU; install one that is built for CUDA"
     )
-    needed = {place: int(place.cards[-1].partition(":")[2]) + 1 for place in places}
+    needed = {place: int(place.gpus[-1].partition(":")[2]) + 1 for place in places}
     return [
-        f"{place.key}: {place.cards[-1]} needs {count} GPU{'s'[: count > 1]}; {found}"
+        f"{place.key}: {place.gpus[-1]} needs {count} GPU{'s'[: count > 1]}; {found}"
         + (", or set it to cpu" if place.key.endswith(".device") else "")
         for place, count in needed.items()
         if count > usable

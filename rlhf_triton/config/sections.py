@@ -28,7 +28,7 @@ from rlhf_triton.config.fields import (
 )
 from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.config.rewards import TokenRewardSettings
-from rlhf_triton.config.trained import Resume, TrainedSection
+from rlhf_triton.config.trained_model import Resume, TrainedSection
 
 
 class MonitoringSection(Section):

@@ -39,16 +39,14 @@ class MetricSpec:
 RATE, INCREASE = "rate({}[$__rate_interval])", "increase({}[5m])"
 _ROLLOUT = "train_rollouts/"
 
-CARD = (  # the keys of `rlhf_triton.python_backend.models.out_of_memory.card_bytes`
-    MetricSpec("card_bytes", "Memory of the GPU that the process's tensors take.", key="card_bytes"),
-    MetricSpec("card_peak_bytes", "Largest card_bytes of the process so far.", key="card_peak_bytes"),
-    MetricSpec(
-        "card_reserved_bytes", "Memory of the GPU that the process's allocator holds.", key="card_reserved_bytes"
-    ),
-    MetricSpec("card_size_bytes", "Memory of the GPU.", key="card_size_bytes"),
+GPU_MEMORY = (  # the keys of `rlhf_triton.python_backend.models.out_of_memory.gpu_bytes`
+    MetricSpec("gpu_bytes", "Memory of the GPU that the process's tensors take.", key="gpu_bytes"),
+    MetricSpec("gpu_peak_bytes", "Largest gpu_bytes of the process so far.", key="gpu_peak_bytes"),
+    MetricSpec("gpu_reserved_bytes", "Memory of the GPU that the process's allocator holds.", key="gpu_reserved_bytes"),
+    MetricSpec("gpu_size_bytes", "Memory of the GPU.", key="gpu_size_bytes"),
 )
 SHARED = (
-    *CARD,
+    *GPU_MEMORY,
     MetricSpec("log_messages", "Warnings and errors in the log.", "counter", "level"),
     MetricSpec("last_problem_timestamp_seconds", "When the last warning or error was logged.", label="level"),
     MetricSpec("disk_free_bytes", "Free space of the file system of run.dir."),

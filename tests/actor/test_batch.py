@@ -23,7 +23,7 @@ from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, proces
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.sample import SampledRow, Score
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, Score
 from rlhf_triton.actor.run.validation import explained_by_values
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
 FIELDS = ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl")
 
 
-def kl_of(rows: list[SampledRow]) -> Tensor:
+def kl_of(rows: list[RolloutRow]) -> Tensor:
     """Return the k1 estimates `[B, S-1]`."""
     return positions(rows, lambda row: row.policy_logprobs - row.ref_logprobs)
 
@@ -46,7 +46,7 @@ def fields(batch: PPOBatch) -> dict[str, Tensor]:
     return {name: getattr(batch, name) for name in FIELDS}
 
 
-def metrics_of(rows: list[SampledRow], batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
+def metrics_of(rows: list[RolloutRow], batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
     found = rollout_metrics(groups_of(rows), batch, kl_coef=kl_coef)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
@@ -316,7 +316,7 @@ ENDS = STEPS != 0
 PLAIN = {"whitens": False, "mask_unfinished": False, "gamma": 1.0, "lam": 1.0, "kl_coef": 0.0}
 
 
-def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[SampledRow]:
+def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[RolloutRow]:
     """Return two responses with process rewards, values that grow by 0.1 per token, and no KL."""
     rows = []
     for i, size in enumerate((6, 5)):
@@ -326,7 +326,7 @@ def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (T
     return rows
 
 
-def batch_of(rows: list[SampledRow], name: str) -> PPOBatch:
+def batch_of(rows: list[RolloutRow], name: str) -> PPOBatch:
     return make_batch(rows, name=name, responses_per_prompt=2 if name == "grpo" else 1, **PLAIN)
 
 
@@ -393,7 +393,7 @@ def test_row_that_failed_to_get_process_rewards_is_masked():
     ],
 )
 def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(
-    monkeypatch: pytest.MonkeyPatch, sample: list[SampledRow], settings: dict[str, Any], steps: list, rewards: list
+    monkeypatch: pytest.MonkeyPatch, sample: list[RolloutRow], settings: dict[str, Any], steps: list, rewards: list
 ):
     received: list[AdvantageInputs] = []
     monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, lambda inputs, _: (received.append(inputs), inputs)[1]))
@@ -411,7 +411,7 @@ BARE: dict[str, Any] = {"whitens": False, "mask_unfinished": False}
 K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 
 
-def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> SampledRow:
+def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> RolloutRow:
     """Return a row with one-token turns after a prompt of two tokens, with an observed token between turns."""
     size = 2 * len(rewards) + 1
     ends = np.arange(size) % 2 == 0
@@ -426,7 +426,7 @@ def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Sa
     return a_sample([1] * size, 2, score=score, **{**known, **more})
 
 
-def conversation(*rows: SampledRow) -> tuple[SampledRow, ...]:
+def conversation(*rows: RolloutRow) -> tuple[RolloutRow, ...]:
     """Return the rows with the total reward in the last one."""
     total = sum(float(row.score.steps.sum()) for row in rows)
     return (*rows[:-1], rows[-1].with_score(reward=total))

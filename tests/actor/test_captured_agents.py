@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
 from rlhf_triton.actor.generation.conversations import ROW_STEP, ConversationSource
 from rlhf_triton.actor.generation.engine import uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
@@ -47,7 +47,7 @@ def conversations(model: Any, agent: CapturedAgents, count: int, *given: Any, **
     return found
 
 
-def ends(*arguments: Any, **settings: Any) -> list[SampledRow]:
+def ends(*arguments: Any, **settings: Any) -> list[RolloutRow]:
     """Return the last row of each of the `conversations`."""
     return [rows[-1] for rows in conversations(*arguments, **settings)]
 

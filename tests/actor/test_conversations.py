@@ -25,7 +25,7 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.chat import PROBE_MESSAGE, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, SampledTurn
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, Score, failure_of, sample_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, failure_of, row_of_response
 from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import ROW_STEP, ConversationRunner, ConversationSource, seed_of
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
@@ -99,7 +99,7 @@ def ids(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
 
 def talk(
     agent: ConversationRunner, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any
-) -> tuple[SampledRow, list[int]]:
+) -> tuple[RolloutRow, list[int]]:
     """As `talk_in_rows`; return the last row."""
     found, seen = talk_in_rows(agent, replies, prompt, **more)
     return found[-1], seen
@@ -134,7 +134,7 @@ def talk_in_rows(
     return found, seen
 
 
-def sampled_of(row: SampledRow) -> list[int]:
+def sampled_of(row: RolloutRow) -> list[int]:
     return row.tokens[row.sampled].tolist()
 
 
@@ -447,12 +447,12 @@ def generated_rows(
     return [found[i] for i in range(len(prompts))]
 
 
-def generated(*given: Any, **settings: Any) -> list[SampledRow]:
+def generated(*given: Any, **settings: Any) -> list[RolloutRow]:
     """Return the last row of each conversation."""
     return [rows[-1] for rows in generated_rows(*given, **settings)]
 
 
-def unscored(rows: Sequence[SampledRow]) -> list[Conversation]:
+def unscored(rows: Sequence[RolloutRow]) -> list[Conversation]:
     """Return the conversations without rewards."""
     return [(replace(row, score=Score()),) for row in rows]
 
@@ -564,7 +564,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, 
 # ---- rewards, limits and what is trained ----
 
 
-def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> SampledRow:
+def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> RolloutRow:
     """Return a row with a prompt of two tokens and these turns (first token, token after the last, reward)."""
     inside = np.array([any(start <= token < end for start, end, _ in turns) for token in range(length)])
     logprobs = np.where(inside, -1.0, 0.0).astype(np.float32)
@@ -574,7 +574,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
     return a_sample([5, 6, *[9] * (length - 2)], 2, ended=not truncated, **about, **known)
 
 
-def scored_of(*rows: SampledRow | Conversation, served: float = 0.0) -> list[Conversation]:
+def scored_of(*rows: RolloutRow | Conversation, served: float = 0.0) -> list[Conversation]:
     """Return conversations with a served reward and, for each token, the value 0.1 times its position."""
     found = []
     for given in rows:
@@ -643,7 +643,7 @@ def test_metrics_cover_all_rows_of_the_trained_conversations():
     """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
     limited = row((2, 5, 1.0), length=5, truncated="environment.max_turns")
 
-    def with_kl(each: SampledRow, gap: float) -> SampledRow:
+    def with_kl(each: RolloutRow, gap: float) -> RolloutRow:
         return replace(each, ref_logprobs=np.where(each.sampled, each.policy_logprobs - gap, 0.0).astype(np.float32))
 
     scored = scored_of(with_kl(ROWS[0], 0.5), tuple(with_kl(each, 1.0) for each in SECOND), with_kl(limited, 9.0))
@@ -681,7 +681,7 @@ def test_rollout_lines_and_metrics_report_how_conversations_ended():
 def test_rollout_line_has_the_turns_of_all_rows_of_its_conversation():
     """The first row's prompt, and the turns of both; the other conversation has its own alone."""
 
-    def named(each: SampledRow, text: str) -> SampledRow:
+    def named(each: RolloutRow, text: str) -> RolloutRow:
         return replace(each, messages=(assistant(text),), prompt=replace(each.prompt, text=text))
 
     scored = scored_of(named(ROWS[0], "alone"), (named(SECOND[0], "first"), named(SECOND[1], "later")))
@@ -747,7 +747,7 @@ def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(age
     (found,) = Chat(THOUGHTS).parse_calls([], tokens)
     assert (found.name, found.arguments) == ("look", {"at": "it"})
     prompt = Prompt("1", "Play.", np.array(THOUGHTS("Play.")["input_ids"]))
-    sample = sample_of(prompt, PolicyTurn(tokens, ended=True))
+    sample = row_of_response(prompt, PolicyTurn(tokens, ended=True))
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS)
     scorer.reward = ServedModel(components=("a",))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.sample import Conversation, SampledRow, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation, uniform_draws
@@ -339,7 +339,7 @@ def make_policy(checkpoint: Path, **settings: Any) -> Policy:
     return Policy(actor_section(model=checkpoint, max_new_tokens=12, **settings))
 
 
-def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[SampledRow]:
+def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[RolloutRow]:
     given = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(prompts)]
     rows = rows_of(policy.generate(given, seed=seed, **settings))
     assert [row.tokens[~row.sampled].tolist() for row in rows] == prompts
@@ -349,11 +349,11 @@ def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 
     return rows
 
 
-def responses(rows: list[SampledRow]) -> list[list[int]]:
+def responses(rows: list[RolloutRow]) -> list[list[int]]:
     return [row.tokens[row.sampled].tolist() for row in rows]
 
 
-def ends(rows: list[SampledRow]) -> list[bool]:
+def ends(rows: list[RolloutRow]) -> list[bool]:
     return [row.ended for row in rows]
 
 

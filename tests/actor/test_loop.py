@@ -33,7 +33,7 @@ from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, SampledRow
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
@@ -139,7 +139,7 @@ async def collected(
     called: Callable[[str], None] = lambda name: None,
     row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
     **actor: Any,
-) -> list[SampledRow]:
+) -> list[RolloutRow]:
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from tiny_checkpoints import add_tensors, change_config, save_tiny
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import SampledRow, rows_of
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy
@@ -68,7 +68,7 @@ def make_policy(folder: Path, *, seed: int = 0, **settings: Any) -> Any:
     return trainable_policy(**{**limits, **settings})
 
 
-def trained(folder: Path, **settings: Any) -> tuple[Policy, list[SampledRow]]:
+def trained(folder: Path, **settings: Any) -> tuple[Policy, list[RolloutRow]]:
     policy = make_policy(folder, **settings)
     rollout = rows_of(policy.generate(PROMPTS[:2], seed=1))
     train(policy, rollout)

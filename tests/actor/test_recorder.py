@@ -35,11 +35,11 @@ from rlhf_triton.config import ActorSection, ConfigError, PolicySection, RunConf
 from rlhf_triton.config.actor import Tracker
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning.ranks import ALONE
-from rlhf_triton.learning.trained import Trained
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.training_engine.ranks import ALONE
+from rlhf_triton.training_engine.trained import Trained
 from rlhf_triton.wire.contract import STEP_AHEAD
 from tests.support.prompts import one_prompt
 from tests.support.samples import a_sample, rewarded

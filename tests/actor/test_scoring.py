@@ -23,12 +23,18 @@ from live_system import TEXTS
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
-from rlhf_triton.actor.data import sample as samples
 from rlhf_triton.actor.data.chat import Chat
 from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
-from rlhf_triton.actor.data.sample import Conversation, Score, failure_of, sample_of
+from rlhf_triton.actor.data.rollout_rows import (
+    Conversation,
+    RolloutRow,
+    Score,
+    conversation_of,
+    failure_of,
+    row_of_response,
+)
 from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupScoring
 from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_covering
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
@@ -41,8 +47,8 @@ from rlhf_triton.python_backend.serving.function_reward import FunctionReward
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import Sample
-from rlhf_triton.tools.gateway.dialects import RewardInput
-from rlhf_triton.trainer.gate import read_pairs
+from rlhf_triton.tools.gateway.reward_protocols import RewardInput
+from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
     VALUES,
@@ -147,16 +153,14 @@ def scorer_of(client: Client, tokenizer: Any, *, with_critic: bool = False) -> S
     return Scorer(client, tokenizer, with_critic=with_critic)  # type: ignore[arg-type]
 
 
-def score(
-    client: Client, tokenizer: Any, rows: Sequence[samples.SampledRow], *, texts: bool = False
-) -> list[samples.SampledRow]:
+def score(client: Client, tokenizer: Any, rows: Sequence[RolloutRow], *, texts: bool = False) -> list[RolloutRow]:
     client.rows = [row.tokens.tolist() for row in rows]
     scorer = scorer_of(client, tokenizer)
     scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
     return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
 
 
-def are_scored(rows: Sequence[samples.SampledRow]) -> list[bool]:
+def are_scored(rows: Sequence[RolloutRow]) -> list[bool]:
     return [not row.score.failure for row in rows]
 
 
@@ -249,11 +253,11 @@ def test_column_is_refused_only_if_the_scorer_would_overwrite_it():
 # ---- process rewards ----
 
 
-def written(tokenizer: Any, *texts: str) -> list[samples.SampledRow]:
+def written(tokenizer: Any, *texts: str) -> list[RolloutRow]:
     """Responses to the prompt "Open it."."""
     prompt = Prompt("", "Open it.", np.asarray(tokenizer("Open it.")["input_ids"]))
     replies = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    return [sample_of(prompt, PolicyTurn(reply, ended=True)) for reply in replies]
+    return [row_of_response(prompt, PolicyTurn(reply, ended=True)) for reply in replies]
 
 
 def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer: Any):
@@ -350,7 +354,7 @@ class Swapping:
         assert group_size == len(rows)
         return [(replace(row, score=self._score(row, v)),) for (row,), v in zip(rows, self.left.pop(0), strict=True)]
 
-    def _score(self, row: samples.SampledRow, version: int | None) -> Score:
+    def _score(self, row: RolloutRow, version: int | None) -> Score:
         if version is None:
             return Score(failure="503")
         reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
@@ -433,8 +437,8 @@ def sampled(reply: str) -> list[int]:
     return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
 
 
-def answered(prompt: Prompt, reply: str) -> samples.SampledRow:
-    return sample_of(prompt, PolicyTurn(sampled(reply), REPLIES[reply][2]))
+def answered(prompt: Prompt, reply: str) -> RolloutRow:
+    return row_of_response(prompt, PolicyTurn(sampled(reply), REPLIES[reply][2]))
 
 
 def test_tool_calls_of_the_last_reply_are_rendered(tmp_path: Path):
@@ -450,7 +454,7 @@ def test_tool_calls_of_the_last_reply_are_rendered(tmp_path: Path):
     assert scored_ids(Reader(tmp_path, theirs), row) == encode_text(theirs, whole)
 
 
-def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
+def with_a_tool(prompt: Prompt, reply: str) -> RolloutRow:
     """Return a conversation in one row: the policy calls a tool and answers the result with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
@@ -459,7 +463,7 @@ def with_a_tool(prompt: Prompt, reply: str) -> samples.SampledRow:
     row.observe(chat.after_reply([result], POLICY.eos_token_id))
     row.add_turn(PolicyTurn(sampled(reply), REPLIES[reply][2]))
     row.messages = [assistant(REPLIES["finished"][0]), result, assistant(REPLIES[reply][0])]
-    return samples.conversation_of([(prompt, row)])[0]
+    return conversation_of([(prompt, row)])[0]
 
 
 def row_of(columns: dict[str, Any]) -> Prompt:
@@ -495,7 +499,7 @@ class Reader:
         return {REWARDS: np.zeros((len(texts), 1), np.float32)}
 
 
-def scored_ids(reader: Reader, row: samples.SampledRow) -> list[int]:
+def scored_ids(reader: Reader, row: RolloutRow) -> list[int]:
     """Return the token ids by which a run's row is scored."""
     scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
     asyncio.run(scorer.compare_tokenizers())

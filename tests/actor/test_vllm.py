@@ -12,7 +12,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.sample import Conversation
+from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
@@ -20,7 +20,7 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from tests.support.loaders import skip_on_cards
+from tests.support.loaders import skip_on_gpus
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 VLLM = {"engine": "vllm", "vllm": {"servers": ["127.0.0.1:1"]}}
@@ -315,6 +315,6 @@ async def test_adapters_are_refused_on_a_vllm_server_with_another_runs_weights(s
 
 
 def test_vllm_engine_without_servers_is_refused(setup: Setup):
-    skip_on_cards("a configuration that starts vLLM on the policy's machine must name its GPUs first")
+    skip_on_gpus("a configuration that starts vLLM on the policy's machine must name its GPUs first")
     with pytest.raises(ConfigError, match=r"actor\.generation\.vllm\.servers: empty"):
         setup()

@@ -42,7 +42,7 @@ def drive(system: DisturbedSystem, traffic: Traffic, killer: Killer | None, step
     else:
         killer.thread.start()
     while traffic.thread.is_alive():
-        system.look()
+        system.restart_killed()
         if killer is not None and not killer.thread.is_alive():
             traffic.finish(steps)
             killer = None

@@ -63,7 +63,7 @@ class Soak:
     def run(self) -> None:
         """Run for the whole duration, or longer if a step is still pending after a kill."""
         while not self._is_over(now := time.monotonic() - self._started):
-            self._system.look()
+            self._system.restart_killed()
             for line in self._new_lines.read_objects():
                 self._step = line["step"]
             self._look_at_kills(now)

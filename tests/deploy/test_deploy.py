@@ -289,7 +289,7 @@ def test_install_script_installs_what_each_image_needs(tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     assert str(python) != sys.executable
-    (kept := ROOT / "build" / "kept").mkdir(parents=True, exist_ok=True)  # as simulated cards are
+    (kept := ROOT / "build" / "kept").mkdir(parents=True, exist_ok=True)  # as simulated GPUs are
     for extras, (imports, absent) in STAGES.items():
         done = subprocess.run(
             [str(INSTALL), extras],

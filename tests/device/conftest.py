@@ -1,4 +1,4 @@
-"""`make test-device` runs this folder on simulated cards; on a real one, those files run that need no simulation."""
+"""`make test-device` runs this folder on simulated GPUs; on a real one, those files run that need no simulation."""
 
 import sys
 from pathlib import Path
@@ -16,12 +16,12 @@ collect_ignore = [] if IS_SIMULATED else NEED_SIMULATION if IS_REAL else [path.n
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if IS_REAL:
-        terminalreporter.write_line(f"SKIPPED, because they need simulated cards: {', '.join(NEED_SIMULATION)}")
+        terminalreporter.write_line(f"SKIPPED, because they need simulated GPUs: {', '.join(NEED_SIMULATION)}")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy."""
-    from live_system import make_checkpoint, make_tokenizer  # imports what a real card's tests need not have
+    from live_system import make_checkpoint, make_tokenizer  # imports what a real GPU's tests need not have
 
     return make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)

@@ -14,7 +14,7 @@ from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.settings import trainer_section
 
-LAST_CARD = f"cuda:{torch.cuda.device_count() - 1}"
+LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
 
 
 def payload() -> TrainPayload:
@@ -43,6 +43,6 @@ def update_of(folder: Path, family: str, **settings: Any) -> CriticUpdate:
     ],
 )
 def test_critic_trains_on_the_configured_gpu(family: str, settings: dict[str, Any], tmp_path: Path):
-    update = update_of(tmp_path, family, device=LAST_CARD, **settings)
+    update = update_of(tmp_path, family, device=LAST_GPU, **settings)
     assert np.isfinite(update.train(payload(), lambda _: None).loss_mean)
-    assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_CARD)}
+    assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_GPU)}

@@ -22,22 +22,22 @@ def test_simulated_devices_refuse_operations_across_devices():
 
 
 def test_simulated_device_counts_host_synchronisations():
-    card, pageable, pinned = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
+    gpu, pageable, pinned = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
     mask = torch.ones(3, dtype=torch.bool, device="cuda")
     assert (pinned.is_pinned(), pinned[1:].is_pinned(), pageable.is_pinned()) == (True, True, False)
     expected: list[tuple[Callable[[], object], dict[str, int]]] = [
         (lambda: pinned.to("cuda", non_blocking=True), {}),
-        (lambda: card.copy_(pinned, non_blocking=True), {}),
-        (lambda: pinned.copy_(card, non_blocking=True), {}),
-        (lambda: card.to("cpu", non_blocking=True), {}),  # into pinned memory of its own
+        (lambda: gpu.copy_(pinned, non_blocking=True), {}),
+        (lambda: pinned.copy_(gpu, non_blocking=True), {}),
+        (lambda: gpu.to("cpu", non_blocking=True), {}),  # into pinned memory of its own
         (lambda: pinned.to("cuda"), {"copy to the device": 1}),
-        (lambda: card.cpu(), {"copy to the host": 1}),
+        (lambda: gpu.cpu(), {"copy to the host": 1}),
         (lambda: pageable.to("cuda", non_blocking=True), {"copy to the device, pageable memory": 1}),
-        (lambda: pageable.copy_(card, non_blocking=True), {"copy to the host, pageable memory": 1}),
-        (lambda: card.sum().item(), {"item()/float()/bool()": 1}),
-        (lambda: card[mask], {"index with a mask": 1}),
-        (lambda: card[torch.tensor([1])], {"index with an index on the host": 1}),
-        (lambda: card.nonzero(), {"nonzero": 1}),
+        (lambda: pageable.copy_(gpu, non_blocking=True), {"copy to the host, pageable memory": 1}),
+        (lambda: gpu.sum().item(), {"item()/float()/bool()": 1}),
+        (lambda: gpu[mask], {"index with a mask": 1}),
+        (lambda: gpu[torch.tensor([1])], {"index with an index on the host": 1}),
+        (lambda: gpu.nonzero(), {"nonzero": 1}),
         (lambda: torch.tensor([1.0], device="cuda"), {"torch.tensor() on the device": 1}),
         (lambda: torch.as_tensor(np.ones(2), device="cuda"), {"copy to the device": 1}),
         (lambda: torch.full((2,), 1.0, device="cuda"), {}),
@@ -50,15 +50,15 @@ def test_simulated_device_counts_host_synchronisations():
 
 
 def test_simulated_device_starts_threads_on_the_first_gpu():
-    def work(card: int | None) -> None:
-        if card is not None:
-            torch.cuda.set_device(card)
+    def work(gpu: int | None) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         torch.ones(2, device="cuda:3") + 1
 
     with recorded_launches() as record:
-        for name, card in (("careless", None), ("careful", 3)):
-            thread = threading.Thread(target=work, args=(card,), name=name)
+        for name, gpu in (("careless", None), ("careful", 3)):
+            thread = threading.Thread(target=work, args=(gpu,), name=name)
             thread.start()
             thread.join()
-    assert [(each.thread, each.current, each.card) for each in record.strays] == [("careless", 0, 3)]
+    assert [(each.thread, each.current, each.gpu) for each in record.strays] == [("careless", 0, 3)]
     assert {each.thread for each in record.launches} == {"careless", "careful"}

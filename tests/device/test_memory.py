@@ -21,14 +21,14 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, card_bytes
+from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, gpu_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
 from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
 
-CARD, DEVICE = 1, "cuda:1"
+GPU, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
 BUDGET = 130  # three micro-batches: the first ones fit, so that their gradients must not count twice
 
@@ -49,13 +49,13 @@ def update(policy: TrainablePolicy, seed: int) -> dict[str, float]:
 
 def needed(work: Callable[[], Any]) -> tuple[Any, int]:
     """Return the result of `work` and the bytes that it allocates in addition."""
-    before = simcuda.allocated(CARD)
-    simcuda.reset_peak(CARD)
-    return work(), simcuda.peak(CARD) - before
+    before = simcuda.allocated(GPU)
+    simcuda.reset_peak(GPU)
+    return work(), simcuda.peak(GPU) - before
 
 
 def with_room_for(num_bytes: float, work: Callable[[], Any]) -> Any:
-    with memory_limit(CARD, simcuda.allocated(CARD) + int(num_bytes)):
+    with memory_limit(GPU, simcuda.allocated(GPU) + int(num_bytes)):
         return work()
 
 
@@ -103,18 +103,18 @@ def test_logprobs_are_computed_in_halves_if_memory_runs_out(checkpoint: Path, re
 GIB = 1 << 30
 
 
-def test_card_bytes_reports_allocated_peak_and_total_memory():
+def test_gpu_bytes_reports_allocated_peak_and_total_memory():
     before = torch.cuda.memory_allocated(2)
     torch.cuda.reset_peak_memory_stats(2)
     kept = torch.zeros(100, device="cuda:2")
     kept = torch.zeros(50, device="cuda:2")
-    assert card_bytes(torch.device("cuda:2")) == {
-        "card_bytes": before + kept.nbytes,
-        "card_peak_bytes": before + 600,
-        "card_reserved_bytes": before + kept.nbytes,
-        "card_size_bytes": TOTAL_MEMORY,
+    assert gpu_bytes(torch.device("cuda:2")) == {
+        "gpu_bytes": before + kept.nbytes,
+        "gpu_peak_bytes": before + 600,
+        "gpu_reserved_bytes": before + kept.nbytes,
+        "gpu_size_bytes": TOTAL_MEMORY,
     }
-    assert card_bytes(torch.device("cpu")) == {}
+    assert gpu_bytes(torch.device("cpu")) == {}
 
 
 def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,18 +137,18 @@ def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path: Path, monkeypa
     config = RunConfig.model_validate({"reward": {"model": str(tmp_path), "device": "cuda"}})
     with served_model(config, "reward_model", model_instance_device_id="3") as model:
         model.served.compute.publish()
-        assert shown["rlhf_card_bytes/reward_model/reward_model_0_0"] == torch.cuda.memory_allocated(3) > 0
-    assert {name.split("/")[0] for name in shown} >= {f"rlhf_{name}" for name in card_bytes(torch.device("cuda:3"))}
+        assert shown["rlhf_gpu_bytes/reward_model/reward_model_0_0"] == torch.cuda.memory_allocated(3) > 0
+    assert {name.split("/")[0] for name in shown} >= {f"rlhf_{name}" for name in gpu_bytes(torch.device("cuda:3"))}
 
 
 def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
     run = RecordedRun(tmp_path, device=DEVICE).start().steps(1)
     written = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert written.items() >= card_bytes(torch.device(DEVICE)).items()
+    assert written.items() >= gpu_bytes(torch.device(DEVICE)).items()
     run.config.run.journal_dir.mkdir()
     journal = Journal(run.config.run.journal_dir, run.config.run.identity)
     progress = SidecarProgress(run.config, journal, epoch=1, stop=threading.Event())
-    sizes = {"card_bytes": 1, "card_peak_bytes": 40, "card_reserved_bytes": 41, "card_size_bytes": 80}
+    sizes = {"gpu_bytes": 1, "gpu_peak_bytes": 40, "gpu_reserved_bytes": 41, "gpu_size_bytes": 80}
     memory = {name: size * GIB for name, size in sizes.items()}
     progress.log_update(
         1,
@@ -158,13 +158,13 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
         ),
         None,
     )
-    critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a card's memory
+    critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a GPU's memory
     failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=MemoryBudget("x", remedy="y")), critic=critic)
     failed.trained.memory.num_halvings = 3
     publisher: Any = SimpleNamespace(rejected=0)
     progress.log_failure(2, 1, "no memory", publisher, failed)
     exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}
-    assert exported["rlhf_trainer_card_peak_bytes"] == 40 * GIB
+    assert exported["rlhf_trainer_gpu_peak_bytes"] == 40 * GIB
     assert exported["rlhf_trainer_out_of_memory"] == 3
     journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
     (actor,) = [line for line in status.status(run.config) if line.startswith("actor")]

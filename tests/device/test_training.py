@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.learning.merged_slices import MergedSlices
-from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import CANARY_TOKENS
 from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
 from rlhf_triton.python_backend.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
+from rlhf_triton.training_engine.merged_slices import MergedSlices
+from rlhf_triton.training_engine.ranks import Ranks
 from tests.device.test_critic_training import payload
-from tests.learning.test_policy_ranks import CASES as POLICY_CASES
-from tests.learning.test_policy_ranks import session
 from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
 from tests.support.ranks import on_ranks, whole_tensors
 from tests.support.settings import trainer_section
+from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
+from tests.training_engine.test_policy_ranks import session
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 WAITS_OF_A_STEP = 2  # statistics, and the norm of the gradient
@@ -141,7 +141,7 @@ def test_output_layer_as_bfloat16_products_matches_float32():
         assert float((ours - exact).abs().max()) <= bound * float(exact.abs().max())
 
 
-# ---- a policy on two ranks with a card each, and on ranks of the CPU on a machine that has cards ----
+# ---- a policy on two ranks with a GPU each, and on ranks of the CPU on a machine that has GPUs ----
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def devices_of(policy: Policy) -> set[str]:
     return {str(tensor.device) for tensor in (*tensors, *moments)}
 
 
-def session_on_cards(ranks: Ranks, folder: Path, case: str, device: str) -> dict[str, Any]:
+def session_on_gpus(ranks: Ranks, folder: Path, case: str, device: str) -> dict[str, Any]:
     """Return what rank 0 of a session returns, where this rank's tensors are, and what its threads launched."""
     made: list[Policy] = []
     init = Policy.__init__
@@ -173,26 +173,26 @@ def session_on_cards(ranks: Ranks, folder: Path, case: str, device: str) -> dict
     with recorded_launches() as record:
         found = session(ranks, folder, case, device=device) or {}
     found["devices"] = devices_of(made[0])
-    found["strays"] = [(each.thread, each.current, each.card) for each in record.strays]
-    found["cards"] = {card for card in range(8) if torch.cuda.max_memory_allocated(card)}
+    found["strays"] = [(each.thread, each.current, each.gpu) for each in record.strays]
+    found["gpus"] = {gpu for gpu in range(8) if torch.cuda.max_memory_allocated(gpu)}
     return found
 
 
 @pytest.mark.parametrize(
-    ("case", "device", "cards"),
+    ("case", "device", "gpus"),
     [("ppo", "cuda:4", [4, 5]), ("lora in bfloat16", "cuda:4", [4, 5]), ("ppo", "cpu", [None, None])],
 )
-def test_policy_trains_on_each_ranks_own_gpu(folder: Path, case: str, device: str, cards: list[int | None]):
-    results = on_ranks(2, session_on_cards, folder, case, device, device=device)
-    for found, card in zip(results, cards, strict=True):
-        assert found["devices"] == {"cpu" if card is None else f"cuda:{card}"}
-        assert found["cards"] == ({card} - {None})
+def test_policy_trains_on_each_ranks_own_gpu(folder: Path, case: str, device: str, gpus: list[int | None]):
+    results = on_ranks(2, session_on_gpus, folder, case, device, device=device)
+    for found, gpu in zip(results, gpus, strict=True):
+        assert found["devices"] == {"cpu" if gpu is None else f"cuda:{gpu}"}
+        assert found["gpus"] == ({gpu} - {None})
         assert found["strays"] == []
     ended = results[0]["weights at the end"], results[0]["weights at the end, resumed"]
     assert all(np.isfinite(one).all() and np.allclose(one, other, atol=1e-6) for one, other in zip(*ended, strict=True))
 
 
-# ---- a critic on two ranks with a card each ----
+# ---- a critic on two ranks with a GPU each ----
 
 CANARY = np.arange(CANARY_TOKENS)
 CRITICS: dict[str, dict[str, Any]] = {

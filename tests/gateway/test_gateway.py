@@ -21,7 +21,7 @@ from rlhf_triton.client import reward_source
 from rlhf_triton.config import ConfigError, GatewaySection, RunConfig
 from rlhf_triton.tools.gateway import app, command
 from rlhf_triton.tools.gateway.command import check_key
-from rlhf_triton.tools.gateway.dialects import activated
+from rlhf_triton.tools.gateway.reward_protocols import activated
 
 NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]

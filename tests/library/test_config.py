@@ -479,7 +479,7 @@ def test_prompts_come_from_path_or_files(tmp_path: Path):
     assert prompts.paths == {"actor.prompts.path": source.path} == {"actor.prompts.path": Path("a.jsonl")}
 
 
-# ---- cards ----
+# ---- GPUs ----
 
 LAYOUTS = {  # overrides -> what the error says; None: accepted
     "all roles on the only GPU": (
@@ -503,7 +503,7 @@ LAYOUTS = {  # overrides -> what the error says; None: accepted
     ),
     "a served model on every GPU": (
         ["actor.policy.device=cuda:6", "actor.ranks=2", "reward.device=cuda"],
-        r"reward.device \(every card\) and actor.policy.device \(cuda:6 to cuda:7\) share cuda:6, cuda:7; ",
+        r"reward.device \(every GPU\) and actor.policy.device \(cuda:6 to cuda:7\) share cuda:6, cuda:7; ",
     ),
     "tensor parallelism": (
         ["critic.device=cuda:2", "critic.tensor_parallel=4", "trainer.device=cuda:5"],
@@ -541,7 +541,7 @@ def test_role_occupies_consecutive_gpus_from_its_device(tmp_path: Path, monkeypa
     assert own_device("cuda:4") == "cuda:7"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # on several nodes: the GPUs of each
     config = load(tmp_path, "actor: {ranks: 16, policy: {device: cuda}}\ntrainer: {ranks: 2, device: 'cuda:8'}\n")
-    places = {place.key: place.cards for place in config.places}
+    places = {place.key: place.gpus for place in config.places}
     assert places["actor.policy.device"] == devices_of("cuda", 8)
     assert places["trainer.device"] == ("cuda:8", "cuda:9")
 

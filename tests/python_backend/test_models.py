@@ -47,7 +47,6 @@ from rlhf_triton.checkpoints.inspection import (
     max_positions,
     stable_length,
 )
-from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models import modeling, output_head
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.collation import collate
@@ -56,9 +55,10 @@ from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_
 from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import TrainedCritic
+from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import ContractError, scoring_rows
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_cards
+from tests.support.loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
 from tests.support.settings import trainer_section
 
 TOLERANCE = 1e-5
@@ -138,7 +138,7 @@ def directly(model: Any, row: np.ndarray) -> np.ndarray:
 @names(SERVED.split())
 def test_row_scores_match_transformers_alone_and_batched(tmp_path: Path, name: str):
     if name == "convbert":
-        skip_on_cards("the simulated cards have no depthwise convolution")
+        skip_on_gpus("the simulated GPUs have no depthwise convolution")
     for kind in KINDS:
         if (model := save_architecture(tmp_path / kind, name, kind)) is None:
             continue
@@ -336,7 +336,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(logits))
         return logits
 
-    for limit in ("MAX_LOGITS", "MAX_LOGITS_ON_CARD"):
+    for limit in ("MAX_LOGITS", "MAX_LOGITS_ON_GPU"):
         monkeypatch.setattr(output_head, limit, 7 * VOCAB + 1)
     monkeypatch.setattr(output_head, "_logits", watched)
     return found

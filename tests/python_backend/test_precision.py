@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import POSITIONS, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import SampledRow, rows_of
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.python_backend.models.adapters import MergedWeights
@@ -35,7 +35,7 @@ LORA_COPY = {"lora_rank": 2, "one_step_off_policy": True}
 EXACT = ("norm", "ln_", "lm_head", "embed_tokens", "wte", "wpe", ".gate.", ".experts.", "lora_")
 
 
-CARD_BOUND = 2e-5  # nats: a card multiplies the output layer as sums of bfloat16 terms
+GPU_BOUND = 2e-5  # nats: a GPU multiplies the output layer as sums of bfloat16 terms
 
 
 FAMILIES = ("llama", "gpt2", "mixtral")
@@ -57,7 +57,7 @@ def make_policy(folder: Path, **settings: Any) -> Policy:
     return Policy(actor_section(**{**limits, **settings}))
 
 
-def by_hand(model: Any, rows: list[SampledRow], banned: list[int]) -> torch.Tensor:
+def by_hand(model: Any, rows: list[RolloutRow], banned: list[int]) -> torch.Tensor:
     """Return log-probs `[B, S-1]` of whole rows from a float32 model under autocast with a float32 head."""
     tokens, lengths = tokens_of(rows).to(model.device), torch.tensor([[len(row.tokens)] for row in rows])
     attention = (torch.arange(tokens.shape[1]) < lengths).long().to(model.device)
@@ -88,7 +88,7 @@ def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(
     expected = by_hand(exact.model, rollout, policy.banned_ids)
     for reference in (False, True):
         found = logprobs_of(policy, rollout, reference=reference)
-        bound = 0 if policy.model.device.type == "cpu" else CARD_BOUND
+        bound = 0 if policy.model.device.type == "cpu" else GPU_BOUND
         torch.testing.assert_close(found[found != 0], expected[found != 0], rtol=0, atol=bound)
     for model in (policy.model, policy.sampler, policy.reference):
         for name, parameter in [] if model is None else model.named_parameters():

@@ -178,7 +178,7 @@ def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes
 
 @pytest.mark.parametrize(
     ("metrics", "longest_s"),
-    [([server_health.FORWARDS, server_health.CARD], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
+    [([server_health.FORWARDS, server_health.GPU_BYTES], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
 )
 def test_process_without_forward_progress_on_its_gpu_is_replaced(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
@@ -209,7 +209,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(
 
 
 def test_model_that_answers_only_errors_is_reloaded(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """As one whose card's context is broken: errors come at once, and raise Triton's own counters of requests."""
+    """As one whose GPU's context is broken: errors come at once, and raise Triton's own counters of requests."""
     requests = forwards = 0  # answered with an error; passes for others
 
     def fail(*_: object) -> None:
@@ -310,14 +310,14 @@ def test_supervisor_keeps_restarting_with_growing_pauses(now: list[float]):
         server.dead = True
         down = now[0]
         while supervisor.server is server:
-            supervisor.look()
+            supervisor.restart_if_down()
             now[0] += 0.25
         pauses.append(now[0] - down - 0.25)
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
     now[0] += 11
     supervisor.server.dead = True
     dead = supervisor.server
-    supervisor.look()
+    supervisor.restart_if_down()
     assert supervisor.server is not dead
 
 
@@ -335,7 +335,7 @@ def test_supervisor_retries_a_failed_start(now: list[float]):
     first = supervisor.server
     first.dead = True
     for _ in range(100):
-        supervisor.look()
+        supervisor.restart_if_down()
         now[0] += 0.25
     assert supervisor.server is not first
     assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)
@@ -386,7 +386,7 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path):
         assert "the process of critic has died: reloading the model" in lines
         after = {name: stub_of(server, name).pid for name in server.models()}
         assert [name for name in before if before[name] != after[name]] == ["critic"]
-        supervisor.look()
+        supervisor.restart_if_down()
         assert supervisor.server is server
 
 
@@ -405,10 +405,10 @@ def test_repeated_hangs_restart_the_server(tmp_path: Path, monkeypatch: pytest.M
         block.touch()
         wait_for(lambda: "although it has just been reloaded" in str(supervisor._watch.trouble))
         block.unlink()
-        wait_for(lambda: supervisor.look() or supervisor.server is not first)
+        wait_for(lambda: supervisor.restart_if_down() or supervisor.server is not first)
         second = supervisor.server
         os.kill(second.pid, signal.SIGSTOP)
-        wait_for(lambda: supervisor.look() or supervisor.server is not second)
+        wait_for(lambda: supervisor.restart_if_down() or supervisor.server is not second)
         assert any(line.startswith("tritonserver has not answered over ") for line in lines)
         assert second.poll() == -signal.SIGKILL
         with supervisor.server.control() as control:

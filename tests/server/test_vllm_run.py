@@ -24,7 +24,7 @@ from random_models import random_llama, word_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import Conversation, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, padded, rows_of
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.policy.policy import Policy

@@ -82,7 +82,7 @@ def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Pa
 
 
 class DisturbedSystem:
-    """Server and programs of a run. Call `look` from the main thread; `kill` may be called from any thread."""
+    """Server and programs of a run. Call `restart_killed` from the main thread; `kill` from any thread."""
 
     def __init__(self, path: Path, generator: random.Random, programs: Sequence[str] = ("sidecar",)) -> None:
         """Start the server, wait until it is ready, and start the programs, of PROGRAMS.
@@ -113,13 +113,13 @@ class DisturbedSystem:
         """Names of the processes: the programs, tritonserver, and its models with a process of their own."""
         return [*self._children, "tritonserver", *sorted(self._supervisor.server.processes())]
 
-    def look(self) -> None:
+    def restart_killed(self) -> None:
         """Restart the processes that were killed.
 
         Raises:
             ServerStartError: FAILED_STARTS restarts of the server have failed.
         """
-        self._supervisor.look()
+        self._supervisor.restart_if_down()
         if self._supervisor.failed_starts > self._failed_starts:
             self._failed_starts += 1
             self.troubles.append(f"the server did not start: {tail(self._supervisor.server.log_path)}")
@@ -127,7 +127,7 @@ class DisturbedSystem:
                 raise ServerStartError(self.troubles[-1])
         if self._supervisor.server.poll() is None:
             for program in self._children:
-                self._look_at(program)
+                self._restart_if_killed(program)
 
     def is_whole(self) -> bool:
         """Whether server and programs run, every model has its process, and no rank is missing."""
@@ -181,7 +181,7 @@ class DisturbedSystem:
         """Stop a program as `rlhf-triton run` does, which makes it write its last checkpoint."""
         child = self._children[program][-1]
         if child.stop(signal.SIGTERM, STOP_S) != PROGRAMS[program].stopped:
-            self.troubles.append(f"when stopped at the end, {child.obituary()}")
+            self.troubles.append(f"when stopped at the end, {child.exit_message()}")
 
     def stop(self) -> None:
         """Stop programs and server."""
@@ -218,13 +218,13 @@ class DisturbedSystem:
     def _newest(self) -> list[Child]:
         return [children[-1] for children in self._children.values()]
 
-    def _look_at(self, program: str) -> None:
+    def _restart_if_killed(self, program: str) -> None:
         child = self._children[program][-1]
         if child.poll() is None:
             return
         if program not in self._restart_at:
             if child.process.pid not in self._killed:
-                self.troubles.append(child.obituary())
+                self.troubles.append(child.exit_message())
             self._restart_at[program] = time.monotonic() + self._random.uniform(0, LONGEST_PAUSE_S)
         elif time.monotonic() >= self._restart_at[program]:
             del self._restart_at[program]

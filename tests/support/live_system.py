@@ -425,7 +425,7 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
     while not condition():
         for child in children:
             if child.poll() is not None:
-                raise AssertionError(child.obituary())
+                raise AssertionError(child.exit_message())
         if time.monotonic() > deadline:
             logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
             raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")

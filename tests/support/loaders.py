@@ -1,4 +1,4 @@
-"""The loaders of models, onto the device that sections default to: the CPU, or a card in `make test-device`."""
+"""The loaders of models, onto the device that sections default to: the CPU, or a GPU in `make test-device`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ def default_device() -> str:
     return TrainerSection().device
 
 
-def skip_on_cards(reason: str) -> None:
-    """Skip the test if the default device is a card."""
+def skip_on_gpus(reason: str) -> None:
+    """Skip the test if the default device is a GPU."""
     if default_device() != "cpu":
         pytest.skip(reason)
 

@@ -10,7 +10,7 @@ from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.sample import SampledRow
+from rlhf_triton.actor.data.rollout_rows import RolloutRow
 from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
@@ -40,7 +40,7 @@ def update_of(policy: TrainablePolicy) -> PolicyUpdate:
     return PolicyUpdate(policy.actor, policy, method)
 
 
-def train(policy: Policy, rows: Sequence[SampledRow]) -> None:
+def train(policy: Policy, rows: Sequence[RolloutRow]) -> None:
     """Take one optimizer step that makes the tokens of samples more likely."""
     tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
     logprobs, _ = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
@@ -75,7 +75,7 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
     return PPOBatch(tokens, ends, mask, mask, logprobs - 2, ref - 2, advantages, zeros, zeros, zeros)
 
 
-def samples_of(batch: PPOBatch, *, prompt: int) -> list[SampledRow]:
+def samples_of(batch: PPOBatch, *, prompt: int) -> list[RolloutRow]:
     """Return the rows of a batch as responses to their first tokens."""
     return [
         a_sample(tokens[:length].tolist(), prompt)

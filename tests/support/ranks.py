@@ -100,8 +100,8 @@ def _rank(
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
-    from rlhf_triton.learning.ranks import Ranks
     from rlhf_triton.python_backend.models.placement import own_device
+    from rlhf_triton.training_engine.ranks import Ranks
 
     torch.set_num_threads(1)
     ranks = Ranks.join(own_device(device), timeout=timedelta(seconds=group_timeout_s))

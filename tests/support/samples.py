@@ -14,7 +14,7 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import UNSCORED, Conversation, Group, SampledRow, Score, padded
+from rlhf_triton.actor.data.rollout_rows import UNSCORED, Conversation, Group, RolloutRow, Score, padded
 from rlhf_triton.actor.policy.policy import Policy
 from tests.support.settings import actor_section
 
@@ -24,11 +24,11 @@ PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
 
 def a_sample(
     tokens: Sequence[int], prompt: int = 1, *, ended: bool = True, name: str = "", score: Score = UNSCORED, **more: Any
-) -> SampledRow:
+) -> RolloutRow:
     """A response to the first `prompt` of these tokens."""
     row = np.asarray(tokens, np.int64)
     asked = Prompt(name, "", row[:prompt])
-    return replace(SampledRow(asked, row, np.arange(len(row)) >= prompt, ended, score=score), **more)
+    return replace(RolloutRow(asked, row, np.arange(len(row)) >= prompt, ended, score=score), **more)
 
 
 def rewarded(reward: float, **more: Any) -> Score:
@@ -36,13 +36,13 @@ def rewarded(reward: float, **more: Any) -> Score:
     return Score(reward, reward, **more)
 
 
-def groups_of(rows: Sequence[SampledRow | Conversation], size: int = 1) -> list[Group]:
+def groups_of(rows: Sequence[RolloutRow | Conversation], size: int = 1) -> list[Group]:
     """Groups of `size` conversations each; a sample is a conversation of one row."""
     found = [row if isinstance(row, tuple) else (row,) for row in rows]
     return [Group(tuple(found[i : i + size])) for i in range(0, len(found), size)]
 
 
-def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[SampledRow]:
+def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[RolloutRow]:
     """Four rows of different lengths; row 1 did not end."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 30, (4, WIDTH), generator=generator).numpy()
@@ -57,12 +57,12 @@ def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[SampledRow]:
     return rows
 
 
-def tokens_of(rows: Sequence[SampledRow]) -> torch.Tensor:
+def tokens_of(rows: Sequence[RolloutRow]) -> torch.Tensor:
     """The tokens of samples, padded, int64 [B, S]."""
     return padded([row.tokens for row in rows])
 
 
-def logprobs_of(policy: Policy, rows: Sequence[SampledRow], **more: bool) -> torch.Tensor:
+def logprobs_of(policy: Policy, rows: Sequence[RolloutRow], **more: bool) -> torch.Tensor:
     """The policy's log-probs of samples by position, [B, S-1]."""
     return padded(policy.logprobs(rows, **more))[:, 1:]
 
@@ -75,7 +75,7 @@ def method_of(*, whitens: bool = True, **settings: Any) -> Method:
 
 
 def make_batch(
-    rows: Sequence[SampledRow | Conversation],
+    rows: Sequence[RolloutRow | Conversation],
     *,
     num_dropped: int = 0,
     truncated: str = "score",

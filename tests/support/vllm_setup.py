@@ -9,7 +9,7 @@ from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.sample import Conversation
+from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import RunConfig

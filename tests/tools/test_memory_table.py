@@ -147,7 +147,7 @@ def test_memory_table_sums_per_machine_and_gpu(tmp_path: Path, monkeypatch: pyte
     assert not problems
     assert re.match(r"reward +cuda:0 to cuda:1, each +10 KiB", lines[1])
     assert re.match(r"critic +cuda:1 +10 KiB", lines[2])
-    assert [line.endswith("5 GiB free") for line in lines if line.startswith("all")] == [True, False]  # one card here
+    assert [line.endswith("5 GiB free") for line in lines if line.startswith("all")] == [True, False]  # one GPU here
     apart, _ = memory_lines(config_of(tmp_path, *ON_GPUS, "actor.ranks=2", 'actor.client.servers=["host:8000"]'))
     assert {line.split()[1] for line in apart if line.startswith("all")} == {"server", "trainer", "actor"}
     assert any(re.match("actor +actor cuda:0 to cuda:1, each ", line) for line in apart)

@@ -280,7 +280,7 @@ def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path
         "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = Child("child", ["-c", script], tmp_path / "log", {}, command=[sys.executable])
-    assert child.obituary() == (
+    assert child.exit_message() == (
         f"the child was killed by SIGKILL, as the kernel does when memory runs out; its log is {tmp_path / 'log'}\n"
         "the log ends with:\nERROR no room"
     )
@@ -360,7 +360,7 @@ def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path: Path):
         first = psutil.Process(vllm.server.pid)
         engine = first.children()
         first.send_signal(signal.SIGKILL)
-        until(lambda: (vllm.look(), vllm.server.pid != first.pid)[1])
+        until(lambda: (vllm.restart_if_down(), vllm.server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
         assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
         assert not psutil.wait_procs(engine, 120)[1]

@@ -19,7 +19,6 @@ import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import digest_of
-from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.canary import canary_row, check_canary
 from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
 from rlhf_triton.python_backend.models.modeling import load_critic as load_on_cpu
@@ -29,6 +28,7 @@ from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
+from rlhf_triton.training_engine.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import trainer_section
 

@@ -24,7 +24,7 @@ from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic
 from rlhf_triton.python_backend.serving.versions.follower import Follower
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore
-from tests.support.full_card import let_memory_be_short
+from tests.support.out_of_memory import let_memory_be_short
 
 PATIENCE_S = 200.0
 POLL_S = 0.002

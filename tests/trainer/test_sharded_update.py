@@ -11,8 +11,6 @@ import torch
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
-from rlhf_triton.learning.merged_slices import MergedSlices
-from rlhf_triton.learning.ranks import Ranks
 from rlhf_triton.python_backend.models.adapters import MergedWeights
 from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
@@ -21,6 +19,8 @@ from rlhf_triton.trainer import trained_critic
 from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
 from rlhf_triton.trainer.verification import holds_weights, verify_version
+from rlhf_triton.training_engine.merged_slices import MergedSlices
+from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks, whole_tensors

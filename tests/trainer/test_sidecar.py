@@ -288,19 +288,19 @@ BATCH = 4  # sequences of an optimizer step in a rig; a step of the journal has 
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Simulate a device that fits `tokens` of a micro-batch; `lacks` makes single micro-batches run out of memory."""
-    card: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
+    gpu: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
     loss_of = CriticUpdate._loss
 
     def limited(update: CriticUpdate, rows: list[TrainingRow], *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = loss_of(update, rows, *args, **kwargs)
-        if len(rows) * max(row.tokens.size for row in rows) > card["tokens"] or card["lacks"](rows):
+        if len(rows) * max(row.tokens.size for row in rows) > gpu["tokens"] or gpu["lacks"](rows):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
         return loss
 
     monkeypatch.setattr(CriticUpdate, "_loss", limited)
-    return card
+    return gpu
 
 
 def of_step(step: int, *, sequences: slice = slice(None)) -> Callable[[list[TrainingRow]], bool]:
@@ -318,8 +318,8 @@ def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.device
-def test_out_of_memory_halves_the_sidecars_micro_batches(rig: Rig, straight: Rig, card: dict[str, Any]):
-    card["tokens"] = 10
+def test_out_of_memory_halves_the_sidecars_micro_batches(rig: Rig, straight: Rig, gpu: dict[str, Any]):
+    gpu["tokens"] = 10
     results = rig.train(1, 2, 3)
     expected = [straight.journal.result(entry) for entry in straight.journal.entries()][:3]
     for result, wanted in zip(results, expected, strict=True):
@@ -334,11 +334,11 @@ def test_out_of_memory_halves_the_sidecars_micro_batches(rig: Rig, straight: Rig
 
 @pytest.mark.parametrize("fits_later", [False, True])
 def test_batches_skipped_for_memory_are_skipped_in_a_replay(
-    rig: Rig, straight: Rig, card: dict[str, Any], fits_later: bool
+    rig: Rig, straight: Rig, gpu: dict[str, Any], fits_later: bool
 ):
     """One of two optimizer steps of step 3, and all of step 2."""
     some, whole = of_step(3, sequences=slice(BATCH)), of_step(2)
-    card["lacks"] = lambda rows: some(rows) or whole(rows)
+    gpu["lacks"] = lambda rows: some(rows) or whole(rows)
     first, second, third = rig.train(1, 2, 3)
     assert (first.error, second.weights_version, second.loss_mean) == (None, 1, None)
     assert "CUDA out of memory" in str(second.error)
@@ -351,27 +351,27 @@ def test_batches_skipped_for_memory_are_skipped_in_a_replay(
     assert failed["out_of_memory/trainer.token_budget"] >= 1
     assert (partly["optimizer_steps"], partly["skipped_steps"]) == (1, 1)
     if fits_later:
-        card["lacks"] = some
+        gpu["lacks"] = some
     assert rig.start().rewind(2).error is None
     assert_trained_alike(rig.weights(), straight.weights(1))
     assert rig.train(3)[0].error is None
     rig.kill()
     if fits_later:
-        card["lacks"] = lambda rows: False
+        gpu["lacks"] = lambda rows: False
     assert rig.start().rewind(3).error is None
     assert_trained_alike(rig.weights(), served)
 
 
 @pytest.mark.parametrize("sequences", [slice(None), slice(BATCH)], ids=["all", "first"])
 def test_sidecar_stops_if_an_acknowledged_step_no_longer_fits_in_memory(
-    rig: Rig, card: dict[str, Any], sequences: slice
+    rig: Rig, gpu: dict[str, Any], sequences: slice
 ):
     """Its weights are served and cannot be reproduced: another process may have taken the memory."""
     rig.train(1, 2)
     rig.kill()
-    card["lacks"] = of_step(2, sequences=sequences)
+    gpu["lacks"] = of_step(2, sequences=sequences)
     error = rig.start().ended()
     assert isinstance(error, OutOfMemory)
     assert "not even a single row fits" in str(error)
-    card["lacks"] = lambda rows: False
+    gpu["lacks"] = lambda rows: False
     assert rig.start().train(3)[0].weights_version == 3

@@ -132,5 +132,5 @@ class Services:
         self._children.append(child)
         while not is_ready():
             if child.poll() is not None:
-                raise RlhfError(error_in(log) or child.obituary())
+                raise RlhfError(error_in(log) or child.exit_message())
             time.sleep(POLL_S)

@@ -231,9 +231,9 @@ class Child:
         """Raise RlhfError if the process ended with an exit code other than 0."""
         code = self.poll()
         if code not in (None, 0):
-            raise RlhfError(self.obituary())
+            raise RlhfError(self.exit_message())
 
-    def obituary(self) -> str:
+    def exit_message(self) -> str:
         """Return how the process ended, with the last lines of its log."""
         code = self.process.wait()
         why = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""

@@ -47,7 +47,7 @@ STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
 LOST = "rlhf_lost_processes_total"
-CARD = "rlhf_card_bytes"  # only models on a GPU have it
+GPU_BYTES = "rlhf_gpu_bytes"  # only models on a GPU have it
 PROGRESS = ("nv_inference_exec_count", "nv_inference_request_success")  # of a model that counts no forward passes
 _SWITCHES = re.compile(r"ctxt_switches:\s*(\d+)")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
@@ -89,7 +89,7 @@ class _Watched:
     """Processes that the model should have; 0: not known yet."""
     errors: int = 0
     """Probes in succession that were answered with an error."""
-    on_card: bool = False
+    on_gpu: bool = False
     progress: tuple[float, ...] = ()
     silence: _Silence = field(default_factory=_Silence)
     cpu_s: float = 0.0
@@ -213,7 +213,7 @@ class ServerHealth:
         if len(processes) < watched.num_instances:
             left = f"{len(processes)} of its {watched.num_instances} processes are left"
             raise ControlPlaneError(f"{model}: {left}", Failure.DIED)
-        lost, watched.on_card = found.get(LOST, 0.0), CARD in found
+        lost, watched.on_gpu = found.get(LOST, 0.0), GPU_BYTES in found
         watched.lost = lost if watched.lost is None else watched.lost
         if lost > watched.lost:
             raise ControlPlaneError(f"a process of {model} has lost its device or a rank", Failure.UNUSABLE)
@@ -272,7 +272,7 @@ class ServerHealth:
 def _longest_silence_s(processes: Sequence[psutil.Process], watched: _Watched, silent_s: float) -> float:
     if _is_stopped(processes):
         return STOPPED_S
-    computes = not watched.on_card and _cpu_s(processes) - watched.cpu_s > COMPUTING_CPU_SHARE * silent_s
+    computes = not watched.on_gpu and _cpu_s(processes) - watched.cpu_s > COMPUTING_CPU_SHARE * silent_s
     return COMPUTING_SILENT_S if computes else SILENT_S
 
 

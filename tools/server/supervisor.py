@@ -44,7 +44,7 @@ S = TypeVar("S", bound=SupervisedServer)
 
 
 class Supervisor(Generic[S]):
-    """Owns a server. Call `look` regularly, so that it restarts the server when needed, and `stop` at the end."""
+    """Owns a server. Call `restart_if_down` regularly and `stop` at the end."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Supervisor(Generic[S]):
         """Start the server.
 
         Args:
-            start: starts a server and returns it once it is ready; `look` calls it for each restart.
+            start: starts a server and returns it once it is ready; also for each restart.
             log: receives a line for each event.
             name: of the server, in these lines.
             watch: makes what watches a started server, such as `ServerHealth`.
@@ -84,7 +84,7 @@ class Supervisor(Generic[S]):
             self._held = held.pop_all()
         self._begin_watch()
 
-    def look(self) -> None:
+    def restart_if_down(self) -> None:
         """Restart the server if it has died or hangs, and rotate its log."""
         if self._start_at is None:
             reason = self._reason_to_restart()

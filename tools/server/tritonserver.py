@@ -269,7 +269,7 @@ class TritonServer:
             write_json(state_file, state, durable=False)
 
     def _wait_ready(self, check: Callable[[], None]) -> None:
-        def look() -> None:
+        def check_start() -> None:
             check()
             if failure := stub_failure(self.log_path):
                 raise ServerStartError(f"{failure} (the whole log is in {self.log_path})")
@@ -280,12 +280,12 @@ class TritonServer:
                 # tritonserver opens its ports one after the other, gRPC first.
                 while not (control.is_live() and is_open(self.section.http_url) and is_open(self.section.metrics_url)):
                     self.raise_if_dead()
-                    look()
+                    check_start()
                     if time.monotonic() > deadline:
                         raise ServerStartError(f"{too_slow(self.section)} (the whole log is in {self.log_path})")
                     time.sleep(POLL_INTERVAL_S)
                 _hide_argument(self.pid, self._control_key)
-                load_and_probe(control, self.repository, self.section, check=look, log=self._log)
+                load_and_probe(control, self.repository, self.section, check=check_start, log=self._log)
         except ControlPlaneError as error:
             self.raise_if_dying()
             # Triton's answer does not say why it cannot read a configuration; only its log does.

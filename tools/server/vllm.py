@@ -78,7 +78,7 @@ class VllmServer:
     def raise_if_dead(self) -> None:
         """Raise ServerStartError, with the last lines of the log, if the process has ended."""
         if self._child.poll() is not None:
-            raise ServerStartError(self._child.obituary())
+            raise ServerStartError(self._child.exit_message())
 
     def bound_log(self) -> None:
         """Rotate the log if it is large."""

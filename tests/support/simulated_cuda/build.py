@@ -33,7 +33,7 @@ def torch_folder() -> Path:
 
 
 def has_real_cuda() -> bool:
-    """Return whether the installed torch is a CUDA build, which needs no simulated cards."""
+    """Return whether the installed torch is a CUDA build, which needs no simulated GPUs."""
     return not re.search(r"^cuda\b[^=]*= None$", (torch_folder() / "version.py").read_text(), re.MULTILINE)
 
 

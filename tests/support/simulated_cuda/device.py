@@ -1,4 +1,4 @@
-"""`torch.cuda` of the simulated cards, and what a test sets: memory limits.
+"""`torch.cuda` of the simulated GPUs, and what a test sets: memory limits.
 
 `install` is called by `hook` when torch has been imported.
 """
@@ -12,13 +12,13 @@ import simcuda
 import torch
 
 from simulated_cuda import streams
-from simulated_cuda.extension import NUM_CARDS
+from simulated_cuda.extension import NUM_GPUS
 from simulated_cuda.nccl import install_nccl
 from simulated_cuda.storages import install_storages
 from simulated_cuda.streams import index_of
 from simulated_cuda.trace import host_waits
 
-TOTAL_MEMORY = 80 << 30  # bytes of a card without a limit
+TOTAL_MEMORY = 80 << 30  # bytes of a GPU without a limit
 
 
 class Properties(NamedTuple):
@@ -33,14 +33,14 @@ class Properties(NamedTuple):
 
 
 @contextlib.contextmanager
-def memory_limit(card: int, num_bytes: int) -> Iterator[None]:
-    """Let a card have `num_bytes`, what is allocated included: beyond, an allocation raises torch.OutOfMemoryError."""
-    before = simcuda.limit(card)
-    simcuda.set_limit(card, num_bytes)
+def memory_limit(gpu: int, num_bytes: int) -> Iterator[None]:
+    """Let a GPU have `num_bytes`, what is allocated included: beyond, an allocation raises torch.OutOfMemoryError."""
+    before = simcuda.limit(gpu)
+    simcuda.set_limit(gpu, num_bytes)
     try:
         yield
     finally:
-        simcuda.set_limit(card, before)
+        simcuda.set_limit(gpu, before)
 
 
 def total_memory(device: Any = None) -> int:
@@ -66,14 +66,14 @@ class DeviceContext:
         simcuda.set_device(self.prev_idx)
 
 
-def exchange_device(card: int) -> int:
+def exchange_device(gpu: int) -> int:
     before: int = simcuda.current_device()
-    simcuda.set_device(card)
+    simcuda.set_device(gpu)
     return before
 
 
 def install() -> None:
-    """Make `torch.cuda` and storages work on the simulated cards."""
+    """Make `torch.cuda` and storages work on the simulated GPUs."""
     functions = {
         "_lazy_init": lambda: None,
         "_is_compiled": lambda: True,
@@ -83,7 +83,7 @@ def install() -> None:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "device_count": lambda: NUM_CARDS,
+        "device_count": lambda: NUM_GPUS,
         "current_device": simcuda.current_device,
         "set_device": lambda device: simcuda.set_device(index_of(device)),
         "device": DeviceContext,
@@ -105,7 +105,7 @@ def install() -> None:
         "max_memory_reserved": lambda device=None: simcuda.peak(index_of(device)),
         "reset_peak_memory_stats": lambda device=None: simcuda.reset_peak(index_of(device)),
         "empty_cache": lambda: None,
-        "default_generators": tuple(simcuda.default_generator(card) for card in range(NUM_CARDS)),
+        "default_generators": tuple(simcuda.default_generator(gpu) for gpu in range(NUM_GPUS)),
     }
     for name, function in functions.items():
         _replace(name, function)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from simulated_cuda.build import built, torch_folder
 
-NUM_CARDS = 8
+NUM_GPUS = 8
 TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libshm.so", "libtorch_python.so")  # in the order of their needs
 
 
@@ -22,6 +22,6 @@ def load() -> ModuleType:
     native = importlib.util.module_from_spec(spec)
     sys.modules["simcuda"] = native
     spec.loader.exec_module(native)
-    native.set_cards(NUM_CARDS)
+    native.set_num_gpus(NUM_GPUS)
     native.set_own_checks((folder / "own_checks.txt").read_text().split("\n"))
     return native

@@ -1,4 +1,4 @@
-"""Loads the simulated cards when torch is imported: the extension before it, `torch.cuda` after it.
+"""Loads the simulated GPUs when torch is imported: the extension before it, `torch.cuda` after it.
 
 A process that never imports torch pays for one entry in `sys.meta_path`.
 """
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def simulate_on_import() -> None:
-    """Give this process the simulated cards once it imports torch; torch must not be imported yet."""
+    """Give this process the simulated GPUs once it imports torch; torch must not be imported yet."""
     if any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         return
     if "torch" in sys.modules:

@@ -1,4 +1,4 @@
-"""`nccl` as a backend for tensors of the simulated cards: gloo over their memory; tensors of the CPU are refused."""
+"""`nccl` as a backend for tensors of the simulated GPUs: gloo over their memory; tensors of the CPU are refused."""
 
 from datetime import timedelta
 from typing import Any

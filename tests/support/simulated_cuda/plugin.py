@@ -1,7 +1,7 @@
-"""pytest plugin (`-p simulated_cuda.plugin`): the simulated cards, and `cuda` as the device that sections default to.
+"""pytest plugin (`-p simulated_cuda.plugin`): the simulated GPUs, and `cuda` as the device that sections default to.
 
 Only the defaults of the configuration's sections change. A loader that is called without a device still loads on the
-CPU, as it does for a user: giving it the card here would hide code that forgets to name one.
+CPU, as it does for a user: giving it the GPU here would hide code that forgets to name one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def pytest_configure(config: pytest.Config) -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if STARTUP not in [str(Path(path).resolve()) for path in paths]:
         raise pytest.UsageError(
-            f"PYTHONPATH must have {STARTUP}, so that processes of tests have the simulated cards, too"
+            f"PYTHONPATH must have {STARTUP}, so that processes of tests have the simulated GPUs, too"
         )
-    default_to_cards()
+    default_to_gpus()
     config.addinivalue_line("filterwarnings", "ignore:CUDA reports")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the tests in `tests/device`, and of all others only those that take a path of their own on a card."""
+    """Run the tests in `tests/device`, and of all others only those that take a path of their own on a GPU."""
     given = list(items)
     items[:] = [i for i in given if i.path.parent.name == "device" or i.get_closest_marker("device")]
     config.hook.pytest_deselected(items=[item for item in given if item not in items])
@@ -38,12 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup() -> None:
     import torch
 
-    # A model that was loaded or measured in this thread has chosen a card and a stream of its own.
-    for card in reversed(range(torch.cuda.device_count())):
-        torch.cuda.set_stream(torch.cuda.default_stream(card))  # which also makes the card current
+    # A model that was loaded or measured in this thread has chosen a GPU and a stream of its own.
+    for gpu in reversed(range(torch.cuda.device_count())):
+        torch.cuda.set_stream(torch.cuda.default_stream(gpu))  # which also makes the GPU current
 
 
-def default_to_cards() -> None:
+def default_to_gpus() -> None:
     """Make `cuda` the default of each `device` in the configuration, and float32 that of each precision."""
     from rlhf_triton.config import RunConfig
     from rlhf_triton.config.sections import Section

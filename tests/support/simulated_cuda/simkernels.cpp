@@ -1,4 +1,4 @@
-// Operators of the simulated cards: those of the CPU over the same memory, after the checks that CUDA makes.
+// Operators of the simulated GPUs: those of the CPU over the same memory, after the checks that CUDA makes.
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <torch/library.h>
@@ -9,21 +9,21 @@ namespace {
 using at::Tensor;
 using namespace simcuda;
 
-const c10::DispatchKeySet kCardKeys(c10::DispatchKey::CUDA);
+const c10::DispatchKeySet kGpuKeys(c10::DispatchKey::CUDA);
 
-bool on_card(const Tensor& tensor) { return tensor.defined() && tensor.device().is_cuda(); }
+bool on_gpu(const Tensor& tensor) { return tensor.defined() && tensor.device().is_cuda(); }
 bool is_scalar(const Tensor& tensor) { return tensor.dim() == 0; }
 
 Tensor empty_memory_format(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                            std::optional<c10::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  OnCard card(resolved(device));
-  return at::detail::empty_generic(size, card_memory(), kCardKeys, c10::dtype_or_default(dtype), format);
+  OnGpu gpu(resolved(device));
+  return at::detail::empty_generic(size, gpu_memory(), kGpuKeys, c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
-  OnCard card(resolved(device));
-  return at::detail::empty_strided_generic(size, stride, card_memory(), kCardKeys, c10::dtype_or_default(dtype));
+  OnGpu gpu(resolved(device));
+  return at::detail::empty_strided_generic(size, stride, gpu_memory(), kGpuKeys, c10::dtype_or_default(dtype));
 }
 
 // A tensor of `device` with the values of a kernel's new CPU tensor.
@@ -36,7 +36,7 @@ Tensor result_on(c10::Device device, const Tensor& tensor) {
 
 Tensor& copy_(Tensor& self, const Tensor& from, bool) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  launch(on_card(self) ? self.device() : from.device());
+  launch(on_gpu(self) ? self.device() : from.device());
   if (self.sizes() != from.sizes() || self.numel()) host(self).copy_(host(from));
   return self;
 }
@@ -47,8 +47,8 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<a
   const size_t bytes = (c10::multiply_integers(size) + self.storage_offset()) * self.dtype().itemsize();
   auto* storage = self.storage().unsafeGetStorageImpl();
   if (bytes > storage->nbytes()) {
-    OnCard card(self.device());
-    auto fresh = card_memory()->allocate(bytes);
+    OnGpu gpu(self.device());
+    auto fresh = gpu_memory()->allocate(bytes);
     if (storage->nbytes()) std::memcpy(fresh.get(), storage->data(), storage->nbytes());
     storage->set_data_ptr_noswap(std::move(fresh));
     storage->set_nbytes(bytes);
@@ -126,7 +126,7 @@ class Call {
       ours.unsafeGetTensorImpl()->set_sizes_and_strides(theirs.sizes(), theirs.strides());
       if (theirs.numel()) host(ours).copy_(theirs);
     }
-    to_card(place);
+    to_gpu(place);
   }
 
  private:
@@ -136,7 +136,7 @@ class Call {
 
   void see(const Tensor& tensor, const c10::Argument& argument, bool is_index) {
     if (!tensor.defined()) return;
-    if (!on_card(tensor)) {
+    if (!on_gpu(tensor)) {
       if (!is_index) on_host_.emplace_back(tensor, &argument);
       return;
     }
@@ -178,7 +178,7 @@ class Call {
   }
 
   Tensor converted(const Tensor& tensor, bool is_out) {
-    if (!on_card(tensor)) return tensor;
+    if (!on_gpu(tensor)) return tensor;
     const bool is_unsized = is_out && !tensor.numel();  // the kernel gives it its size
     Tensor theirs = is_unsized ? at::empty({0}, at::TensorOptions().dtype(tensor.dtype())) : host(tensor);
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) theirs.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -215,7 +215,7 @@ class Call {
     return result_on(place, tensor);
   }
 
-  void to_card(c10::Device place) {
+  void to_gpu(c10::Device place) {
     const size_t returns = schema_.returns().size();
     for (size_t i = stack_.size() - returns; i < stack_.size(); i++) {
       if (stack_[i].isTensor()) {
@@ -236,7 +236,7 @@ class Call {
   bool takes_indices_, takes_host_scalars_;
   std::optional<c10::Device> device_;
   std::vector<std::pair<Tensor, const c10::Argument*>> on_host_;
-  std::vector<std::pair<Tensor, Tensor>> aliases_, resized_;  // (the card's, the host's)
+  std::vector<std::pair<Tensor, Tensor>> aliases_, resized_;  // (the GPU's, the host's)
 };
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) { Call(op, stack).run(); }

@@ -1,4 +1,4 @@
-// NCCL for the simulated cards: gloo's collectives over the same memory, for tensors of cards alone.
+// NCCL for the simulated GPUs: gloo's collectives over the same memory, for tensors of GPUs alone.
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

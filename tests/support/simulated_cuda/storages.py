@@ -1,4 +1,4 @@
-"""`torch.UntypedStorage` of the simulated cards: the methods whose CUDA code a CPU build lacks."""
+"""`torch.UntypedStorage` of the simulated GPUs: the methods whose CUDA code a CPU build lacks."""
 
 import simcuda
 import torch
@@ -7,7 +7,7 @@ from torch.storage import UntypedStorage
 
 
 def install_storages() -> None:
-    """Let `clone`, `cpu` and `resize_` work on storages of the cards."""
+    """Let `clone`, `cpu` and `resize_` work on storages of the GPUs."""
     clone, cpu, resize = UntypedStorage.clone, UntypedStorage.cpu, UntypedStorage.resize_
 
     def cloned(storage: UntypedStorage) -> UntypedStorage:

@@ -11,13 +11,13 @@ from simulated_cuda.trace import host_waits
 
 
 def index_of(device: Any) -> int:
-    """Return the card's index of whatever `torch.cuda` takes as a device; None and no index: the current card."""
+    """Return the GPU's index of whatever `torch.cuda` takes as a device; None and no index: the current GPU."""
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return simcuda.current_device() if index is None or index < 0 else index
 
 
 class Stream:
-    """A stream of a card; equal to others with its card and `stream_id`. The default stream's id is 0."""
+    """A stream of a GPU; equal to others with its GPU and `stream_id`. The default stream's id is 0."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
         self.device_index = index_of(device)
@@ -69,7 +69,7 @@ class Event:
 
 
 class StreamContext:
-    """`torch.cuda.stream(...)`: the stream and its card are the thread's current ones; None changes nothing."""
+    """`torch.cuda.stream(...)`: the stream and its GPU are the thread's current ones; None changes nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -77,7 +77,7 @@ class StreamContext:
     def __enter__(self) -> None:
         if self.stream is None:
             return
-        self._card = simcuda.current_device()
+        self._gpu = simcuda.current_device()
         self._before = simcuda.current_stream(self.stream.device_index)
         set_stream(self.stream)
 
@@ -85,7 +85,7 @@ class StreamContext:
         if self.stream is None:
             return
         simcuda.set_stream(self.stream.device_index, self._before)
-        simcuda.set_device(self._card)
+        simcuda.set_device(self._gpu)
 
 
 def set_stream(stream: Stream) -> None:
@@ -94,8 +94,8 @@ def set_stream(stream: Stream) -> None:
 
 
 def current_stream(device: Any = None) -> Stream:
-    card = index_of(device)
-    return Stream(card, stream_id=simcuda.current_stream(card))
+    gpu = index_of(device)
+    return Stream(gpu, stream_id=simcuda.current_stream(gpu))
 
 
 def default_stream(device: Any = None) -> Stream:

@@ -1,6 +1,6 @@
-"""Records which card was the current one of each thread when it launched a kernel.
+"""Records which GPU was the current one of each thread when it launched a kernel.
 
-A thread starts with `cuda:0` as its current card. ATen launches a kernel on the card of its tensors all the same, but
+A thread starts with `cuda:0` as its current GPU. ATen launches a kernel on the GPU of its tensors all the same, but
 `"cuda"` without an index, new streams, `torch.cuda.synchronize` and kernels of others use the current one.
 """
 
@@ -13,11 +13,11 @@ import simcuda
 
 
 class Launches(NamedTuple):
-    """Kernels of one thread on `card` while `current` was its current card. Copies to and from the host count, too."""
+    """Kernels of one thread on `gpu` while `current` was its current GPU. Copies to and from the host count, too."""
 
     thread: str
     current: int
-    card: int
+    gpu: int
     kernels: int
 
 
@@ -29,8 +29,8 @@ class LaunchRecord:
 
     @property
     def strays(self) -> list[Launches]:
-        """Kernels on another card than the thread's current one."""
-        return [each for each in self.launches if each.current != each.card]
+        """Kernels on another GPU than the thread's current one."""
+        return [each for each in self.launches if each.current != each.gpu]
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def recorded_launches() -> Iterator[LaunchRecord]:
     finally:
         threading.Thread.run = run  # type: ignore[method-assign]
         simcuda.record_launches(False)
-        for (thread_id, current, card), kernels in simcuda.launches().items():
+        for (thread_id, current, gpu), kernels in simcuda.launches().items():
             record.launches.append(
-                Launches(names.get(thread_id, f"thread {thread_id} of torch"), current, card, kernels)
+                Launches(names.get(thread_id, f"thread {thread_id} of torch"), current, gpu, kernels)
             )

@@ -1,4 +1,4 @@
-"""Counts kernels on the simulated cards, and the places where the host waits for a card."""
+"""Counts kernels on the simulated GPUs, and the places where the host waits for a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Trace(TorchDispatchMode):
     Attributes:
         kernels: number of kernels.
         ops: kernels by operator.
-        streams: kernels by (card, id of the current stream); id 0 is the default stream.
+        streams: kernels by (GPU, id of the current stream); id 0 is the default stream.
         waits: host waits by their cause.
         where: host waits by (cause, line of the project).
     """
@@ -101,14 +101,14 @@ class Trace(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        card = next((tensor.device.index for tensor in (*given, *made) if tensor.is_cuda), None)
-        if card is None:
+        gpu = next((tensor.device.index for tensor in (*given, *made) if tensor.is_cuda), None)
+        if gpu is None:
             return out
         if why := _cause(name, args, kwargs, given, made):
             self.count_wait(why)
         if not func.is_view and name not in LAUNCH_NOTHING:
             self.ops[name] += 1
-            self.streams[card, simcuda.current_stream(card)] += 1
+            self.streams[gpu, simcuda.current_stream(gpu)] += 1
         return out
 
 

@@ -1,4 +1,4 @@
-"""Imported when Python starts if PYTHONPATH has this folder: the process and its children get the simulated cards."""
+"""Imported when Python starts if PYTHONPATH has this folder: the process and its children get the simulated GPUs."""
 
 import sys
 from pathlib import Path

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.learning.ranks import KEPT, Operations, Ranks
+from rlhf_triton.training_engine.ranks import KEPT, Operations, Ranks
 from tests.support.ranks import on_ranks
 
 

@@ -1,4 +1,4 @@
-"""`python -m rlhf_triton.learning.agent RANKS MODULE ARGUMENTS...`: torchrun on this machine, for `launch`.
+"""`python -m rlhf_triton.training_engine.agent RANKS MODULE ARGUMENTS...`: torchrun on this machine, for `launch`.
 
 Restarts all ranks if one dies. On SIGINT or SIGTERM, it lets rank 0 finish. Its exit code is rank 0's, or 1 if ranks
 died more often than MAX_RESTARTS.
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_triton.learning.launch import AGENT, FOLDER, AgentFolder
+from rlhf_triton.training_engine.launch import AGENT, FOLDER, AgentFolder
 
 MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and the journal
 

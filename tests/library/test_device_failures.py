@@ -21,14 +21,14 @@ from tritonclient.utils import InferenceServerException
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.connection import trouble_of
 from rlhf_triton.client.errors import Kind
-from rlhf_triton.python_backend.models.card import is_device_error
+from rlhf_triton.python_backend.models.gpu import is_device_error
 from rlhf_triton.python_backend.models.modeling import RewardModel, load_reward
 from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, is_out_of_memory
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
-from tests.support.full_card import let_memory_be_short
+from tests.support.out_of_memory import let_memory_be_short
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 

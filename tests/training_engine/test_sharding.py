@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_triton.learning import slices
-from rlhf_triton.learning.ranks import ALONE, Ranks
-from rlhf_triton.learning.sharding import shard
-from rlhf_triton.learning.slices import read_tensors, write_checkpoint, write_slices
+from rlhf_triton.training_engine import slices
+from rlhf_triton.training_engine.ranks import ALONE, Ranks
+from rlhf_triton.training_engine.sharding import shard
+from rlhf_triton.training_engine.slices import read_tensors, write_checkpoint, write_slices
 from tests.support.ranks import on_ranks, whole_tensors
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 
 from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection
-from rlhf_triton.config.trained import TrainedSection
+from rlhf_triton.config.trained_model import TrainedSection
 
 
 def check_training(

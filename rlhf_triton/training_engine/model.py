@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config.trained import TrainedSection
+from rlhf_triton.config.trained_model import TrainedSection
 from rlhf_triton.python_backend.models.adapters import Lora, MergedWeights, named_layers, with_adapters
 from rlhf_triton.python_backend.models.precision import use_bfloat16
 

@@ -17,16 +17,16 @@ from torch.optim import AdamW, Optimizer
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.optimizer import OptimizerSection
-from rlhf_triton.config.trained import Resume, TrainedSection, decisive_settings, resume_marks
+from rlhf_triton.config.trained_model import Resume, TrainedSection, decisive_settings, resume_marks
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, dealt
-from rlhf_triton.learning.recomputation import checkpoint_gradients, recomputing
-from rlhf_triton.learning.sharding import sync_gradients
-from rlhf_triton.learning.slices import read_tensors, stored_shapes, write_slices
 from rlhf_triton.python_backend.models.batching import plan_micro_batches
 from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget
 from rlhf_triton.python_backend.models.sharded_tensors import whole
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, dealt
+from rlhf_triton.training_engine.recomputation import checkpoint_gradients, recomputing
+from rlhf_triton.training_engine.sharding import sync_gradients
+from rlhf_triton.training_engine.slices import read_tensors, stored_shapes, write_slices
 
 BETAS = (0.9, 0.95)
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first

@@ -1,4 +1,4 @@
-"""Lets processes that a test starts run out of a card's memory, on a CPU, too."""
+"""Lets processes that a test starts run out of GPU memory, on a CPU, too."""
 
 from pathlib import Path
 

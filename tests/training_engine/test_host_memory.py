@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.policy import loading
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.learning.ranks import Ranks
-from tests.learning.test_policy_ranks import make
+from rlhf_triton.training_engine.ranks import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.settings import actor_section
+from tests.training_engine.test_policy_ranks import make
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {"kl_reference": "actor"},

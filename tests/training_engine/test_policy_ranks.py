@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
@@ -26,10 +26,10 @@ from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.learning.mailbox import as_tensor, value_of
-from rlhf_triton.learning.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.python_backend.models import adapters
 from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.training_engine.mailbox import as_tensor, value_of
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
 from tests.support.policy_training import load_checkpoint, random_batch, states
 from tests.support.ranks import on_ranks
 from tests.support.settings import actor_section

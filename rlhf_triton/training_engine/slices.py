@@ -19,8 +19,8 @@ from rlhf_triton.checkpoints.inspection import INDEX_FILE, CheckpointError, Chec
 from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 from rlhf_triton.checkpoints.tensor_file import STORED_AS, layout, raw_bytes
 from rlhf_triton.digests import digest_of
-from rlhf_triton.learning.ranks import AnyRanks, Ranks
 from rlhf_triton.store.durable import errno_of, sync_file
+from rlhf_triton.training_engine.ranks import AnyRanks, Ranks
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process has no process group
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache

@@ -17,7 +17,7 @@ from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
 from triton_python_backend_utils import Request
 
-from rlhf_triton.python_backend.models import card
+from rlhf_triton.python_backend.models import gpu
 from rlhf_triton.python_backend.models.language_model import load_language_model
 from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, save_critic
 from rlhf_triton.python_backend.models.token_reward import load_process_reward
@@ -80,10 +80,10 @@ def ask(model: Any, *batches: list[np.ndarray], output: str = REWARDS) -> list[n
 
 
 @pytest.mark.parametrize(
-    ("device", "card", "name", "output"), [("cuda", 3, "reward_model", REWARDS), ("cuda:1", 1, "critic", VALUES)]
+    ("device", "gpu", "name", "output"), [("cuda", 3, "reward_model", REWARDS), ("cuda:1", 1, "critic", VALUES)]
 )
 def test_configured_device_overrides_tritons_instance_device(
-    tmp_path: Path, checkpoints: Checkpoints, name: str, output: str, device: str, card: int
+    tmp_path: Path, checkpoints: Checkpoints, name: str, output: str, device: str, gpu: int
 ):
     run = make_served_run(tmp_path, checkpoints, device=device)
     with (
@@ -92,8 +92,8 @@ def test_configured_device_overrides_tritons_instance_device(
     ):
         ask(model, ROWS, output=output)
         devices = {each.device for each in model.served.versions.version.model.model.parameters()}
-    assert devices == {torch.device("cuda", card)}
-    assert {each.card for each in record.launches} == {card}
+    assert devices == {torch.device("cuda", gpu)}
+    assert {each.gpu for each in record.launches} == {gpu}
     assert record.strays == []
 
 
@@ -129,7 +129,7 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
             created[stream.stream_id] = stream.priority
 
     monkeypatch.setattr(Stream, "__init__", noted)
-    card._staging_stream.cache_clear()
+    gpu._staging_stream.cache_clear()
     return created
 
 
@@ -147,7 +147,7 @@ def test_next_forward_is_launched_before_waiting_for_the_first(
     for own in events.values():
         launches, waits = [("launch", 0, 3, own[0][3])] * 2, [("wait", 1, 3, own[0][3])] * 2
         assert own == launches + waits
-    assert {priorities[stream] for stream in used} == {card.HIGH}
+    assert {priorities[stream] for stream in used} == {gpu.HIGH}
 
 
 @pytest.mark.parametrize("name", ["reward_model", "critic"])
@@ -162,17 +162,17 @@ def test_a_version_is_staged_on_a_stream_of_low_priority(
             staged = model.served.compute.load("load_critic", folder, served)
     assert staged is not served
     ((number, stream),) = trace.streams
-    assert (number, priorities[stream]) == (3, card.LOW)
-    assert card.LOW > card.HIGH
+    assert (number, priorities[stream]) == (3, gpu.LOW)
+    assert gpu.LOW > gpu.HIGH
     assert trace.waits["stream.synchronize"] == 1
 
 
 def test_staging_thread_keeps_its_own_gpu_current():
-    """Leaving a stream makes the card current that was so before: the first one, in a thread that has chosen none."""
+    """Leaving a stream makes the previous GPU current again: the first one, in a thread that has chosen none."""
     found: list[int] = []
 
     def load() -> None:
-        with card.staging(torch.device("cuda:2")):
+        with gpu.staging(torch.device("cuda:2")):
             pass
         found.append(torch.cuda.current_device())
 
@@ -182,9 +182,9 @@ def test_staging_thread_keeps_its_own_gpu_current():
     assert found == [2]
 
 
-# ---- a model split over two cards: the memory of a swap ----
+# ---- a model split over two GPUs: the memory of a swap ----
 
-FIRST_CARD = 4
+FIRST_GPU = 4
 SWAP = 2.1  # times the weights: the served version, the next one, and one tensor of its file
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4}
 
@@ -197,17 +197,17 @@ def test_swap_of_a_tensor_parallel_model_holds_two_versions_in_served_precision(
         save_critic(load_critic(tmp_path / f"checkpoint-{seed}"), folder)
     exact = [load_critic(folder, dtype="bfloat16") for folder in versions]
     settings = {"dtype": "bfloat16"}
-    with serving_ranks(f"cuda:{FIRST_CARD}") as ranks:
-        before = simcuda.allocated(FIRST_CARD)
+    with serving_ranks(f"cuda:{FIRST_GPU}") as ranks:
+        before = simcuda.allocated(FIRST_GPU)
         served = ranks.load("load_critic", versions[0], None, settings)
-        weights = simcuda.allocated(FIRST_CARD) - before
+        weights = simcuda.allocated(FIRST_GPU) - before
         assert weights < 0.6 * 2 * sum(p.numel() for p in exact[0].model.parameters())  # bytes of half
-        simcuda.reset_peak(FIRST_CARD)
+        simcuda.reset_peak(FIRST_GPU)
         following = ranks.load("load_critic", versions[1], served, settings)
-        assert simcuda.peak(FIRST_CARD) - before <= SWAP * weights
+        assert simcuda.peak(FIRST_GPU) - before <= SWAP * weights
         for model, whole in zip((served, following), exact, strict=True):
             with ranks.forward(model, ROWS, 12):
                 found = model.values(ROWS, 12)
-            assert {parameter.device.index for parameter in model.model.parameters()} == {FIRST_CARD}
+            assert {parameter.device.index for parameter in model.model.parameters()} == {FIRST_GPU}
             for ours, expected in zip(found, whole.values(ROWS, 12), strict=True):
                 np.testing.assert_allclose(ours, expected, rtol=0, atol=0.1 * np.abs(expected).max())

@@ -33,7 +33,7 @@ class AgentRequest:
 
 @dataclass(frozen=True)
 class PolicyReply:
-    """A reply, independent of the dialect that renders it."""
+    """A reply, independent of the API that renders it."""
 
     id: str
     text: str
@@ -50,7 +50,7 @@ class PolicyReply:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ChatApi:
     """The request and reply formats of one API."""
 
     read: Callable[[Any, int], AgentRequest]
@@ -421,5 +421,5 @@ def _anthropic_events(body: Json, agent_request: AgentRequest) -> Iterator[str]:
         yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
-OPENAI_CHAT = Dialect(_read_openai, _openai_body, _openai_events)
-ANTHROPIC_MESSAGES = Dialect(_read_anthropic, _anthropic_body, _anthropic_events)
+OPENAI_CHAT = ChatApi(_read_openai, _openai_body, _openai_events)
+ANTHROPIC_MESSAGES = ChatApi(_read_anthropic, _anthropic_body, _anthropic_events)

@@ -18,18 +18,18 @@ from simulated_cuda.trace import Trace
 
 from rlhf_triton.actor.data.compute import make_compute_thread
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.sample import SampledRow, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
-from rlhf_triton.learning.ranks import RankLost
 from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
+from rlhf_triton.training_engine.ranks import RankLost
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
 from tests.support.samples import logprobs_of, tokens_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
-MOST_WAITS = 2  # a decoding step: one copy to the card, one to the host
-CARD, DEVICE = 1, "cuda:1"
+MOST_WAITS = 2  # a decoding step: one copy to the GPU, one to the host
+GPU, DEVICE = 1, "cuda:1"
 
 
 def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
@@ -39,7 +39,7 @@ def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
     return policy
 
 
-def generate(policy: Policy, **settings: Any) -> list[SampledRow]:
+def generate(policy: Policy, **settings: Any) -> list[RolloutRow]:
     return rows_of(policy.generate(PROMPTS, **{"seed": 1, **settings}))
 
 
@@ -117,7 +117,7 @@ def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(
 
 def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint: Path):
     policy = make_policy(checkpoint)
-    with memory_limit(CARD, simcuda.allocated(CARD) + 1), pytest.raises(OutOfMemory):
+    with memory_limit(GPU, simcuda.allocated(GPU) + 1), pytest.raises(OutOfMemory):
         generate(policy)
     policy.generation.memory.size = 4
     generate(policy)
@@ -131,15 +131,15 @@ def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint: Path, m
         return set(trace.streams)
 
     policy = make_policy(checkpoint)
-    assert streams_of(lambda: policy.logprobs(generate(policy))) == {(CARD, 0)}
+    assert streams_of(lambda: policy.logprobs(generate(policy))) == {(GPU, 0)}
     policy, waits = make_policy(checkpoint, one_step_off_policy=True), []
     own = policy._stream._stream
     monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waits.append((self.stream_id, other.stream_id)))
-    assert streams_of(lambda: generate(policy)) == {(CARD, own.stream_id)}
+    assert streams_of(lambda: generate(policy)) == {(GPU, own.stream_id)}
     assert own.priority < 0
     assert waits == [(own.stream_id, 0), (0, own.stream_id)], "for what was queued before, and for its results"
-    assert streams_of(lambda: policy.logprobs(generate(policy))) == {(CARD, own.stream_id)}
-    assert (CARD, 0) in streams_of(lambda: train(policy, generate(policy)))
+    assert streams_of(lambda: policy.logprobs(generate(policy))) == {(GPU, own.stream_id)}
+    assert (GPU, 0) in streams_of(lambda: train(policy, generate(policy)))
 
 
 def test_sampling_thread_uses_the_ranks_gpu():
@@ -170,4 +170,4 @@ def test_actor_threads_use_the_policys_gpu(checkpoint: Path):
         assert asyncio.run(run()) == 1
     compute = [each for each in record.launches if each.thread.startswith("compute")]
     assert sum(each.kernels for each in compute) > 100
-    assert [each for each in compute if each.current != each.card] == []
+    assert [each for each in compute if each.current != each.gpu] == []

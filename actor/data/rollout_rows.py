@@ -38,7 +38,7 @@ UNSCORED = Score(failure="it was not scored")
 
 
 @dataclass(frozen=True)
-class SampledRow:
+class RolloutRow:
     """A prompt and its response, or one row of a conversation with an environment."""
 
     prompt: Prompt
@@ -57,7 +57,7 @@ class SampledRow:
     score: Score = UNSCORED
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> SampledRow:
+    def from_json(cls, fields: Mapping[str, Any]) -> RolloutRow:
         """Return the unscored row that another rank has sent as JSON."""
         arrays = {"tokens": np.int64, "sampled": np.bool_, "logprobs": np.float32}
         parsed = {name: value for name, value in fields.items() if name != "score"}
@@ -74,12 +74,12 @@ class SampledRow:
             }
         )
 
-    def with_score(self, **changes: Any) -> SampledRow:
+    def with_score(self, **changes: Any) -> RolloutRow:
         """Return a copy with these fields of the score changed."""
         return dataclasses.replace(self, score=dataclasses.replace(self.score, **changes))
 
 
-Conversation = tuple[SampledRow, ...]
+Conversation = tuple[RolloutRow, ...]
 """The rows of a conversation, in order. A response to a plain prompt is a conversation with a single row."""
 
 
@@ -95,7 +95,7 @@ def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
     return [conversation for group in groups for conversation in group.conversations]
 
 
-def rows_of(conversations: Sequence[Conversation]) -> list[SampledRow]:
+def rows_of(conversations: Sequence[Conversation]) -> list[RolloutRow]:
     """Return the rows of all conversations, in order."""
     return [row for conversation in conversations for row in conversation]
 
@@ -105,12 +105,12 @@ def failure_of(conversation: Conversation) -> str:
     return next((row.score.failure for row in conversation if row.score.failure), "")
 
 
-def sample_of(prompt: Prompt, response: PolicyTurn) -> SampledRow:
+def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
     """Return the row of a prompt and its response."""
     size = len(prompt.tokens)
     row = np.concatenate([prompt.tokens, np.asarray(response.tokens, np.int64)])
     logprobs = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
-    return SampledRow(prompt, row, np.arange(len(row)) >= size, response.ended, logprobs)
+    return RolloutRow(prompt, row, np.arange(len(row)) >= size, response.ended, logprobs)
 
 
 def conversation_of(
@@ -118,13 +118,13 @@ def conversation_of(
 ) -> Conversation:
     """Return the conversation with these rows, in order, each given with the prompt that it starts with.
 
-    `truncated`, `error` and `num_prompt_messages` are fields of `SampledRow`.
+    `truncated`, `error` and `num_prompt_messages` are fields of `RolloutRow`.
     """
     converted = []
     for prompt, row in rows:
         logprobs = np.array(row.logprobs, np.float32)
         converted.append(
-            SampledRow(
+            RolloutRow(
                 prompt,
                 np.array(row.tokens, np.int64),
                 sampled=~np.array(row.observed, np.bool_),
@@ -140,7 +140,7 @@ def conversation_of(
     return tuple(converted)
 
 
-def text_indices(sample: SampledRow, tokenizer: Any) -> list[int]:
+def text_indices(sample: RolloutRow, tokenizer: Any) -> list[int]:
     """Return the indices of all tokens except the end tokens of the policy's turns, which readers do not need."""
     length = len(sample.tokens)
     ends = set[int]()

@@ -76,7 +76,7 @@ def _view(part: Tensor, like: Tensor) -> Tensor:
     return part[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def use_card(device: torch.device) -> None:
+def use_gpu(device: torch.device) -> None:
     """Make `device` this thread's current GPU, which `cuda` without an index and new streams use."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -84,7 +84,7 @@ def use_card(device: torch.device) -> None:
 
 def use_own_stream(device: torch.device) -> None:
     """Make this thread compute on `device`, in a stream of its own."""
-    use_card(device)
+    use_gpu(device)
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=HIGH))
 
@@ -95,7 +95,7 @@ def staging(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    use_card(device)  # otherwise leaving the stream would make the first GPU current and create a context there
+    use_gpu(device)  # otherwise leaving the stream would make the first GPU current and create a context there
     with torch.cuda.stream(_staging_stream(device)):
         yield
         torch.cuda.current_stream(device).synchronize()
@@ -106,7 +106,7 @@ def _staging_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=LOW)
 
 
-class CardStream:
+class GpuStream:
     """A high-priority stream for one kind of work, in parallel to other threads' work."""
 
     def __init__(self, device: torch.device) -> None:

@@ -333,7 +333,7 @@ class RerankRequest(VllmRequest):
 # ---- the table ----
 
 
-DIALECTS: dict[str, type[ScoredBody]] = {
+PROTOCOLS: dict[str, type[ScoredBody]] = {
     "/v1/rewards": RewardsRequest,
     "/get_reward": OpenRLHFRequest,
     "/classify": ClassifyRequest,
@@ -344,17 +344,17 @@ DIALECTS: dict[str, type[ScoredBody]] = {
 
 
 def reward_routes(source: RewardSource) -> list[Route]:
-    """Return the routes of all dialects."""
+    """Return the routes of all protocols."""
 
     async def models(request: Request) -> Response:
         """Name the reward model."""
         return JSONResponse({"object": "list", "data": [{"id": REWARD_MODEL, "object": "model", "owned_by": "triton"}]})
 
-    routes = [Route(path, _endpoint(source, dialect), methods=["POST"]) for path, dialect in DIALECTS.items()]
+    routes = [Route(path, _endpoint(source, protocol), methods=["POST"]) for path, protocol in PROTOCOLS.items()]
     return [*routes, Route("/v1/models", models)]
 
 
-def _endpoint(source: RewardSource, dialect: type[ScoredBody]) -> Callable[..., Any]:
+def _endpoint(source: RewardSource, protocol: type[ScoredBody]) -> Callable[..., Any]:
     async def scored(body: ScoredBody, request: Request) -> Results:
         served = await source.served()
         rows = body.rows(served)
@@ -363,7 +363,7 @@ def _endpoint(source: RewardSource, dialect: type[ScoredBody]) -> Callable[..., 
         return Results(await source.score(rows, body.outputs(served)), served)
 
     async def score(request: Request) -> Response:
-        body = dialect.read(await read_json(request))
+        body = protocol.read(await read_json(request))
         if (model := getattr(body, "model", None)) not in (None, REWARD_MODEL):
             raise HttpError(404, f"model: {model!r} does not exist, this gateway serves {REWARD_MODEL!r}")
         found = await while_connected(request, scored(body, request))

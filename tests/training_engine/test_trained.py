@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import ActorSection
 from rlhf_triton.config.optimizer import OptimizerSection
-from rlhf_triton.config.trained import TrainedSection
-from rlhf_triton.learning.trained import Trained
+from rlhf_triton.config.trained_model import TrainedSection
+from rlhf_triton.training_engine.trained import Trained
 from tests.support.settings import actor_section
 
 ROWS = torch.arange(15.0).reshape(5, 3)

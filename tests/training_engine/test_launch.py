@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_triton import process
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.learning import launch
-from rlhf_triton.learning.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
+from rlhf_triton.training_engine import launch
+from rlhf_triton.training_engine.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
 
 
 def test_launch_ranks_stays_in_the_process_for_a_single_rank(monkeypatch: pytest.MonkeyPatch):
@@ -24,7 +24,7 @@ def test_launch_ranks_replaces_the_process_with_an_agent_for_several_ranks(monke
     called = []
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
     launch_ranks(2, "rlhf_triton.trainer", ["--config", "x.yaml"], key="trainer.ranks")
-    assert called == [["-m", "rlhf_triton.learning.agent", "2", "rlhf_triton.trainer", "--config", "x.yaml"]]
+    assert called == [["-m", "rlhf_triton.training_engine.agent", "2", "rlhf_triton.trainer", "--config", "x.yaml"]]
 
 
 @pytest.mark.parametrize("parent", [1, 7])

@@ -45,7 +45,7 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
             if FOLDER not in os.environ:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif ranks > 1:
-        agent = [sys.executable, "-m", "rlhf_triton.learning.agent", str(ranks), module, *arguments]
+        agent = [sys.executable, "-m", "rlhf_triton.training_engine.agent", str(ranks), module, *arguments]
         os.execv(agent[0], agent)
 
 
