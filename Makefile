@@ -2,7 +2,7 @@
 # constraints.txt or pyproject.toml changed.
 PYTHON ?= python3
 SEED ?= 0
-DEVICE_TESTS ?= tests/device tests/actor tests/trainer tests/python_backend
+DEVICE_TESTS ?= tests/device tests/actor tests/trainer tests/models tests/python_backend
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr

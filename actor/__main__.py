@@ -63,9 +63,9 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
         import torch
 
         from rlhf_triton.actor.run.policies import follow_rank_0
-        from rlhf_triton.python_backend.models.modeling import quiet_transformers
-        from rlhf_triton.python_backend.models.out_of_memory import on_rank
-        from rlhf_triton.python_backend.models.placement import own_device
+        from rlhf_triton.models.modeling import quiet_transformers
+        from rlhf_triton.models.out_of_memory import on_rank
+        from rlhf_triton.models.placement import own_device
         from rlhf_triton.training_engine.ranks import ALONE, Ranks
 
     torch.set_num_threads(config.actor.threads)

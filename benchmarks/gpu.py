@@ -39,8 +39,8 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from rlhf_triton.models.batching import padded_rows
+from rlhf_triton.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate

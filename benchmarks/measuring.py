@@ -74,7 +74,7 @@ def make_checkpoint(kind: str, size: str, folder: Path, *, device: str = "cpu", 
         PreTrainedTokenizerFast,
     )
 
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()
     layers, width, feed_forward = SIZES[size]

@@ -158,7 +158,7 @@ class ReloadService:
 
     def __init__(self, folder: Path, model: str, stack: contextlib.ExitStack) -> None:
         """Start it; it stops when `stack` closes."""
-        from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
+        from rlhf_triton.models.modeling import load_critic, quiet_transformers  # torch: not for --help
         from rlhf_triton.trainer.publish import initialise_stores
 
         quiet_transformers()
@@ -310,7 +310,7 @@ def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Sam
 
 def _alone(service: ReloadService, folder: Path) -> dict[str, float]:
     """Return the milliseconds of each unavoidable step on its own: hash, load, canary."""
-    from rlhf_triton.python_backend.models.canary import canary_row  # torch: not for --help
+    from rlhf_triton.models.canary import canary_row  # torch: not for --help
 
     hash_s, _ = timed(lambda: digest_of_mapped(folder / WEIGHTS_FILE))
     load_s, critic = timed(lambda: service.critic.with_weights(folder))

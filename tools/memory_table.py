@@ -22,9 +22,9 @@ from rlhf_triton.actor.policy.loading import empty_causal_lm
 from rlhf_triton.checkpoints.tensor_parallel import plan_key
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.live_models import live_models
-from rlhf_triton.python_backend.models.adapters import Lora, with_adapters
-from rlhf_triton.python_backend.models.heads import ModelHead
-from rlhf_triton.python_backend.models.precision import use_bfloat16
+from rlhf_triton.models.adapters import Lora, with_adapters
+from rlhf_triton.models.heads import ModelHead
+from rlhf_triton.models.precision import use_bfloat16
 from rlhf_triton.trainer.trained_critic import prepare_for_training
 from rlhf_triton.training_engine.model import freeze
 from rlhf_triton.training_engine.sharding import MOST_UNREDUCED

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if store.current() is None and not store.versions():
         raise WeightsError(f"the weights store {store.root} is empty; `rlhf-triton serve` creates version 0")
     if args.action in ("verify", "rollback", "publish"):  # which load models
-        from rlhf_triton.python_backend.models.modeling import quiet_transformers
+        from rlhf_triton.models.modeling import quiet_transformers
 
         quiet_transformers()
     match args.action:
@@ -226,7 +226,7 @@ def _heartbeat(store: WeightsStore) -> Callable[[str], None]:
 
 
 def _loader(config: RunConfig, model: LiveModel) -> Callable[[Path], Any]:
-    from rlhf_triton.python_backend.models.modeling import load_critic
+    from rlhf_triton.models.modeling import load_critic
     from rlhf_triton.trainer.publish import reward_loader
 
     return load_critic if model.name == "critic" else reward_loader(config.reward)

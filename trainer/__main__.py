@@ -59,9 +59,9 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
         import torch
 
-        from rlhf_triton.python_backend.models.modeling import quiet_transformers
-        from rlhf_triton.python_backend.models.out_of_memory import on_rank
-        from rlhf_triton.python_backend.models.placement import own_device
+        from rlhf_triton.models.modeling import quiet_transformers
+        from rlhf_triton.models.out_of_memory import on_rank
+        from rlhf_triton.models.placement import own_device
         from rlhf_triton.trainer.critic_update import follow_rank_0
         from rlhf_triton.trainer.publish import initialise_stores
         from rlhf_triton.trainer.sidecar import run_sidecar

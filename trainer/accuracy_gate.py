@@ -9,7 +9,7 @@ import numpy as np
 from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS
 from rlhf_triton.config import ConfigError, RewardSection
 from rlhf_triton.config.rewards import text_parameters
-from rlhf_triton.python_backend.models.modeling import RewardModel
+from rlhf_triton.models.modeling import RewardModel
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
 from rlhf_triton.store.jsonl import named_lines

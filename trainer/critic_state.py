@@ -11,10 +11,10 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import brief
 from rlhf_triton.errors import NotFinite
+from rlhf_triton.models.canary import canary_outputs
+from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import is_tracing, span
-from rlhf_triton.python_backend.models.canary import canary_outputs
-from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.journal_entry import DamagedEntry, Entry, Result
 from rlhf_triton.store.weights import WeightsStore

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.collation import collate
-from rlhf_triton.python_backend.models.gpu import use_gpu
-from rlhf_triton.python_backend.models.modeling import CriticModel
-from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory, gpu_bytes
-from rlhf_triton.python_backend.models.precision import computing
+from rlhf_triton.models.batching import padded_rows
+from rlhf_triton.models.collation import collate
+from rlhf_triton.models.gpu import use_gpu
+from rlhf_triton.models.modeling import CriticModel
+from rlhf_triton.models.out_of_memory import OutOfMemory, gpu_bytes
+from rlhf_triton.models.precision import computing
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
 from rlhf_triton.trainer.value_loss import clipped_value_loss

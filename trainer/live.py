@@ -14,7 +14,7 @@ from rlhf_triton.checkpoints.tokenization import (
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.live_models import live_model
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.canary import canary_outputs
+from rlhf_triton.models.canary import canary_outputs
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader

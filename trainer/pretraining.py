@@ -12,9 +12,9 @@ import numpy as np
 
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
-from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
+from rlhf_triton.models.batching import plan_micro_batches
+from rlhf_triton.models.modeling import CriticModel, save_critic
+from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.durable import staged_folder
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.trainer.critic_update import TrainingRow, load_update

@@ -18,9 +18,9 @@ from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models
 from rlhf_triton.config.sections import constants_of
 from rlhf_triton.digests import digest_of
+from rlhf_triton.models.canary import canary_outputs
+from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.monitoring.tracing import span
-from rlhf_triton.python_backend.models.canary import canary_outputs
-from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
 from rlhf_triton.trainer.pretraining import pretrained

@@ -28,11 +28,11 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.python_backend.models.adapters import MergedWeights, describe_adapters, trained_tensors
-from rlhf_triton.python_backend.models.heads import ModelHead
-from rlhf_triton.python_backend.models.loading import empty_token_model
-from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, write_config
-from rlhf_triton.python_backend.models.precision import in_float32, use_bfloat16
+from rlhf_triton.models.adapters import MergedWeights, describe_adapters, trained_tensors
+from rlhf_triton.models.heads import ModelHead
+from rlhf_triton.models.loading import empty_token_model
+from rlhf_triton.models.modeling import CriticModel, load_critic, write_config
+from rlhf_triton.models.precision import in_float32, use_bfloat16
 from rlhf_triton.store.durable import disk_errors
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.training_engine import model as training

@@ -11,8 +11,8 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tensor_file import STORED_AS
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.python_backend.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
-from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic
+from rlhf_triton.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
+from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from rlhf_triton.python_backend.models.gpu import use_gpu
+from rlhf_triton.models.gpu import use_gpu
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 MAX_CONCURRENT = 16  # tasks that may start in one iteration of the event loop, which takes a few milliseconds

@@ -27,10 +27,10 @@ from rlhf_triton.actor.generation.slots import (
     TokenSampler,
 )
 from rlhf_triton.config import GenerationSection
-from rlhf_triton.python_backend.models.adapters import with_merged_layers
-from rlhf_triton.python_backend.models.gpu import is_device_error, to_device
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, is_out_of_memory
-from rlhf_triton.python_backend.models.precision import in_float32
+from rlhf_triton.models.adapters import with_merged_layers
+from rlhf_triton.models.gpu import is_device_error, to_device
+from rlhf_triton.models.out_of_memory import MemoryBudget, is_out_of_memory
+from rlhf_triton.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4  # tokens per prompt on which slot-based decoding and plain forward passes are compared

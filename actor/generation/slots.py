@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, row_of_response
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
 from rlhf_triton.errors import NotFinite
-from rlhf_triton.python_backend.models.gpu import to_device
+from rlhf_triton.models.gpu import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4

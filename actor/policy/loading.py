@@ -23,8 +23,8 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
 from rlhf_triton.config import PolicySection
-from rlhf_triton.python_backend.models.precision import use_bfloat16
-from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.models.precision import use_bfloat16
+from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine import model as training
 from rlhf_triton.training_engine.ranks import AnyRanks, Ranks
 from rlhf_triton.training_engine.sharding import copy_with_empty_weights, shard

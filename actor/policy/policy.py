@@ -35,14 +35,14 @@ from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection
-from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.gpu import GpuStream, to_device
-from rlhf_triton.python_backend.models.inspections import skip_inspections
-from rlhf_triton.python_backend.models.language_model import check_causal
-from rlhf_triton.python_backend.models.loading import map_tensors
-from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
-from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
-from rlhf_triton.python_backend.models.precision import computing, in_float32
+from rlhf_triton.models.adapters import MergedWeights
+from rlhf_triton.models.gpu import GpuStream, to_device
+from rlhf_triton.models.inspections import skip_inspections
+from rlhf_triton.models.language_model import check_causal
+from rlhf_triton.models.loading import map_tensors
+from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
+from rlhf_triton.models.output_head import head_logprobs, linear_head
+from rlhf_triton.models.precision import computing, in_float32
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.training_engine.trained import Trained, operations
 

@@ -13,7 +13,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.gpu import use_gpu
+from rlhf_triton.models.gpu import use_gpu
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, RankLost, Ranks
 
 logger = logging.getLogger(__name__)

@@ -45,9 +45,9 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import AlgorithmSection, RunConfig
+from rlhf_triton.models.out_of_memory import gpu_bytes
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import end_step
-from rlhf_triton.python_backend.models.out_of_memory import gpu_bytes
 from rlhf_triton.store.durable import read_json, sweep, write_folder, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, saved_steps

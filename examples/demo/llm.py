@@ -175,7 +175,7 @@ def prepare(out_dir: Path, pretrained: Path, seed: int, quick: bool) -> None:
 def _build_pretrained(root: Path, quick: bool) -> None:
     """Write `policy` (SmolLM2), `critic` (SmolLM2's lowest layers with a zero head) and `encoder` (MiniLM)."""
     from examples.demo.models import save_critic
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()
     if quick:
@@ -206,7 +206,7 @@ def _build(root: Path, pretrained: Path, seed: int, quick: bool) -> None:
     from transformers import AutoTokenizer
 
     from examples.demo import models as m
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     torch.set_num_threads(2)
     quiet_transformers()

@@ -123,7 +123,7 @@ def _build(root: Path, seed: int, quick: bool) -> None:
     import torch
 
     from examples.demo import models as m
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     recipe = m.QUICK if quick else m.FULL
     torch.set_num_threads(1 if quick else min(2, len(os.sched_getaffinity(0))))

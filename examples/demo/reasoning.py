@@ -40,7 +40,7 @@ def prepare(out_dir: Path, quick: bool) -> Path:
 
 def _build(folder: Path, quick: bool) -> None:
     from examples.demo.models import save_critic  # imports torch
-    from rlhf_triton.python_backend.models.modeling import quiet_transformers
+    from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()
     _write_tasks(folder)

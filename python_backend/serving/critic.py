@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.python_backend.serving.requests import RowReader, read_limits
 from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Scoring
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess, forward_tokens

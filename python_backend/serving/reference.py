@@ -6,8 +6,8 @@ at the sampling temperature, with banned tokens excluded.
 
 from collections.abc import Mapping
 
-from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.language_model import LanguageModel
+from rlhf_triton.models.batching import padded_rows
+from rlhf_triton.models.language_model import LanguageModel
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.scoring import Engine
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess, forward_tokens

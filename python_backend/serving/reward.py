@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlhf_triton.python_backend.models.modeling import RewardModel, Standardization
+from rlhf_triton.models.modeling import RewardModel, Standardization
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait

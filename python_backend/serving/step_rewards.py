@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
-from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
 from rlhf_triton.wire import contract

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf_triton.models.gpu import is_device_error, staging, use_own_stream
+from rlhf_triton.models.modeling import quiet_transformers
+from rlhf_triton.models.out_of_memory import MemoryBudget, gpu_bytes
+from rlhf_triton.models.placement import device_of
 from rlhf_triton.monitoring.metrics import GPU_MEMORY
 from rlhf_triton.process import keep_freed_memory
-from rlhf_triton.python_backend.models.gpu import is_device_error, staging, use_own_stream
-from rlhf_triton.python_backend.models.modeling import quiet_transformers
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, gpu_bytes
-from rlhf_triton.python_backend.models.placement import device_of
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.scoring import Forward, Wait
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error

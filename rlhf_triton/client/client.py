@@ -19,8 +19,8 @@ from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.client.served import Expected, ServedModel
 from rlhf_triton.config import ClientSection
+from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.monitoring.tracing import span, traceparent
-from rlhf_triton.python_backend.models.batching import padded_rows
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
 

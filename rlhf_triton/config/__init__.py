@@ -58,7 +58,7 @@ from rlhf_triton.config.sections import (
 from rlhf_triton.config.training_checks import check_training
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.python_backend.models.placement import Place, check_gpus, devices_of, ranks_here
+from rlhf_triton.models.placement import Place, check_gpus, devices_of, ranks_here
 from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
 

@@ -39,7 +39,7 @@ class MetricSpec:
 RATE, INCREASE = "rate({}[$__rate_interval])", "increase({}[5m])"
 _ROLLOUT = "train_rollouts/"
 
-GPU_MEMORY = (  # the keys of `rlhf_triton.python_backend.models.out_of_memory.gpu_bytes`
+GPU_MEMORY = (  # the keys of `rlhf_triton.models.out_of_memory.gpu_bytes`
     MetricSpec("gpu_bytes", "Memory of the GPU that the process's tensors take.", key="gpu_bytes"),
     MetricSpec("gpu_peak_bytes", "Largest gpu_bytes of the process so far.", key="gpu_peak_bytes"),
     MetricSpec("gpu_reserved_bytes", "Memory of the GPU that the process's allocator holds.", key="gpu_reserved_bytes"),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rlhf_triton.python_backend.models.adapters import MergedWeights, at_least_float32
-from rlhf_triton.python_backend.models.sharded_tensors import sharded_like, whole
+from rlhf_triton.models.adapters import MergedWeights, at_least_float32
+from rlhf_triton.models.sharded_tensors import sharded_like, whole
 
 
 class MergedSlices(MergedWeights):

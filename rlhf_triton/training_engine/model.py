@@ -8,8 +8,8 @@ from torch import nn
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.trained_model import TrainedSection
-from rlhf_triton.python_backend.models.adapters import Lora, MergedWeights, named_layers, with_adapters
-from rlhf_triton.python_backend.models.precision import use_bfloat16
+from rlhf_triton.models.adapters import Lora, MergedWeights, named_layers, with_adapters
+from rlhf_triton.models.precision import use_bfloat16
 
 
 def prepare(model: Any, settings: TrainedSection, section: str, head: nn.Module, *, task: str | None = None) -> Any:

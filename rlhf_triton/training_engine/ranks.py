@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_triton.errors import REPORTED, RankFailed, RlhfError
-from rlhf_triton.python_backend.models.out_of_memory import RankOutOfMemory
+from rlhf_triton.models.out_of_memory import RankOutOfMemory
 from rlhf_triton.training_engine.launch import end_job
 
 logger = logging.getLogger(__name__)

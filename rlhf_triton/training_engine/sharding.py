@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.ranks import Ranks
 
 MOST_UNREDUCED = 4 << 30  # bytes of gradients on each rank

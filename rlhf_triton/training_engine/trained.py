@@ -19,9 +19,9 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained_model import Resume, TrainedSection, decisive_settings, resume_marks
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget
-from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.models.batching import plan_micro_batches
+from rlhf_triton.models.out_of_memory import MemoryBudget
+from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, dealt
 from rlhf_triton.training_engine.recomputation import checkpoint_gradients, recomputing

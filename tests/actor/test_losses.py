@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_triton.actor.algorithms.losses import KLControl, clipped, kl_estimate, kl_loss
 from rlhf_triton.config.algorithms import KL_ESTIMATORS, LOSSES
 from rlhf_triton.errors import NotFinite, RlhfError
-from rlhf_triton.python_backend.models.logprobs import target_logprobs
+from rlhf_triton.models.logprobs import target_logprobs
 from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome
 from tests.support.policy_training import random_batch, trainable_policy, update_of

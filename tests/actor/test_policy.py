@@ -28,15 +28,15 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import end_of_sequence
 from rlhf_triton.config import PolicySection
-from rlhf_triton.python_backend.models.adapters import (
+from rlhf_triton.models.adapters import (
     Lora,
     MergedWeights,
     trained_tensors,
     with_adapters,
     with_merged_layers,
 )
-from rlhf_triton.python_backend.models.language_model import load_language_model
-from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.models.language_model import load_language_model
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint
 from rlhf_triton.tools.export import main as export
 from tests.support.policy_training import trainable_policy

@@ -21,7 +21,7 @@ from live_system import Checkpoints, direct_rewards, direct_values
 from safetensors.torch import load_file
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.batching import padded_rows
+from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.weights import Manifest

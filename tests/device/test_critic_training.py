@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_checkpoints import VOCAB, save_tiny
 
-from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire.training_payload import TrainPayload

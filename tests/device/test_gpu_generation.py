@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.rollout_rows import RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
-from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
+from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.training_engine.ranks import RankLost
 from tests.support.policy_training import TrainablePolicy, train, trainable_policy
 from tests.support.samples import logprobs_of, tokens_of

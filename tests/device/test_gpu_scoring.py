@@ -17,10 +17,10 @@ from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
 from triton_python_backend_utils import Request
 
-from rlhf_triton.python_backend.models import gpu
-from rlhf_triton.python_backend.models.language_model import load_language_model
-from rlhf_triton.python_backend.models.modeling import load_critic, load_reward, save_critic
-from rlhf_triton.python_backend.models.token_reward import load_process_reward
+from rlhf_triton.models import gpu
+from rlhf_triton.models.language_model import load_language_model
+from rlhf_triton.models.modeling import load_critic, load_reward, save_critic
+from rlhf_triton.models.token_reward import load_process_reward
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import REWARDS, VALUES
 from tests.support.ranks import serving_ranks

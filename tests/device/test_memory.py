@@ -21,7 +21,7 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, gpu_bytes
+from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, gpu_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport

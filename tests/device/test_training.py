@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.python_backend.models.canary import CANARY_TOKENS
-from rlhf_triton.python_backend.models.language_model import load_language_model
-from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
-from rlhf_triton.python_backend.models.output_head import head_logprobs
+from rlhf_triton.models.canary import CANARY_TOKENS
+from rlhf_triton.models.language_model import load_language_model
+from rlhf_triton.models.modeling import load_critic, save_critic
+from rlhf_triton.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
 from rlhf_triton.training_engine.ranks import Ranks

@@ -10,7 +10,7 @@ import yaml
 from rlhf_triton.config import ConfigError, RunConfig, load_config
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
 from rlhf_triton.config.without_effect import effect_line, without_effect
-from rlhf_triton.python_backend.models.placement import device_of, devices_of, own_device
+from rlhf_triton.models.placement import device_of, devices_of, own_device
 
 ROOT = Path(__file__).resolve().parents[2]
 

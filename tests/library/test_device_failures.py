@@ -21,9 +21,9 @@ from tritonclient.utils import InferenceServerException
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.connection import trouble_of
 from rlhf_triton.client.errors import Kind
-from rlhf_triton.python_backend.models.gpu import is_device_error
-from rlhf_triton.python_backend.models.modeling import RewardModel, load_reward
-from rlhf_triton.python_backend.models.out_of_memory import MemoryBudget, OutOfMemory, is_out_of_memory
+from rlhf_triton.models.gpu import is_device_error
+from rlhf_triton.models.modeling import RewardModel, load_reward
+from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, is_out_of_memory
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.trainer.publish import initialise_store
@@ -202,9 +202,7 @@ def test_lost_serving_rank_reports_that_it_ran_out_of_memory(
 ):
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
-        let_memory_be_short(
-            monkeypatch, tmp_path, "rlhf_triton.python_backend.models.modeling", "RewardModel", "launch"
-        )
+        let_memory_be_short(monkeypatch, tmp_path, "rlhf_triton.models.modeling", "RewardModel", "launch")
     lost: list[str] = []
     ranks = ServingRanks(2, "cpu", 1, lost.append)
     try:

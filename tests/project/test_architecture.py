@@ -23,7 +23,7 @@ PACKAGES = ("rlhf_triton", *LINKED, "benchmarks", "examples")
 MOST_LINES = {"actor/loop.py": 220, "trainer/sidecar.py": 200, "README.md": 130}
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
-    "rlhf_triton.python_backend.models.batching",
+    "rlhf_triton.models.batching",
     "rlhf_triton.python_backend.serving.critic_save",
     "rlhf_triton.python_backend.serving.critic_train",
     "rlhf_triton.python_backend.serving.function_reward",
@@ -56,7 +56,7 @@ WITHOUT_TORCH = [
     "examples.demo.prepare",
 ]
 HEAVY = {"pydantic", "safetensors", "torch", "transformers", "tritonclient", "yaml"}
-NUMPY_ALONE = ["rlhf_triton.python_backend.models.batching", "rlhf_triton.wire.contract"]
+NUMPY_ALONE = ["rlhf_triton.models.batching", "rlhf_triton.wire.contract"]
 
 
 def tracked(*patterns: str) -> list[Path]:

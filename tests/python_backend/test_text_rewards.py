@@ -39,7 +39,7 @@ from rlhf_triton.checkpoints.tokenization import (
     turn_ends,
 )
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.modeling import RewardModel, quiet_transformers
+from rlhf_triton.models.modeling import RewardModel, quiet_transformers
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.wire.contract import (
     METADATA,

@@ -31,7 +31,7 @@ from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelServers
 from rlhf_triton.config import load_config
 from rlhf_triton.digests import digest_of
-from rlhf_triton.python_backend.models.modeling import load_critic, save_critic
+from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.weights import main as weights

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_triton.config import TrainerSection
-from rlhf_triton.python_backend.models import language_model, modeling, token_reward
+from rlhf_triton.models import language_model, modeling, token_reward
 
 
 def default_device() -> str:

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.models.modeling import quiet_transformers
 
 SMALL = {
     "hidden_size": 32,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.tools.server.ports import free_port
 
@@ -100,7 +100,7 @@ def _rank(
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     import torch
 
-    from rlhf_triton.python_backend.models.placement import own_device
+    from rlhf_triton.models.placement import own_device
     from rlhf_triton.training_engine.ranks import Ranks
 
     torch.set_num_threads(1)

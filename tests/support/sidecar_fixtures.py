@@ -11,7 +11,7 @@ import pytest
 from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
 
-from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.models.modeling import quiet_transformers
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_triton.python_backend.models.modeling import load_critic, load_reward
+from rlhf_triton.models.modeling import load_critic, load_reward
 from rlhf_triton.tools import doctor
 from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.example_model import main

@@ -27,7 +27,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import RewardSection, load_config
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.sections import Standardization
-from rlhf_triton.python_backend.models.modeling import load_reward
+from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import convert_pickled, init, unpickle
 
 pytestmark = [

@@ -11,7 +11,7 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
-from rlhf_triton.python_backend.models.modeling import load_reward
+from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import memory_table, run, serve
 from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model
 from tests.support.settings import nested

@@ -14,7 +14,7 @@ from tiny_checkpoints import VOCAB, save_tiny
 from torch import Tensor
 
 from rlhf_triton.config import TrainerSection
-from rlhf_triton.python_backend.models.modeling import CriticModel
+from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, split_rows
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits

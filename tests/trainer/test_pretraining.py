@@ -20,7 +20,7 @@ from versions import flip, reseal
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection, RunConfig, TrainerSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, quiet_transformers
+from rlhf_triton.models.modeling import CriticModel, load_critic, quiet_transformers
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore

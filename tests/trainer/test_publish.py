@@ -19,9 +19,9 @@ import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import digest_of
-from rlhf_triton.python_backend.models.canary import canary_row, check_canary
-from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
-from rlhf_triton.python_backend.models.modeling import load_critic as load_on_cpu
+from rlhf_triton.models.canary import canary_row, check_canary
+from rlhf_triton.models.modeling import CriticModel, save_critic
+from rlhf_triton.models.modeling import load_critic as load_on_cpu
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.weights import Manifest, ServingRecord, WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import load_update

@@ -19,8 +19,8 @@ from sidecar_rig import payload
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.config import load_config
-from rlhf_triton.python_backend.models.canary import canary_row, check_canary
-from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic
+from rlhf_triton.models.canary import canary_row, check_canary
+from rlhf_triton.models.modeling import CriticModel, load_critic
 from rlhf_triton.python_backend.serving.versions.follower import Follower
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sidecar_rig import Instance
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.python_backend.models.modeling import load_reward, quiet_transformers
+from rlhf_triton.models.modeling import load_reward, quiet_transformers
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.weights import main
 from rlhf_triton.trainer.publish import initialise_stores

@@ -11,8 +11,8 @@ import torch
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
-from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.modeling import CriticModel, load_critic, save_critic
+from rlhf_triton.models.adapters import MergedWeights
+from rlhf_triton.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer import trained_critic

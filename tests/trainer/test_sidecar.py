@@ -16,8 +16,8 @@ import rlhf_triton.trainer.publish
 from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.config.sections import MonitoringSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.python_backend.models.modeling import load_critic
-from rlhf_triton.python_backend.models.out_of_memory import OutOfMemory
+from rlhf_triton.models.modeling import load_critic
+from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder

@@ -16,8 +16,8 @@ from versions import flip
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
-from rlhf_triton.python_backend.models.heads import ModelHead
-from rlhf_triton.python_backend.models.modeling import quiet_transformers
+from rlhf_triton.models.heads import ModelHead
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate

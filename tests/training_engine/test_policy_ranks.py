@@ -26,8 +26,8 @@ from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.python_backend.models import adapters
-from rlhf_triton.python_backend.models.sharded_tensors import whole
+from rlhf_triton.models import adapters
+from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
 from tests.support.policy_training import load_checkpoint, random_batch, states

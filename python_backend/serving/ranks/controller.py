@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.errors import RankFailed
+from rlhf_triton.models.out_of_memory import on_rank
+from rlhf_triton.models.placement import device_of
+from rlhf_triton.models.tensor_parallel import RankGroup, check_device, release
 from rlhf_triton.process import how_ended
-from rlhf_triton.python_backend.models.out_of_memory import on_rank
-from rlhf_triton.python_backend.models.placement import device_of
-from rlhf_triton.python_backend.models.tensor_parallel import RankGroup, check_device, release
 from rlhf_triton.python_backend.serving.ranks.loaders import Model
 from rlhf_triton.python_backend.serving.ranks.process import load_part
 from rlhf_triton.workers.pool import interpreter
@@ -43,7 +43,7 @@ class ServingRanks:
         """Start the other ranks; return once they have joined. Call in the main thread, which must outlive them.
 
         Args:
-            device: the model's device; see `rlhf_triton.python_backend.models.placement`.
+            device: the model's device; see `rlhf_triton.models.placement`.
             threads: torch threads of each rank.
             lost: called once, in any thread, with the reason, if a rank ends or a forward pass fails.
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.python_backend.models.language_model import LanguageModel, load_language_model
-from rlhf_triton.python_backend.models.loading import check_finite
-from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
-from rlhf_triton.python_backend.models.token_reward import load_logit_reward, load_process_reward
+from rlhf_triton.models.language_model import LanguageModel, load_language_model
+from rlhf_triton.models.loading import check_finite
+from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
+from rlhf_triton.models.token_reward import load_logit_reward, load_process_reward
 
 Model = RewardModel | CriticModel | LanguageModel
 LOADERS = {

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_triton.python_backend.models.canary import canary_outputs, canary_row, check_canary
-from rlhf_triton.python_backend.models.gpu import staging
+from rlhf_triton.models.canary import canary_outputs, canary_row, check_canary
+from rlhf_triton.models.gpu import staging
 from rlhf_triton.python_backend.serving.scoring import Scoring
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, log, log_error

@@ -16,13 +16,13 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.language_model import load_language_model
-from rlhf_triton.python_backend.models.logprobs import target_logprobs
-from rlhf_triton.python_backend.models.modeling import load_critic, quiet_transformers, save_critic
-from rlhf_triton.python_backend.models.precision import in_float32
+from rlhf_triton.models.adapters import MergedWeights
+from rlhf_triton.models.language_model import load_language_model
+from rlhf_triton.models.logprobs import target_logprobs
+from rlhf_triton.models.modeling import load_critic, quiet_transformers, save_critic
+from rlhf_triton.models.precision import in_float32
 from rlhf_triton.tools import render_configs
-from tests.python_backend.test_models import LIMIT, MODELS, TOLERANCE, models, save
+from tests.models.test_models import LIMIT, MODELS, TOLERANCE, models, save
 from tests.support.samples import logprobs_of, tokens_of
 from tests.support.settings import actor_section
 

@@ -36,8 +36,8 @@ from rlhf_triton.checkpoints.heads import GATES
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.sections import RewardSection
-from rlhf_triton.python_backend.models import loading
-from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models import loading
+from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
 from tests.support.loaders import load_critic, load_process_reward, load_reward

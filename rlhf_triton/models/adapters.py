@@ -125,7 +125,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        from rlhf_triton.python_backend.models.sharded_tensors import (
+        from rlhf_triton.models.sharded_tensors import (
             whole,  # adds seconds to the start of a serving process
         )
 
@@ -231,7 +231,7 @@ def with_stored_adapters(
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
     """Return the trainable parameters by name, unsharded and on the CPU; collective if the model is sharded."""
-    from rlhf_triton.python_backend.models.sharded_tensors import (
+    from rlhf_triton.models.sharded_tensors import (
         whole,  # adds seconds to the start of a serving process
     )
 

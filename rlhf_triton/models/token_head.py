@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import reason_of
-from rlhf_triton.python_backend.models.collation import depends_on_padding, one_by_one
-from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, last_match
-from rlhf_triton.python_backend.models.inspections import skip_inspections
-from rlhf_triton.python_backend.models.readout import pool_last
+from rlhf_triton.models.collation import depends_on_padding, one_by_one
+from rlhf_triton.models.heads import GatedHead, ModelHead, last_match
+from rlhf_triton.models.inspections import skip_inspections
+from rlhf_triton.models.readout import pool_last
 
 PROBE_TOKENS = 4
 CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state

@@ -26,12 +26,12 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
-from rlhf_triton.python_backend.models.adapters import MergedWeights
-from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.collation import collate, limits_of
-from rlhf_triton.python_backend.models.gpu import to_host
-from rlhf_triton.python_backend.models.heads import GatedHead, ModelHead, merged
-from rlhf_triton.python_backend.models.loading import (
+from rlhf_triton.models.adapters import MergedWeights
+from rlhf_triton.models.batching import padded_rows
+from rlhf_triton.models.collation import collate, limits_of
+from rlhf_triton.models.gpu import to_host
+from rlhf_triton.models.heads import GatedHead, ModelHead, merged
+from rlhf_triton.models.loading import (
     attribute_weights_of,
     check_finite,
     check_same_architecture,
@@ -43,7 +43,7 @@ from rlhf_triton.python_backend.models.loading import (
     twin_with_head,
     with_tensors,
 )
-from rlhf_triton.python_backend.models.readout import (
+from rlhf_triton.models.readout import (
     POOLS,
     label_probabilities,
     log_odds,
@@ -51,10 +51,10 @@ from rlhf_triton.python_backend.models.readout import (
     pool_last,
     standardise,
 )
-from rlhf_triton.python_backend.models.token_head import TokenHead
+from rlhf_triton.models.token_head import TokenHead
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
+    from rlhf_triton.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 Standardization = Literal["model", "off"] | tuple[float, float]

@@ -17,10 +17,10 @@ from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, save_tiny, save_with_val
 from transformers import AutoModelForTokenClassification
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.python_backend.models import modeling
-from rlhf_triton.python_backend.models.collation import collate
-from rlhf_triton.python_backend.models.modeling import CriticModel, quiet_transformers, save_critic
-from rlhf_triton.python_backend.models.token_head import TokenHead
+from rlhf_triton.models import modeling
+from rlhf_triton.models.collation import collate
+from rlhf_triton.models.modeling import CriticModel, quiet_transformers, save_critic
+from rlhf_triton.models.token_head import TokenHead
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload

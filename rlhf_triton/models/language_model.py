@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from rlhf_triton.python_backend.models.batching import padded_rows
-from rlhf_triton.python_backend.models.collation import limits_of
-from rlhf_triton.python_backend.models.gpu import to_device, to_host
-from rlhf_triton.python_backend.models.inspections import skip_inspections
-from rlhf_triton.python_backend.models.loading import load_causal_model
-from rlhf_triton.python_backend.models.logprobs import target_logprobs
-from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
-from rlhf_triton.python_backend.models.precision import computing, in_float32, use_bfloat16
-from rlhf_triton.python_backend.models.token_head import measure_causality
+from rlhf_triton.models.batching import padded_rows
+from rlhf_triton.models.collation import limits_of
+from rlhf_triton.models.gpu import to_device, to_host
+from rlhf_triton.models.inspections import skip_inspections
+from rlhf_triton.models.loading import load_causal_model
+from rlhf_triton.models.logprobs import target_logprobs
+from rlhf_triton.models.output_head import head_logprobs, linear_head
+from rlhf_triton.models.precision import computing, in_float32, use_bfloat16
+from rlhf_triton.models.token_head import measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
+    from rlhf_triton.models.tensor_parallel import RankGroup
 
 
 class LanguageModel:

@@ -47,12 +47,12 @@ from rlhf_triton.checkpoints.inspection import (
     max_positions,
     stable_length,
 )
-from rlhf_triton.python_backend.models import modeling, output_head
-from rlhf_triton.python_backend.models.batching import plan_micro_batches
-from rlhf_triton.python_backend.models.collation import collate
-from rlhf_triton.python_backend.models.logprobs import sampling_entropy, target_logprobs
-from rlhf_triton.python_backend.models.modeling import quiet_transformers, save_critic
-from rlhf_triton.python_backend.models.output_head import head_logprobs, linear_head
+from rlhf_triton.models import modeling, output_head
+from rlhf_triton.models.batching import plan_micro_batches
+from rlhf_triton.models.collation import collate
+from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
+from rlhf_triton.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models.output_head import head_logprobs, linear_head
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.training_engine.ranks import Ranks

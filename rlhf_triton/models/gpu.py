@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_triton.python_backend.models.out_of_memory import is_out_of_memory
+from rlhf_triton.models.out_of_memory import is_out_of_memory
 
 # In the messages of errors without their own class.
 BROKEN = (

@@ -16,9 +16,9 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
-from rlhf_triton.python_backend.models import token_head
-from rlhf_triton.python_backend.models.modeling import CriticModel, save_critic
-from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
+from rlhf_triton.models import token_head
+from rlhf_triton.models.modeling import CriticModel, save_critic
+from rlhf_triton.models.tensor_parallel import RankGroup
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.ranks.process import Rank

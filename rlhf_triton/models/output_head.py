@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_triton.python_backend.models.heads import linear
-from rlhf_triton.python_backend.models.logprobs import ids_on, sampling_entropy, sampling_logits, target_logprobs
+from rlhf_triton.models.heads import linear
+from rlhf_triton.models.logprobs import ids_on, sampling_entropy, sampling_logits, target_logprobs
 
 MAX_LOGITS = 1 << 24  # per chunk: 64 MiB in float32
 MAX_LOGITS_ON_GPU = 1 << 26  # larger products use more of it

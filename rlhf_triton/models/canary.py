@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.python_backend.models.modeling import CriticModel, RewardModel
+from rlhf_triton.models.modeling import CriticModel, RewardModel
 
 CANARY_TOKENS = 16
 # Relative to the largest value. Equal weights differ by rounding only; another device or kernel rounds differently.

@@ -48,13 +48,13 @@ from rlhf_triton.checkpoints.tensor_file import STORED_DTYPES
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.errors import reason_of
-from rlhf_triton.python_backend.models.adapters import with_stored_adapters
-from rlhf_triton.python_backend.models.heads import ModelHead, build_head, linear
-from rlhf_triton.python_backend.models.token_head import measure_causality
+from rlhf_triton.models.adapters import with_stored_adapters
+from rlhf_triton.models.heads import ModelHead, build_head, linear
+from rlhf_triton.models.token_head import measure_causality
 from rlhf_triton.wire.chats import warn_once
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from rlhf_triton.python_backend.models.tensor_parallel import RankGroup
+    from rlhf_triton.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -304,7 +304,7 @@ def load_weights(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or a file is damaged.
     """
-    from rlhf_triton.python_backend.models.sharded_tensors import (
+    from rlhf_triton.models.sharded_tensors import (
         sharded_like,  # adds seconds to the start of a serving process
     )
 
