@@ -30,7 +30,7 @@ from rlhf_triton.config.actor import (
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
-from rlhf_triton.config.other_names import closest, has_keys, hint_at, hint_near
+from rlhf_triton.config.other_names import GENERIC, closest, has_keys, hint_at, hint_near
 from rlhf_triton.config.rewards import (
     MODEL_TERM,
     FunctionSpec,
@@ -516,7 +516,7 @@ def _unknown(location: str, valid: list[str]) -> str:
     section, _, name = path.rpartition(".")
     known = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
     hint = hint_at(path, valid)
-    if hint is None:
+    if hint is None and name not in GENERIC:
         near = closest(name, known)
         ours = known[near] if near else _elsewhere(path, valid)
         hint = f"did you mean {ours}?" if ours else hint_near(path)
@@ -526,11 +526,12 @@ def _unknown(location: str, valid: list[str]) -> str:
 def _elsewhere(path: str, valid: list[str]) -> str | None:
     """Return our key of this name in another section; None if there is none."""
     section, _, name = path.rpartition(".")
-    same = [key for key in valid if key.endswith(f".{name}")]
+    root = section.partition(".")[0] or "actor"
+    same = [key for key in valid if f".{key}".endswith(f".{name}")]
     inside = [key for key in same if key.startswith(section)]
-    if not inside and "_" not in name and len(name) < 6:  # such as `name` or `path`, which says little
+    if not inside and "_" not in name and len(name) < 6:  # such as `coef` or `every`, which says little
         return None
-    return min(inside or same, key=lambda key: bool(section) or not key.startswith("actor."), default=None)
+    return min(inside or same, key=lambda key: not key.startswith(f"{root}."), default=None)
 
 
 def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:

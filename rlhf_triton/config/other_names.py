@@ -21,8 +21,8 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "reward.attribute_weights": "merge_attributes",
     "reward.process.separator": "step_separator",
     "rewards.<name>.function": (
-        "reward_funcs remote_rm_url reward.remote_url custom_reward_function custom_reward_function.path "
-        "custom_reward_function.name"
+        "reward_funcs reward_fn reward_function remote_rm_url reward.remote_url custom_reward_function "
+        "custom_reward_function.path custom_reward_function.name"
     ),
     "rewards.<name>.weight": "reward_weights",
     "rewards.<name>.workers": "reward.num_workers",
@@ -49,7 +49,7 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.checkpoint_every": "save_steps save_interval save_strategy save_freq",
     "actor.keep_checkpoints": "save_total_limit ckpt.max_num max_actor_ckpt_to_keep",
     "actor.one_step_off_policy": "async_train async_enable",
-    "actor.trackers": "report_to wandb tensorboard logger use_wandb create_wandb_logger logger.wandb.key",
+    "actor.trackers": "report_to wandb logger use_wandb create_wandb_logger logger.wandb.key",
     "actor.logged_texts": "log_completions num_completions_to_print rollout_data_dir",
     "actor.policy.model": "model pretrain restore_from_path policy_model model.path",
     "actor.policy.device": "use_cpu",
@@ -148,7 +148,13 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
         "use_torch_compile use_fused_kernels use_remove_padding packing_samples balance_batch val_only delta "
         "dual_clip clip_ratio_c aux_loss_coef router_aux_loss_coef callbacks model_init_kwargs do_train do_eval "
         "vllm_enable_sleep_mode enable_jit_checkpoint muon sandbox_fusion v1 use_v1 critic.loss_agg_mode "
-        "optim.total_training_steps rollout.dtype rollout.nnodes"
+        "critic.megatron critic.profiler remove_unused_columns generation_kwargs dataloader_num_workers optim_args "
+        "lr_scheduler_kwargs disable_dropout load_best_model_at_end metric_for_best_model "
+        "cast_lm_head_to_fp32 lora_modules_to_save use_rslora use_dora "
+        "ref_model_mixup_alpha ref_model_sync_steps entropy_target entropy_coef_delta vllm_server_timeout "
+        "vllm_group_port free_cache_engine calculate_log_probs gen_batch_size val_batch_size max_samples "
+        "train_max_samples log_val_generations return_raw_chat colocate_all enable_sleep enable_ema "
+        "optim.total_training_steps rollout.nnodes"
     ),
 }
 ADVICE = {  # what to do -> names elsewhere of what is no setting here
@@ -172,8 +178,11 @@ ADVICE = {  # what to do -> names elsewhere of what is no setting here
     ),
     "for vLLM, add it to actor.generation.vllm.arguments": (
         "gpu_memory_utilization vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm.tensor_parallel_size "
-        "rollout.tensor_model_parallel_size rollout.max_model_len vllm_max_model_length max_num_batched_tokens "
+        "rollout.tensor_model_parallel_size max_num_batched_tokens "
         "max_num_seqs enforce_eager enable_prefix_caching enable_chunked_prefill engine_kwargs vllm_model_impl"
+    ),
+    "a run starts vLLM with the policy's dtype and lengths": (
+        "rollout.dtype rollout.max_model_len vllm_max_model_length"
     ),
     "`hf upload` uploads the folder of the policy (run.dir/policy)": "push_to_hub hub_model_id hub_strategy",
     "the policy is saved as a Hugging Face folder (run.dir/policy)": "save_hf",
@@ -182,11 +191,12 @@ ADVICE = {  # what to do -> names elsewhere of what is no setting here
     "responses are always sampled, at actor.generation.temperature": "do_sample",
     "with actor.validation.prompts, a validation runs before the first step": "val_before_train eval_on_start",
     "prompts are always shuffled, by run.seed": "data.shuffle shuffle_dataset",
+    "TensorBoard's files are always in run.dir/tensorboard": "tensorboard tensorboard_dir logging_dir",
     "a run resumes where it ended; --fresh starts over": (
         "resume_from_checkpoint resume_if_exists resume_mode resume_from_path load_enable"
     ),
     "actor.trackers names the trackers, and each reads its own environment variables, such as WANDB_PROJECT": (
-        "project project_name wandb_project wandb_run_name wandb_group wandb_org tensorboard_dir trackio_space_id "
+        "project project_name wandb_project wandb_run_name wandb_group wandb_org trackio_space_id "
         "logger.wandb.project logger.wandb.run_name logger.wandb.group logger.wandb.org"
     ),
 }
@@ -214,6 +224,7 @@ _IN_SECTION = {  # our section, "" for none -> sections elsewhere with keys of t
     ),
 }
 _SECTIONS = {name: ours for ours, names in _IN_SECTION.items() for name in names.split()}
+GENERIC = ("enable", "format", "level", "mode", "name", "path", "size", "type")  # in many sections, with many meanings
 _PARENTS = {  # sections of other trainers
     ".".join(parts[:i])
     for path in (*OTHER_NAMES, *_ADVICE_ON, *(f"{section}." for section in _SECTIONS))
@@ -228,7 +239,7 @@ _CRITICS = {  # start of our key of the policy -> of the critic, for a name unde
     "actor.rollout_size": "trainer.global_batch_size",
     "actor.update.minibatch_size": "trainer.global_batch_size",
     "actor.update.epochs": "trainer.epochs",
-    "actor.algorithm.clip_ratio": "trainer.clip_value",
+    "actor.algorithm.clip_ratio": "trainer.clip_value",  # of the value; it has no upper one
 }
 _OF_MODEL = {  # names elsewhere -> key in a section of a served model
     "batch_size": "token_budget",
@@ -282,7 +293,7 @@ def hint_near(path: str) -> str | None:
     """Return a hint if the last part of `path` is a misspelt name of another trainer; otherwise None."""
     section, _, name = path.rpartition(".")
     names = _names_in(section)
-    found = closest(name, [other for other in names if "." not in other])
+    found = closest(name, names)
     return None if found is None else _sentence(found, names[found])
 
 
@@ -298,21 +309,23 @@ def closest(name: str, others: Iterable[str]) -> str | None:
 
     Names with a word more, less or different are not alike: `entropy_coef_min` is not `entropy_coef`.
     """
-    alike = [other for other in others if _is_misspelt(name, other)]
-    return max(alike, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio(), default=None)
+    alike = [other for other in others if _is_misspelt(name, other.removesuffix("_s"))]  # a unit may be missing
+    return max(alike, key=lambda other: _likeness(name, other), default=None)
 
 
 def _is_misspelt(name: str, other: str) -> bool:
-    if name.replace("_", "") == other.replace("_", ""):
-        return True
     words = name.split("_")
     others = other.split("_")
-    return len(words) == len(others) and all(map(_is_misspelt_word, words, others))
+    if len(words) != len(others) or "." in other:
+        return "".join(words) == "".join(others)
+    # One wrong letter of four is enough to be alike.
+    return all(
+        _likeness(*pair) >= (0.75 if min(map(len, pair)) == 4 else 0.8) for pair in zip(words, others, strict=True)
+    )
 
 
-def _is_misspelt_word(word: str, other: str) -> bool:
-    enough = 0.75 if min(len(word), len(other)) > 3 else 0.8
-    return difflib.SequenceMatcher(None, word, other).ratio() >= enough
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
 
 
 def _sentence(name: str, key: str) -> str:
@@ -343,7 +356,7 @@ def _names_in(section: str) -> dict[str, str]:
     if root in ("trainer", "critic"):
         names = {name: _of_critic(name, key) for name, key in names.items()}
     if root in ("reward", "reference"):
-        names = {name: key for name, key in names.items() if not key.startswith(_OF_TRAINING)}
+        names = {name: "" if key.startswith(_OF_TRAINING) else key for name, key in names.items()}
     if root in ("reward", "critic", "reference"):
         names |= {name: f"{root}.{key}" for name, key in _OF_MODEL.items()}
         names |= dict.fromkeys((*_MODEL, "path", "name"), f"{root}.model")
@@ -358,4 +371,4 @@ def _of_critic(name: str, key: str) -> str:
     start = next((start for start in _CRITICS if key.startswith(start)), None)
     if start is None or name.startswith("trainer."):  # verl's own `trainer` is the whole run
         return key
-    return _CRITICS[start] + key.removeprefix(start).partition(" ")[0]
+    return key.replace(start, _CRITICS[start]) if start.endswith(".") else _CRITICS[start]

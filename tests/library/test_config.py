@@ -9,7 +9,7 @@ import yaml
 
 from rlhf_triton.config import ConfigError, RewardTerm, RunConfig, keys_of, load_config
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
-from rlhf_triton.config.other_names import ADVICE, OTHER_NAMES
+from rlhf_triton.config.other_names import ADVICE, OTHER_NAMES, hint_at
 from rlhf_triton.config.without_effect import effect_line, without_effect
 from rlhf_triton.python_backend.models.placement import device_of, devices_of, own_device
 
@@ -656,6 +656,7 @@ ELSEWHERE = {  # our key, "" for none -> names in TRL 1.16, OpenRLHF 0.11 and ve
     "environment.max_turns": "max_tool_calling_iterations actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
     "": (
         "entropy_coef_min vllm_tensor_parallel_size lora_dropout adam_beta1 do_train project actor.adam.betas "
+        "reward.learning_rate reward.num_iterations "
         "critic.adam.eps train.colocate_all train.enable_ema ref.offload eval.n_samples_per_prompt data.max_samples "
         "vllm.sync_backend ds.packing_samples ds.tensor_parallel_size algo.dynamic_filtering_range "
         "critic.loss_agg_mode data.image_key actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.val_kwargs.n "
@@ -689,11 +690,13 @@ def test_every_key_in_a_section_of_another_trainer_gets_its_own_line(tmp_path: P
     ]
 
 
-def test_hints_name_only_keys_that_exist():
-    valid = {*keys_of(RunConfig, ""), *(f"rewards.<name>.{key}" for key in RewardTerm.model_fields)}
-    named = re.findall(r"(?<![\w./])[a-z]+\.[\w.<>]+\w", " ".join((*OTHER_NAMES.values(), *ADVICE)))
-    assert len(named) > 200
-    assert {*named} - valid == {"config.json", "sample.metadata"}
+@pytest.mark.parametrize("section", ["", "actor.", "trainer.", "critic.", "reward.", "reference."])
+def test_hints_name_only_keys_that_exist(section: str):
+    valid = [*keys_of(RunConfig, ""), *(f"rewards.<name>.{key}" for key in RewardTerm.model_fields)]
+    hints = [hint_at(section + name, valid) or "" for name in OTHER_NAMES]
+    named = {*re.findall(r"(?<![\w./])[a-z]+\.[\w.<>]+\w", " ".join((*hints, *ADVICE)))}
+    assert len(named) > 80
+    assert named - {*valid} == {"config.json", "sample.metadata"}
 
 
 def test_hidden_variables_excludes_only_the_functions_own_key(tmp_path: Path):
