@@ -599,9 +599,10 @@ def test_keys_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
     assert wrong == {}
 
 
-ELSEWHERE = {  # our key, "" for none -> names in TRL 1.16, OpenRLHF 0.11 and verl 0.9, written by hand
+ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, OpenRLHF 0.11 and verl 0.9, by hand
     "actor.policy.model": "actor.model_name_or_path actor_rollout_ref.model.path",
     "critic.model": "critic.model_name_or_path critic.model.path",
+    "reward.device": "reward.num_gpus_per_node reward.reward_model.n_gpus_per_node",
     "reward.model": "reward.model_name_or_path reward.reward_model.model_path reward_model.model.path",
     "rewards.<name>.function": "reward_funcs reward.remote_url reward.custom_reward_function.path",
     "actor.prompts.path": "train_dataset data.prompt_dataset data.train_files",
@@ -664,12 +665,13 @@ ELSEWHERE = {  # our key, "" for none -> names in TRL 1.16, OpenRLHF 0.11 and ve
         "reward.reward_model.rollout.temperature reward.reward_model.rollout.n critic.checkpoint.save_contents "
         "distillation.distillation_loss.clip_ratio_high trainer.project_name trainer.balance_batch"
     ),
+    None: "eval_delay local_rank actor.policy.local_rank run.load_format actor.checkpoint_engine type",
 }
 
 
 @pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in ELSEWHERE.items() for name in names.split()])
-def test_names_and_paths_of_other_trainers_lead_to_our_key(tmp_path: Path, key: str, name: str):
-    hint = f"did you mean {key}?" if key else "this project has no such setting"
+def test_names_and_paths_of_other_trainers_lead_to_our_key(tmp_path: Path, key: str | None, name: str):
+    hint = f"did you mean {key}?" if key else "known: " if key is None else "this project has no such setting"
     with pytest.raises(ConfigError, match=rf"unknown key {re.escape(name)}; {re.escape(hint)}"):
         load(tmp_path, "{}", f"{name}=1")
 
