@@ -6,7 +6,6 @@ rendered into config.pbtxt.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from rlhf_triton.config.actor import (
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
-from rlhf_triton.config.other_names import advice_on, key_of, key_of_path
+from rlhf_triton.config.other_names import GENERIC, closest, has_keys, hint_at, hint_near
 from rlhf_triton.config.rewards import (
     MODEL_TERM,
     FunctionSpec,
@@ -446,7 +445,7 @@ def _problems(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
         if any(other.startswith(f"{location}.") for other in found):  # reported there, more precisely
             continue
         if len(items) == 1:
-            yield location, _describe(items[0], location)
+            yield from _describe(items[0], location)
         else:
             wanted = " or ".join(map(_expected_type, items))
             yield location, f"{location} must be {wanted}{_boolean_hint(items[0])} (got {items[0]['input']!r})"
@@ -480,8 +479,26 @@ def _boolean_hint(item: Any) -> str:
     return "; YAML reads yes, no, on and off as true and false, so put such a text in quotes" if is_text else ""
 
 
-def _describe(item: Any, location: str) -> str:
+def _describe(item: Any, location: str) -> Iterator[tuple[str, str]]:
+    """Yield location and description of a pydantic error; of a section of another trainer, one for each key."""
     valid = [*keys_of(RunConfig, ""), *_term_keys(item["loc"])]
+    if item["type"] in ("extra_forbidden", "path_type"):
+        paths = [*_unknown_paths(location, item["input"], valid)]
+        if item["type"] == "extra_forbidden" or paths != [location]:
+            yield from ((path, _unknown(path, valid)) for path in paths)
+            return
+    yield location, _invalid(item, location)
+
+
+def _unknown_paths(path: str, value: Any, valid: list[str]) -> Iterator[str]:
+    if isinstance(value, dict) and value and has_keys(path, valid):
+        for name, inner in value.items():
+            yield from _unknown_paths(f"{path}.{name}", inner, valid)
+    else:
+        yield path
+
+
+def _invalid(item: Any, location: str) -> str:
     if item["type"] == "model_type":
         return f"{location} is a section, not a value (got {item['input']!r}); its keys are {_keys_of_class(item)}"
     if item["type"] == "dict_type" and location == "rewards":
@@ -490,37 +507,37 @@ def _describe(item: Any, location: str) -> str:
         return f"{location} is missing; set it"
     if item["type"] in ("tuple_type", "list_type"):
         return f"{location} must be a list (got {item['input']!r})"
-    if item["type"] != "extra_forbidden":
-        reason = item["msg"].removeprefix("Value error, ") + _boolean_hint(item)
-        return f"{location}: {reason} (got {item['input']!r})" if location else reason
-    section, _, name = re.sub(r"\.\d+", "", location).rpartition(".")
-    same = key_of_path(location, item["input"])
-    elsewhere = key_of(section.partition(".")[0], name) if same is None else same
-    if elsewhere == "":
-        advice = advice_on(name)
-        return f"unknown key {location}; this project has no such setting{advice and ': '}{advice}"
-    near = (
-        ([same] if same else [])
-        or _similar(section, name, valid)
-        or ([elsewhere] if elsewhere else [])
-        or _similar(section, name, valid, cutoff=0.66)
-        or [key for key in valid if key.startswith(section) and key.endswith(f".{name}")]
-        or [key for key in valid if ("_" in name or len(name) > 5) and key.endswith(f".{name}")]
-    )
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
-    return f"unknown key {location}; {hint}"
+    reason = item["msg"].removeprefix("Value error, ") + _boolean_hint(item)
+    return f"{location}: {reason} (got {item['input']!r})" if location else reason
+
+
+def _unknown(location: str, valid: list[str]) -> str:
+    path = re.sub(r"\.\d+", "", location)
+    section, _, name = path.rpartition(".")
+    known = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
+    hint = hint_at(path, valid)
+    if hint is None and name not in GENERIC:
+        near = closest(name, known)
+        ours = known[near] if near else _elsewhere(path, valid)
+        hint = f"did you mean {ours}?" if ours else hint_near(path)
+    return f"unknown key {location}; {hint or 'known: ' + ', '.join(known.values())}"
+
+
+def _elsewhere(path: str, valid: list[str]) -> str | None:
+    """Return our key of this name in another section; None if there is none."""
+    section, _, name = path.rpartition(".")
+    root = section.partition(".")[0] or "actor"
+    same = [key for key in valid if f".{key}".endswith(f".{name}")]
+    inside = [key for key in same if key.startswith(section)]
+    if not inside and "_" not in name and len(name) < 6:  # such as `coef` or `every`, which says little
+        return None
+    return min(inside or same, key=lambda key: not key.startswith(f"{root}."), default=None)
 
 
 def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """Return the section classes that derive from `base`, by name."""
     below = [pair for section in base.__subclasses__() for pair in _sections(section).items()]
     return {section.__name__: section for section in base.__subclasses__()} | dict(below)
-
-
-def _similar(section: str, name: str, valid: list[str], cutoff: float = 0.82) -> list[str]:
-    """Return the key in `section` whose last part is most similar to `name`, as a list; [] if none is similar."""
-    keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
-    return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)]
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.config import ConfigError, RewardTerm, RunConfig, keys_of, load_config
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
+from rlhf_triton.config.other_names import ADVICE, OTHER_NAMES, hint_at
 from rlhf_triton.config.without_effect import effect_line, without_effect
 from rlhf_triton.models.placement import device_of, devices_of, own_device
 
@@ -553,6 +554,7 @@ VALUES = {
     "bnpo",
     "cispo",
     "dr_grpo",
+    "grpo",
     "luspo",
     "none",
     "reinforce",
@@ -567,15 +569,17 @@ VALUES = {
 def names_elsewhere() -> dict[str, set[str]]:
     """Return {setting of another trainer: our keys for it} from docs/coming-from.md; the set may be empty.
 
-    OpenRLHF's dotted names are complete; of NeMo-Aligner's names only the last part is used.
+    Dotted names of OpenRLHF and verl are complete; of NeMo-Aligner's names only the last part is used.
     """
     named: dict[str, set[str]] = {}
+    is_verl = False
     for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines():
+        is_verl |= line == "## verl"
         left, _, right = line.strip("| ").partition(" | ")
         keys = set(re.findall(r"(?:run|server|rewards?|reference|critic|trainer|actor|environment)\.[\w.<>]+\w", right))
         for dashes, setting in re.findall(r"`(?:(--)|\.)?([\w.]+)[`: ]", left):
             if keys or right.startswith(("none", "always")):
-                named.setdefault(setting if dashes else setting.rpartition(".")[2], set()).update(keys)
+                named.setdefault(setting if dashes or is_verl else setting.rpartition(".")[2], set()).update(keys)
     return {name: keys for name, keys in named.items() if name.islower() and name not in VALUES}
 
 
@@ -589,10 +593,112 @@ def test_keys_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
         try:
             load(tmp_path, level % name.replace(".", ": {") + "}" * name.count("."))
         except ConfigError as error:
-            hints = {f"did you mean {key}?" for key in keys} | {f" or {key} " for key in keys} or {"no such setting"}
-            if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
+            hints = [rf"(did you mean|or) {re.escape(key)}[? ]" for key in keys] or ["no such setting"]
+            if "unknown key" in str(error) and not any(re.search(hint, str(error)) for hint in hints):
                 wrong[name] = str(error)
     assert wrong == {}
+
+
+ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, OpenRLHF 0.11 and verl 0.9, by hand
+    "actor.policy.model": "actor.model_name_or_path actor_rollout_ref.model.path",
+    "critic.model": "critic.model_name_or_path critic.model.path",
+    "reward.device": "reward.num_gpus_per_node reward.reward_model.n_gpus_per_node",
+    "reward.model": "reward.model_name_or_path reward.reward_model.model_path reward_model.model.path",
+    "rewards.<name>.function": "reward_funcs reward.remote_url reward.custom_reward_function.path",
+    "actor.prompts.path": "train_dataset data.prompt_dataset data.train_files",
+    "actor.prompts.max_tokens": "data.max_len data.max_prompt_length actor_rollout_ref.rollout.prompt_length",
+    "actor.prompts.too_long": "data.truncation data.filter_overlong_prompts",
+    "actor.validation.prompts": "eval_dataset eval.dataset data.val_files",
+    "actor.validation.every": "eval_strategy eval.steps trainer.test_freq",
+    "actor.validation.greedy": "actor_rollout_ref.rollout.val_kwargs.do_sample",
+    "actor.rollout_size": "generation_batch_size rollout.batch_size data.train_batch_size",
+    "actor.update.minibatch_size": "per_device_train_batch_size train.batch_size ppo_mini_batch_size",
+    "actor.update.minibatch_size (OpenRLHF) or actor.rollout_size (verl)": "train_batch_size",
+    "actor.update.epochs": "num_iterations train.max_epochs actor_rollout_ref.actor.ppo_epochs",
+    "trainer.epochs": "critic.ppo_epochs",
+    "trainer.global_batch_size": "critic.ppo_mini_batch_size",
+    "trainer.token_budget": "critic.ppo_micro_batch_size_per_gpu critic.use_dynamic_bsz",
+    "trainer.clip_value": "critic.value_clip critic.cliprange_value",
+    "trainer.lora_rank": "critic.model.lora_rank critic.model.lora.rank",
+    "trainer.optimizer.lr": "critic.adam.lr critic.optim.lr critic_lr",
+    "trainer.optimizer.min_lr": "critic.min_lr_ratio critic.lr_scheduler",
+    "trainer.ranks": "critic.num_gpus_per_node critic.strategy",
+    "actor.policy.token_budget": (
+        "train.micro_batch_size rollout.micro_batch_size actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    ),
+    "actor.policy.precision": "dtype bf16 ds.param_dtype actor_rollout_ref.actor.fsdp_config.model_dtype",
+    "actor.policy.lora_rank": "lora_r peft_config ds.lora.rank actor_rollout_ref.model.lora.rank",
+    "actor.policy.lora_targets": "lora_target_modules ds.lora.target_modules",
+    "actor.policy.gradient_checkpointing": "actor.gradient_checkpointing_enable enable_gradient_checkpointing",
+    "actor.generation.engine": "use_vllm vllm.num_engines actor_rollout_ref.rollout.name",
+    "actor.generation.max_new_tokens": "max_completion_length rollout.max_new_tokens max_response_length",
+    "actor.generation.batch_size": "per_device_eval_batch_size rollout.vllm_generate_batch_size",
+    "actor.generation.temperature": "temperature rollout.temperature actor_rollout_ref.rollout.temperature",
+    "actor.algorithm.name": "scale_rewards algo.advantage.estimator algorithm.adv_estimator adv_estimator",
+    "actor.algorithm.responses_per_prompt": "num_generations rollout.n_samples_per_prompt actor_rollout_ref.rollout.n",
+    "actor.algorithm.clip_ratio": "epsilon actor.eps_clip actor_rollout_ref.actor.clip_ratio_low",
+    "actor.algorithm.entropy_bonus": "entropy_coef actor.entropy_coef actor_rollout_ref.actor.entropy_coeff",
+    "actor.algorithm.gamma": "algo.advantage.gamma algorithm.gamma",
+    "actor.algorithm.loss": "actor.policy_loss_type actor_rollout_ref.actor.policy_loss.loss_mode",
+    "actor.algorithm.max_resampled": "algo.dynamic_filtering_enable algorithm.filter_groups.enable",
+    "actor.algorithm.correction.high": "vllm_importance_sampling_cap algorithm.rollout_correction.rollout_is_threshold",
+    "actor.kl.coef": "beta algo.kl.init_coef actor_rollout_ref.actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
+    "actor.kl.penalty_in": "algo.kl.use_loss use_kl_loss algorithm.use_kl_in_reward",
+    "actor.optimizer.lr": "learning_rate learing_rate actor.adam.lr actor_rollout_ref.actor.optim.lr actor.optim.lr",
+    "actor.optimizer.grad_clip": "max_grad_norm actor.max_norm actor_rollout_ref.actor.optim.clip_grad",
+    "actor.steps": "num_train_epochs train.num_episodes trainer.total_epochs",
+    "actor.checkpoint_every": "save_strategy ckpt.save_steps trainer.save_freq",
+    "actor.ranks": "fsdp actor.num_nodes trainer.n_gpus_per_node",
+    "actor.trackers": "report_to logger.wandb.key trainer.logger",
+    "run.dir": "output_dir ckpt.output_dir trainer.default_local_dir",
+    "run.run_id": "run_name trainer.experiment_name",
+    "run.seed": "train.seed data.seed",
+    "environment.max_turns": "max_tool_calling_iterations actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    "": (
+        "entropy_coef_min vllm_tensor_parallel_size lora_dropout adam_beta1 do_train project actor.adam.betas "
+        "reward.learning_rate reward.num_iterations "
+        "critic.adam.eps train.colocate_all train.enable_ema ref.offload eval.n_samples_per_prompt data.max_samples "
+        "vllm.sync_backend ds.packing_samples ds.tensor_parallel_size algo.dynamic_filtering_range "
+        "critic.loss_agg_mode data.image_key actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.val_kwargs.n "
+        "actor_rollout_ref.ref.fsdp_config.seed actor_rollout_ref.rollout.trace.project_name critic.model.lora.dtype "
+        "reward.reward_model.rollout.temperature reward.reward_model.rollout.n critic.checkpoint.save_contents "
+        "distillation.distillation_loss.clip_ratio_high trainer.project_name trainer.balance_batch"
+    ),
+    None: "eval_delay local_rank actor.policy.local_rank run.load_format actor.checkpoint_engine type",
+}
+
+
+@pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in ELSEWHERE.items() for name in names.split()])
+def test_names_and_paths_of_other_trainers_lead_to_our_key(tmp_path: Path, key: str | None, name: str):
+    hint = f"did you mean {key}?" if key else "known: " if key is None else "this project has no such setting"
+    with pytest.raises(ConfigError, match=rf"unknown key {re.escape(name)}; {re.escape(hint)}"):
+        load(tmp_path, "{}", f"{name}=1")
+
+
+def test_every_key_in_a_section_of_another_trainer_gets_its_own_line(tmp_path: Path):
+    text = (
+        "actor_rollout_ref: {actor: {ppo_epochs: 2, optim: {lr: 1e-6}}, rollout: {n: 5}}\nchat_template_kwargs: {a: 1}"
+    )
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, "critic.model.path=a")
+    assert [line.partition(": unknown key ")[2] for line in str(error.value).splitlines()] == [
+        "critic.model.path; did you mean critic.model?",
+        "actor_rollout_ref.actor.ppo_epochs; did you mean actor.update.epochs?",
+        "actor_rollout_ref.actor.optim.lr; did you mean actor.optimizer.lr?",
+        "actor_rollout_ref.rollout.n; did you mean actor.algorithm.responses_per_prompt?",
+        "chat_template_kwargs; this project has no such setting: give them as a column of the prompts, or in a "
+        "request's metadata",
+    ]
+
+
+@pytest.mark.parametrize("section", ["", "actor.", "trainer.", "critic.", "reward.", "reference."])
+def test_hints_name_only_keys_that_exist(section: str):
+    valid = [*keys_of(RunConfig, ""), *(f"rewards.<name>.{key}" for key in RewardTerm.model_fields)]
+    hints = [hint_at(section + name, valid) or "" for name in OTHER_NAMES]
+    named = {*re.findall(r"(?<![\w./])[a-z]+\.[\w.<>]+\w", " ".join((*hints, *ADVICE)))}
+    assert len(named) > 80
+    assert named - {*valid} == {"config.json", "sample.metadata"}
 
 
 def test_hidden_variables_excludes_only_the_functions_own_key(tmp_path: Path):
