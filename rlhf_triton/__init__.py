@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlhf_triton.rewards.function import Sample, count
     from rlhf_triton.tools.api.runs import Run, train
     from rlhf_triton.tools.api.services import Services, serve
+    from rlhf_triton.tools.report.data import ReportSection
     from rlhf_triton.wire.contract import ContractError
 
 _MODULES = {
@@ -40,6 +41,7 @@ _MODULES = {
     "CriticClient": "client.critic",
     "Environment": "environment",
     "LossInputs": "actor.algorithms.inputs",
+    "ReportSection": "tools.report.data",
     "RequestFailed": "client.errors",
     "RequestRefused": "client.errors",
     "RewardClient": "client.reward",
@@ -66,6 +68,7 @@ __all__ = [
     "CriticClient",
     "Environment",
     "LossInputs",
+    "ReportSection",
     "RequestFailed",
     "RequestRefused",
     "RewardClient",

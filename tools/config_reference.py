@@ -8,12 +8,15 @@ too.
 """
 
 import argparse
+import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,8 @@ def _public() -> Iterator[str]:
         if inspect.isfunction(named) or ("__init__" in vars(named) and not dataclasses.is_dataclass(named)):
             yield _call(name, named)
         yield _as_markdown(named)
+        if isinstance(named, type) and (fields := [*_fields(named)]):
+            yield "\n".join(["", *fields])
         for member, value in vars(named).items() if isinstance(named, type) else ():
             is_property = isinstance(value, property | functools.cached_property)
             is_shown = (is_property or inspect.isfunction(value)) and not member.startswith("_")
@@ -88,6 +93,19 @@ def _public() -> Iterator[str]:
                 call = "" if is_property else f"{_call(member, value)}\n"
                 yield f"\n### {name}.{member}\n\n{call}{_as_markdown(value)}"
     yield ""
+
+
+def _fields(named: type) -> Iterator[str]:
+    """Yield the annotated fields of a class as a list, with their docstrings or the comments at their ends."""
+    source = textwrap.dedent(inspect.getsource(named))
+    lines = source.splitlines()
+    (definition,) = ast.parse(source).body
+    body = getattr(definition, "body", [])
+    for node, after in itertools.zip_longest(body, body[1:]):
+        if isinstance(node, ast.AnnAssign):
+            is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            text = str(after.value.value) if is_documented else lines[node.lineno - 1].partition("  # ")[2]
+            yield f"* `{ast.unparse(node.target)}`: {' '.join(text.split())}"
 
 
 def _call(name: str, called: Any) -> str:

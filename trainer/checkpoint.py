@@ -52,9 +52,9 @@ class CheckpointFolder:
         """Return the steps whose checkpoint critic_save or a rewind requested, or is damaged."""
         return [step for step in self.steps() if self._is_requested(step)]
 
-    def latest(self, *, at_most: int | None = None) -> int | None:
-        """Return the newest step up to `at_most` that has a checkpoint; None if there is none."""
-        return max((step for step in self.steps() if at_most is None or step <= at_most), default=None)
+    def latest(self) -> int | None:
+        """Return the newest step that has a checkpoint; None if there is none."""
+        return max(self.steps(), default=None)
 
     def save(self, update: CriticUpdate, state: CheckpointState) -> Path:
         """Write a checkpoint and return its folder.

@@ -20,8 +20,8 @@ def require_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"expected one shape [B, S-1], got {shapes}")
 
 
-def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
-    """Combine scores and KL penalty into token rewards: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
+def token_rewards(rewards: Tensor, penalty: Tensor, lengths: Tensor) -> Tensor:
+    """Combine scores and KL penalty into token rewards: r_t = rewards * [t == max(length - 2, 0)] - penalty_t.
 
     The score goes to the position of the last token (position length - 2 belongs to token length - 1). The penalty
     covers every position, including prompt and padding, which `gae` masks. The score of an empty response lies outside
@@ -29,21 +29,20 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: floa
 
     Args:
         rewards: `[B]`, one score per response.
-        kl: `[B, S-1]`, from `losses.kl_estimate`.
+        penalty: `[B, S-1]`, coefficient * `losses.kl_estimate`.
         lengths: `[B]`, tokens of prompt + response.
-        kl_coef: weight of the penalty, >= 0.
 
-    Returns: `[B, S-1]` in the dtype of `kl`.
+    Returns: `[B, S-1]` in the dtype of `penalty`.
     Raises: ValueError if a shape is wrong.
     Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5.
     """
-    if kl.ndim != 2 or kl.shape[1] < 1:
-        raise ValueError(f"kl must be [B, S-1] with S >= 2, got {tuple(kl.shape)}")
+    if penalty.ndim != 2 or penalty.shape[1] < 1:
+        raise ValueError(f"penalty must be [B, S-1] with S >= 2, got {tuple(penalty.shape)}")
     for name, tensor in (("rewards", rewards), ("lengths", lengths)):
-        if tensor.shape != kl.shape[:1]:
-            raise ValueError(f"{name} must be [B] = [{kl.shape[0]}], got {tuple(tensor.shape)}")
+        if tensor.shape != penalty.shape[:1]:
+            raise ValueError(f"{name} must be [B] = [{penalty.shape[0]}], got {tuple(tensor.shape)}")
     last_scored = (lengths - 2).clamp(min=0).long()
-    return (-kl_coef * kl).scatter_add(1, last_scored[:, None], rewards[:, None].to(kl.dtype))
+    return (-penalty).scatter_add(1, last_scored[:, None], rewards[:, None].to(penalty.dtype))
 
 
 def gae(

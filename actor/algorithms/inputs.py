@@ -53,7 +53,7 @@ class AdvantageInputs:
     def token_rewards(self) -> Tensor:
         """Reward of each token, `[B, S-1]`: process rewards minus the penalty, plus the score at the last token."""
         sampled = torch.where(self.mask > 0, torch.arange(self.mask.shape[1], device=self.mask.device), -1).amax(-1)
-        rewards = token_rewards(self.rewards, self.penalty, sampled + 2, kl_coef=1.0)
+        rewards = token_rewards(self.rewards, self.penalty, sampled + 2)
         return rewards if self.process_rewards is None else rewards + self.process_rewards
 
     def spread(self, advantages: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class Policy:
             def fill(chunk: Sequence[int]) -> None:
                 tokens = padded([rows[i].tokens for i in chunk])
                 mask = padded([rows[i].sampled for i in chunk])[:, 1:].float()
-                logprobs = self.token_logprobs(model, tokens, lengths[chunk], mask)[0].cpu().numpy()
+                logprobs = self.token_logprobs(model, tokens, lengths[chunk], mask).cpu().numpy()
                 for i, row_logprobs in zip(chunk, logprobs, strict=True):
                     results[i][1:] = row_logprobs[: len(results[i]) - 1]
 
@@ -280,17 +280,14 @@ class Policy:
             with self.sampler.disable_adapter():
                 yield self.sampler
 
-    def token_logprobs(
-        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, entropy: Entropy = "none"
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (log-probs, entropies) of `tokens` `[B, S]` under `model`, `[B, S-1]` each; 0 where `mask` is 0.
+    def token_logprobs(self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+        """Return the log-probs of `tokens` `[B, S]` under `model`, `[B, S-1]`, differentiable; 0 where `mask` is 0.
 
-        Position t holds the log-prob of token t+1, and the entropy of the distribution that samples it; entropies are
-        None with `entropy: none`. Both are differentiable, entropies only with `entropy: gradient`. Logits are computed
-        only for positions inside `mask` `[B, S-1]`. The arguments are on the host, the results on the model's device.
+        Position t holds the log-prob of token t+1. Logits are computed only for positions inside `mask` `[B, S-1]`. The
+        arguments are on the host, the result on the model's device.
         """
         inputs, _ = self.placed(model, tokens, lengths, mask)
-        return self.logprobs_of(model, inputs, entropy=entropy)
+        return self.logprobs_of(model, inputs)[0]
 
     def placed(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *others: Tensor
@@ -305,7 +302,11 @@ class Policy:
     def logprobs_of(
         self, model: Any, inputs: Sequence[Tensor], *, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the results of `token_logprobs` for inputs from `placed`, without waiting for the device."""
+        """Return (log-probs, entropies) as `token_logprobs`, for inputs from `placed`, without waiting for the device.
+
+        An entropy is that of the distribution that samples token t+1: None with `entropy: none`, differentiable only
+        with `entropy: gradient`.
+        """
         tokens, _, *positions = inputs[:4]
 
         def scattered(values: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class PolicyUpdate:
             for chunk in self._trained.micro_batches(lengths):
                 rows = chunk or [0]
                 tokens = batch.tokens[rows, : int(lengths[rows].max())]
-                part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])[0]
+                part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])
                 if chunk:
                     logprobs[chunk, : part.shape[1]] = part.to(logprobs)
             return logprobs

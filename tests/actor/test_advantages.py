@@ -43,8 +43,8 @@ def test_token_rewards_add_the_score_at_the_last_token_to_the_kl_penalty():
     kl = torch.arange(14.0).reshape(2, 7)  # S = 8
     expected = -0.1 * kl
     expected[[0, 1], [3, 6]] += torch.tensor([1.0, 2.0])  # 5 tokens: position 3 scores token 4, the last
-    close(adv.token_rewards(torch.tensor([1.0, 2.0]), kl, torch.tensor([5, 8]), kl_coef=0.1), expected)
-    result = adv.token_rewards(f64([5.0, 7.0]), f64([[1.0, -1.0, 2.0]] * 2), torch.tensor([4, 1]), kl_coef=0.5)
+    close(adv.token_rewards(torch.tensor([1.0, 2.0]), 0.1 * kl, torch.tensor([5, 8])), expected)
+    result = adv.token_rewards(f64([5.0, 7.0]), f64([[0.5, -0.5, 1.0]] * 2), torch.tensor([4, 1]))
     close(result, f64([[-0.5, 0.5, 4.0], [6.5, 0.5, -1.0]]))  # a single token: the index is clamped to 0
 
 

@@ -47,7 +47,7 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) 
     noise = torch.randn(2, len(LENGTHS), most - 1, generator=generator)
     advantages, ref = torch.nn.functional.pad(noise, (0, width - most)) * mask
     with torch.no_grad():
-        logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask)[0].cpu()
+        logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask).cpu()
     zeros = [torch.zeros_like(mask)] * 3
     positive = torch.arange(len(LENGTHS)) % 2 == 0
     batch = PPOBatch(tokens, lengths, mask, mask, logprobs, logprobs + 0.1 * ref, advantages, *zeros, positive=positive)

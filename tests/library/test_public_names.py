@@ -9,8 +9,8 @@ import rlhf_triton as rt
 
 PUBLIC = """
 AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSection ContractError CriticClient Environment LossInputs
-RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Run Sample Scores ServerFailed Services
-TrainAnswer count serve train
+ReportSection RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Run Sample Scores ServerFailed
+Services TrainAnswer count serve train
 """
 
 

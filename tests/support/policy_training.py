@@ -43,7 +43,7 @@ def update_of(policy: TrainablePolicy) -> PolicyUpdate:
 def train(policy: Policy, rows: Sequence[RolloutRow]) -> None:
     """Take one optimizer step that makes the tokens of samples more likely."""
     tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
-    logprobs, _ = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
+    logprobs = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
     (-logprobs.clamp(min=-50).mean()).backward()
     policy.trained.step()
 

@@ -123,7 +123,7 @@ def rewarded(pairs: Sequence[Pair]) -> list[Scored]:
 class ReportSection:
     """A titled part of the page. It replaces the built-in section with the same title."""
 
-    title: str
+    title: str  # the heading
     text: str = ""
     """Stands below the title; HTML if it is a `markupsafe.Markup`."""
     table: Sequence[Sequence[Any]] = ()
@@ -145,7 +145,7 @@ def sections_of(spec: str | None, run: object) -> list[ReportSection]:
     try:
         sections = list(load_function(spec)(run))
         if wrong := next((s for s in sections if not isinstance(s, ReportSection)), None):
-            raise TypeError(f"it returned {type(wrong).__name__}, not rlhf_triton.tools.report.data.ReportSection")
+            raise TypeError(f"it returned {type(wrong).__name__}, not rlhf_triton.ReportSection")
         for draw in (draw for section in sections for draw in section.pictures.values()):
             from matplotlib.figure import Figure
 
