@@ -7,7 +7,8 @@ of the prompt affects the response. For a chat it is that of the reply, which is
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_triton.tools.report.data import Gain, ReportSection, RunRecord
+from rlhf_triton import ReportSection
+from rlhf_triton.tools.report.data import Gain, RunRecord
 from rlhf_triton.tools.report.page import verdict
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn

@@ -301,7 +301,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestSections:
     """Sections that a run's own function adds to its report."""
 
-    START = "from rlhf_triton.tools.report.data import ReportSection\n\n\ndef sections(run):\n    "
+    START = "from rlhf_triton import ReportSection\n\n\ndef sections(run):\n    "
 
     def page_of(self, folder: Path, code: str) -> str:
         """Return the page of a run whose `report` names a function in a file with this code."""
@@ -313,7 +313,7 @@ class TestSections:
 
     def test_documented_report_section_example_works(self, tmp_path: Path):
         docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
-        found = re.search(r"```python\n(from rlhf_triton.tools.report.data.*?)```", docs.read_text(), re.DOTALL)
+        found = re.search(r"```python\n(import rlhf_triton as rt\n\n\ndef sections.*?)```", docs.read_text(), re.DOTALL)
         assert found is not None
         page = self.page_of(tmp_path, found[1])
         assert "<h2>The longest responses</h2>" in page
@@ -340,7 +340,7 @@ class TestSections:
     @pytest.mark.parametrize(
         ("code", "error"),
         [
-            ("return [1]", "TypeError: it returned int, not rlhf_triton.tools.report.data.ReportSection"),
+            ("return [1]", "TypeError: it returned int, not rlhf_triton.ReportSection"),
             ('return [ReportSection(title="x", pictures={"y": lambda axes, run: 1 / 0})]', "ZeroDivisionError"),
         ],
     )
