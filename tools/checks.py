@@ -1,4 +1,4 @@
-"""The form of a check before a start and of what it finds. Needs the standard library alone: packages may be broken."""
+"""The types of the checks before a start. Only the standard library is imported: other packages may be broken."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -42,11 +42,11 @@ def warning(name: str, text: str) -> Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a configuration."""
+    """A row of `CHECKS` (`tools/preflight.py`)."""
 
     name: str
     when: tuple[str, ...]
-    """Commands that make it: `doctor` prints what it finds, the others do not start if it fails."""
+    """Commands that run it: `doctor` prints its findings, the others refuse to start if it fails."""
     find: Callable[[Any], Iterable[Finding]]
     """Takes the RunConfig; an RlhfError is a failure, too."""
 

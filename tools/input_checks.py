@@ -1,4 +1,4 @@
-"""Checks what the models of a run read: tokens and ends, chat templates, and the form of the prompts."""
+"""Warns about prompts, chat templates and special tokens that do not fit the models of a run."""
 
 import difflib
 import functools
@@ -154,7 +154,7 @@ def _answers(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _ends_with(prompt: Prompt, answer: str) -> bool:
-    """Return whether the prompt, or a message of it, ends with the answer, but for tags and signs behind it."""
+    """Return whether the prompt, or a message of it, ends with the answer, ignoring trailing tags and punctuation."""
     chat = prompt.metadata.get(MESSAGES_KEY)
     for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
         before, found, behind = _collapse_space(text).rpartition(answer)

@@ -151,8 +151,8 @@ def parse_config(model: str, text: str) -> Any:
 
 def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]:
     files = {}
-    # Triton logs where a message comes from, which ends a stub whose modules have a path beyond ASCII. So models must
-    # not import the package from the working directory, but the link that `lay_out_backends` makes.
+    # Triton logs each message's source path, and one that is not ASCII crashes the stub. So models must not import the
+    # package from the working directory, but through the link that `lay_out_backends` makes.
     start = NOT_FROM_HERE if resolve_paths and not str(ROOT).isascii() else ""
     for model, text in render_configs(config, resolve_paths=resolve_paths).items():
         files[out / model / "config.pbtxt"] = text

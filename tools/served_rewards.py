@@ -44,7 +44,7 @@ class Step:
 
 
 def critic_infer_steps(rewards: Collection[str] | None, traits: Collection[str] = ()) -> list[Step]:
-    """Return the steps of `critic_infer`: the critic, then the reward model or the models of the named `rewards`.
+    """Return the ensemble's steps of `critic_infer`: the critic, then `reward_model` or the models of `rewards`.
 
     Args:
         rewards: None if no rewards are served; the critic is the only step then.

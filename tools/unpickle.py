@@ -181,7 +181,7 @@ def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_o
             elif not path and name in WRAPPERS and isinstance(entry, Mapping):
                 _collect(file, entry, "", found, left_out, seen)
             elif name in found:
-                raise CheckpointError(f"{file} is refused: it has {name} twice")
+                raise CheckpointError(f"{file} is refused: it has the tensor {name} twice; remove one")
             else:
                 _collect(file, entry, name, found, left_out, seen)
     elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor | Mapping) for entry in value):

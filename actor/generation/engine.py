@@ -86,7 +86,7 @@ class Generation:
             self.runner.check_prompts(prompts)
 
     def renew(self) -> None:
-        """Use the model's current weights from now on; called by `Policy.renew_sampler`."""
+        """For engines that copy the weights: use the model's current ones. Called by `Policy.renew_sampler`."""
 
     def close(self) -> None:
         """End the environments; a `run` that waits in another thread raises CancelledError."""

@@ -107,8 +107,8 @@ class TorchProcess:
             error = error.__cause__
 
     @contextlib.contextmanager
-    def blaming_the_device(self) -> Iterator[None]:
-        """Run the block, which loads a version; if the device is lost, never return: the version may be good."""
+    def loading_version(self) -> Iterator[None]:
+        """Run the block, which loads a version. If the device is lost, never return: the version is not to blame."""
         try:
             yield
         except Exception as error:

@@ -30,9 +30,9 @@ NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one e
 
 
 class Scores(np.ndarray):
-    """The rewards of n rows: a float32 array `[n]`, NaN where a row has none, with what else the server says of them.
+    """The rewards of n rows: a float32 array `[n]`, NaN where a row has none; attributes have details of each row.
 
-    Of a checkpoint whose labels are not merged (`reward.attribute_weights: separate`) it is `[n, A]`. Slices and
+    With `reward.attribute_weights: separate` it is `[n, A]`. Slices and
     results of arithmetic are plain arrays.
     """
 

@@ -162,7 +162,7 @@ class RewardSource:
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedModel:
-        """Return what the servers declare; it is read again when one of them was connected to again.
+        """Return what the servers declare; it is read again after a reconnection.
 
         Raises RequestFailed if no server answers in time, there is no reward, or all serve another than is expected.
         """
@@ -220,9 +220,9 @@ class RewardSource:
         return [results[i] for i in range(len(rows))]
 
     async def _results(self, rows: list[Row], ask: Ask, deadline: float | None, *, divisible: bool) -> list[RowResult]:
-        """Return the results of rows that share a request, as long as the server does not refuse it.
+        """Score rows in one request; if it is refused, in smaller ones, to find the refused rows.
 
-        A group is not `divisible`: a part of it would get other rewards, so none of its rows has one.
+        A group is not `divisible`: its rewards depend on all of its rows, so none of them has one.
         """
 
         async def results(part: Sequence[Row]) -> list[RowResult]:
@@ -283,7 +283,7 @@ def _read(answer: Answer, num_rows: int) -> list[RowResult]:
 
 
 def _steps(rewards: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rewards and ends of a row's steps, without the padding behind them."""
+    """Return the rewards and ends of a row's steps, without trailing padding."""
     return rewards[ends >= 0], ends[ends >= 0]
 
 

@@ -128,14 +128,14 @@ ACTOR = (
     ),
     MetricSpec(
         "staleness",
-        "Critic updates that the oldest scores of the step lack.",
+        "Critic updates missing from the oldest weights that scored the step.",
         key=f"{_ROLLOUT}staleness",
         panel="Staleness and policy lag",
         legend="staleness, maximum",
     ),
     MetricSpec(
         "staleness_mean",
-        "Mean number of critic updates that scores lack.",
+        "Critic updates missing from the weights that scored the step, mean.",
         key=f"{_ROLLOUT}staleness_mean",
         panel="Staleness and policy lag",
         legend="staleness, mean",
@@ -149,7 +149,7 @@ ACTOR = (
     ),
     MetricSpec(
         "policy_lag",
-        "Policy updates that the responses of the step lack.",
+        "Policy updates missing from the weights that sampled the step.",
         key=f"{_ROLLOUT}policy_staleness",
         panel="Staleness and policy lag",
         legend="policy lag",
@@ -214,7 +214,7 @@ ACTOR = (
     MetricSpec("over_budget", "Requests that failed because the retry budget was spent.", "counter"),
     MetricSpec(
         "failed_requests",
-        "Requests that failed for good.",
+        "Requests that failed after all retries.",
         "counter",
         panel="Failures, per 5 minutes",
         legend="failed requests",

@@ -133,7 +133,7 @@ class JournalState:
             raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
 
     def owners(self, rewind: Entry | None = None) -> list[str]:
-        """Return the owners of the run (`<session>/<n>`) as of `rewind` (default: the newest rewind), newest first."""
+        """Return the owners of the run (`<session>/<n>`) after `rewind` (default: the newest), newest first."""
         newest = rewind or self._newest_rewind()
         if newest is None:
             return []

@@ -167,7 +167,7 @@ def test_failed_row_is_masked_and_does_not_affect_the_other_rows():
 
 
 def test_rollout_metrics_match_hand_computed_values():
-    """Reference section 7; consumed_samples is added by the recorder, which counts steps."""
+    """All but consumed_samples, which the recorder adds: it counts the steps."""
     scored = scored_samples()
     metrics = metrics_of(scored, make_batch(scored, **SETTINGS))
     names = {"advantages_mean", "advantages_std", "returns_mean", "returns_std", "values_mean", "values_std"}

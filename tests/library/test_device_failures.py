@@ -157,7 +157,7 @@ def test_device_error_while_loading_does_not_reject_the_version(reward: Any, mon
     """The thread that loads it never goes on, and so rejects no version."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
     monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
-    with pytest.raises(CheckpointError), reward.served.compute.blaming_the_device():
+    with pytest.raises(CheckpointError), reward.served.compute.loading_version():
         raise CheckpointError("version 3 cannot be loaded") from RuntimeError(ILLEGAL)
     assert UNTIL_LOADED in str(ask(reward).error)
 

@@ -164,7 +164,7 @@ def test_unreachable_server_raises():
         RewardClient("http://localhost")
 
 
-def test_a_copy_as_pickle_makes_one_connects_anew():
+def test_an_unpickled_client_opens_its_own_connections():
     def call(reward: RewardClient, _: FakeReward) -> None:
         assert reward.score(["a"]).tolist() == [1]
         with copy.copy(reward) as other:

@@ -171,7 +171,7 @@ def test_saving_over_a_mapped_checkpoint_keeps_the_models_weights(tmp_path: Path
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_lora_policy_equals_pefts_merge_one_tensor_at_a_time(
+def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, precision: str
 ):
     """GPT-2's layers are transposed and its output layer is tied; Mixtral's experts are stored under other names."""

@@ -251,7 +251,7 @@ def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(
     until(lambda: instance.record.version == version)
 
 
-def test_record_reports_whether_a_staged_version_with_a_canary_loaded(instance: Instance, store: WeightsStore):
+def test_the_serving_record_reports_the_result_of_staging(instance: Instance, store: WeightsStore):
     """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
     plain = add(store, 1.0)
     store.announce(plain)

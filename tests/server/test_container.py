@@ -175,7 +175,7 @@ def rendered(folder: Path, **sections: dict) -> Path:
     return folder
 
 
-def test_copied_repository_gets_the_training_key_unless_one_was_rendered(
+def test_the_container_adds_the_training_key_to_a_repository_rendered_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MY_KEY", "other")

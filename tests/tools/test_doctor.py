@@ -245,7 +245,7 @@ def test_find_tritonserver_uses_path_if_no_wheel_is_installed(
         find_tritonserver(None)
 
 
-def test_lay_out_backends_is_repeatable_for_wheel_and_image(
+def test_lay_out_backends_is_idempotent_for_wheel_and_image(
     wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""

@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "numpy": (lambda file: torch.save({"a": T, "loss": np.float64(1)}, file), r"calls numpy\..*multiarray\.scalar"),
     "noise": (lambda file: file.write_bytes(b"hello world"), "no file of tensors"),
     "a list": (lambda file: torch.save({"model": {"a": [T, T]}}, file), "a is a list of tensors"),
-    "twice": (lambda file: torch.save({"model": {"a": T}, "module": {"a": T}}, file), "it has a twice"),
+    "twice": (lambda file: torch.save({"model": {"a": T}, "module": {"a": T}}, file), "it has the tensor a twice"),
     "expanded": (lambda file: torch.save({"a": torch.ones(1).expand(10**10)}, file), "a claims 40,000,000,000 bytes"),
     "no data": (lambda file: torch.save({"a": torch.ones(2, device="meta")}, file), "tensor a is not a dense tensor"),
     "reserved": (lambda file: torch.save({"__metadata__": T}, file), "tensor __metadata__ .* cannot be stored"),

@@ -232,7 +232,7 @@ def reward(sample: S, *, low=LIMITS["low"]) -> S:
 '''
 
 
-def test_a_function_of_a_notebook_travels_with_what_it_uses(tmp_path: Path):
+def test_a_function_of_a_notebook_is_written_with_its_dependencies(tmp_path: Path):
     files: dict[Path, str] = {}
     spec = function_spec(cell(NOTEBOOK)["reward"], tmp_path, files)
     ((path, text),) = files.items()

@@ -1,4 +1,4 @@
-"""Functions given by value, as files that other processes import: their source, with what it uses."""
+"""Writes functions of notebooks and scripts to files that other processes import, with the source of what they use."""
 
 import ast
 import builtins

@@ -139,7 +139,7 @@ class Run:
 
     @property
     def log_path(self) -> Path:
-        """What the command says; the logs of actor, sidecar and server are beside it."""
+        """The console output of the run; the logs of actor, sidecar and server are in the same folder."""
         return self.path / "logs" / "run.log"
 
     @property

@@ -30,7 +30,7 @@ class Sections:
     """The sections of a configuration, as they are set one after the other, and the files of its folder."""
 
     def __init__(self, folder: Path, data: dict[str, Any] | None = None) -> None:
-        """`data`: sections to begin with; default: those of a server on free ports."""
+        """`data`: initial sections; default: `run.dir` and a server on free ports."""
         self.folder = folder
         self.data: dict[str, Any] = data or {"run": {"dir": str(folder)}, "server": dict.fromkeys(PORT_KEYS, 0)}
         self._files: dict[Path, str] = {}
@@ -156,9 +156,9 @@ class Sections:
 
 @contextlib.contextmanager
 def new_folder(given: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]:
-    """Yield the folder `given`, by default the first free `runs/<kind>-N`; one that is new goes if the block fails.
+    """Yield the folder `given`, by default the first free `runs/<kind>-N`.
 
-    It stays if the failure was that of a run that had passed its checks.
+    If the block fails, a new folder is removed, unless a run has started in it.
 
     Raises RlhfError if it cannot be made.
     """

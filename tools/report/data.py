@@ -72,7 +72,7 @@ class Gain:
 
     @classmethod
     def of(cls, scored: Sequence[Scored]) -> "Gain":
-        """Return the gain over these pairs, of which there must be one, by the percentiles of 4,000 resamples."""
+        """Return the mean gain of one or more pairs, with a bootstrap interval over 4,000 resamples."""
         before, after = (np.array([item[side] for item in scored], np.float64) for side in (1, 2))
         picks = np.random.default_rng(0).integers(len(scored), size=(NUM_RESAMPLES, len(scored)))
         low, high = np.percentile((after - before)[picks].mean(axis=1), [2.5, 97.5])
@@ -139,7 +139,7 @@ class ReportSection:
 
 
 def sections_of(spec: str | None, run: object) -> list[ReportSection]:
-    """Return what the function `spec` returns for a run, [] without one; a failure is a section that names it."""
+    """Return the sections of the user's function `spec`, [] without one. If it raises, a section has the error."""
     if not spec:
         return []
     try:
@@ -199,7 +199,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run as its folder has it; what a `report` function receives."""
+    """A run, read from its folder; the argument of a `report` function."""
 
     name: str
     summary: dict[str, Any]  # {name in SUMMARY_KEYS: value}
@@ -362,7 +362,7 @@ def loading_line(run_dir: Path) -> str | None:
 
 
 def read_steps(path: Path, most: float = MOST_DRAWN) -> list[dict[str, Any]]:
-    """Return the rows of a file by ascending step, thinned to `most`; of a step repeated after a resume, the last."""
+    """Return the rows of a file by ascending step, at most `most`; the last one of a step that a resume repeated."""
     rows: list[dict[str, Any]] = []
     every = 1
     for seen, row in enumerate(each_line(path)):

@@ -65,7 +65,7 @@ class RunProgress:
             self.log(f"validation at step {line['step']}: reward {', '.join(filter(None, figures))}")
 
     def _new_validations(self) -> Iterator[dict[str, Any]]:
-        """Yield the validations of later steps than any before; a run that resumes rewrites their file."""
+        """Yield validations of a later step than the last one yielded: a run that resumes rewrites the file."""
         for line in self._validations.read_objects():
             if line["step"] > self._validated:
                 self._validated = line["step"]

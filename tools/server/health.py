@@ -2,8 +2,8 @@
 
 Triton does neither: it continues to report ready, and answers every request to a dead model with an error. A model
 that works on a long request does not count as hung: its forward-pass counter increases, or its process uses the CPU.
-On a GPU only the counter says so: a process that waits for a GPU that hangs uses the CPU, too. Answers are no sign of
-life, since a model whose device is broken answers every request with an error at once.
+On a GPU only the counter says so: a process that waits for a GPU that hangs uses the CPU, too. Responses do not prove
+progress: a model with a broken device answers every request with an error.
 
 A process that is not scheduled for a few seconds (a busy or paused machine) is kept, unless a request waited for it
 meanwhile. After a second, server 2.51 fails that request and frees its memory without telling the process. When the

@@ -24,7 +24,7 @@ class SupervisedServer(Protocol):
         """Kill it at once."""
 
     def stop(self) -> None:
-        """Stop it, and remove what it leaves."""
+        """Stop it, and remove its leftovers."""
 
 
 class ServerWatch(Protocol):
@@ -97,7 +97,7 @@ class Supervisor(Generic[S]):
             self._restart_server()
 
     def stop_watching(self) -> bool:
-        """Stop the health checks, which would load again what a drain unloads; return whether the server runs."""
+        """Stop the health checks, so that they do not reload what a drain unloads; return whether the server runs."""
         if self._watch is not None:
             self._watch.stop()
         return self._start_at is None

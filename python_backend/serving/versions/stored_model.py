@@ -51,7 +51,7 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
     store = WeightsStore(parameters.path(STORE))
 
     def load_checked(folder: Path, before: Any) -> Any:
-        with process.blaming_the_device(), staging(process.device):
+        with process.loading_version(), staging(process.device):
             model = load(folder, before)
             canary = store.manifest(int(folder.name)).canary
             if canary is not None:  # several ranks wrote the version, and none has loaded all of it
