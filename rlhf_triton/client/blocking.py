@@ -31,10 +31,10 @@ class AsyncClient(AbstractAsyncContextManager[Any]):
         training_key: str | None = None,
         settings: ClientSection | None = None,
     ) -> None:
-        servers = (url,) if isinstance(url, str) else tuple(url)
         try:
+            servers = (url,) if isinstance(url, str) else tuple(url)
             settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
-        except ValidationError as error:
+        except (TypeError, ValidationError) as error:
             raise ContractError(f"url: {url!r}, must be host:port, dns:name:port, or several of them") from error
         if not servers:
             raise ContractError(f"url: {url!r}, must have at least one address")

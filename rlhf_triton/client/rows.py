@@ -1,14 +1,83 @@
-"""Converts the caller's ragged rows to arrays for the wire; errors name the caller's row and position."""
+"""Converts the caller's rows, and what belongs to each, to what is sent; errors name the row and the position."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, ContractError
+from rlhf_triton.wire.contract import (
+    MASK,
+    METADATA,
+    PREV_VALUES,
+    PROMPT_LENGTHS,
+    RETURNS,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    ContractError,
+    whole,
+)
 
 Rows = Sequence[Any]
 """One entry per row: a list of numbers, a NumPy array or a CPU tensor `[length_i]`."""
+
+
+def listed(name: str, entries: Any, num_rows: int | None = None) -> list[Any]:
+    """Return the entries of a list, an iterator, an array or a column. Raises ContractError unless it is one of these.
+
+    `num_rows`: how many there must be.
+    """
+    is_table = hasattr(entries, "columns")  # a data frame: its entries would be its columns, or their names
+    is_one = isinstance(entries, str | bytes | Mapping) or getattr(entries, "ndim", 1) == 0
+    if is_table or is_one or not isinstance(entries, Iterable):
+        raise not_rows(name, entries)
+    found = [*entries]
+    if num_rows not in (None, len(found)):
+        raise ContractError(f"{name}: {len(found)} entries for {num_rows} rows")
+    return found
+
+
+def not_rows(name: str, given: Any) -> ContractError:
+    """Return the error of an argument that is not a list of rows."""
+    shown = " ".join(repr(given).split())  # tables have several lines
+    return ContractError(
+        f"{name}: {shown:.80}, must be a list of rows; put brackets around one row, and turn a table into rows"
+    )
+
+
+def metadata_rows(metadata: Any, num_rows: int) -> list[dict[str, Any]]:
+    """Return the metadata of each row. Raises ContractError."""
+    found = listed(METADATA, metadata, num_rows)
+    for i, each in enumerate(found):
+        if not isinstance(each, Mapping):
+            raise ContractError(f"{METADATA}[{i}]: {each!r:.80}, must be a dictionary")
+        found[i] = plain(f"{METADATA}[{i}]", each)
+    return found
+
+
+def prompt_length_rows(lengths: Any, num_rows: int) -> list[int]:
+    """Return the prompt length of each row. Raises ContractError."""
+    return [whole(f"{PROMPT_LENGTHS}[{i}]", each) for i, each in enumerate(listed(PROMPT_LENGTHS, lengths, num_rows))]
+
+
+def plain(name: str, value: Any) -> Any:
+    """Return a value as JSON has it: arrays and numbers of NumPy and torch become Python's.
+
+    Raises ContractError if JSON or UTF-8 cannot express it.
+    """
+    try:
+        return json.loads(json.dumps(value, default=_json_value, ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ContractError(f"{name}: {error}") from error
+
+
+def _json_value(value: Any) -> Any:
+    """Return what JSON's encoder writes for an object that it does not know. Raises TypeError."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
 
 
 def token_rows(rows: Rows) -> list[np.ndarray]:
@@ -65,10 +134,13 @@ def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarra
 
 def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
     """Return the rows as one-dimensional arrays."""
-    if len(rows) == 0:
+    entries = listed(name, rows)
+    if not entries:
         raise ContractError(f"{name}: no rows, must have at least one")
     arrays = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(entries):
+        if isinstance(row, bytearray | np.ma.MaskedArray):  # NumPy reads its bytes, and what its mask hides
+            raise ContractError(f"{name}[{i}]: {type(row).__name__}, must be a list or an array of numbers")
         try:
             array = np.asarray(row)
         except (TypeError, ValueError, RuntimeError) as error:  # nested lists; a tensor on a GPU, or with a gradient
