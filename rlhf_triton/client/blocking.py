@@ -105,6 +105,8 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
             return asyncio.run_coroutine_threadsafe(call(self._client, *args, **kwargs), self._loop)
 
     def _wait(self, call: Callable[Concatenate[C, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is self._thread:
+            raise RlhfError("a future's callback cannot wait for the client; let another thread call it")
         future = self._submit(call, *args, **kwargs)
         try:
             return future.result()

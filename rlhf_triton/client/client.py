@@ -204,7 +204,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             RequestFailed: the server refused the request, or all attempts failed; the message says what the journal
                 holds.
         """
-        inputs = {**payload, **_run(run_id), **_step(contract.STEP, step)}
+        inputs = {**payload, **_run(run_id), **_steps(contract.STEP, step)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
         answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
@@ -215,10 +215,9 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         `keep_steps`: steps, up to `step`, whose checkpoints to keep; None: keep the newest checkpoints. Raises
         RequestFailed.
         """
-        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), **_step(contract.STEP, step)}
+        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), **_steps(contract.STEP, step)}
         if keep_steps is not None:
-            kept = [contract.whole(contract.KEEP_STEPS, each) for each in keep_steps]
-            inputs[contract.KEEP_STEPS] = np.asarray(kept, np.int64)
+            inputs |= _steps(contract.KEEP_STEPS, *keep_steps)
         return await self._save(inputs)
 
     async def rewind(self, *, run_id: str, step: int) -> int:
@@ -226,7 +225,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
         This client then owns the run: requests of previous owners that arrive later are refused.
         """
-        inputs = {**_run(run_id), **_step(contract.REWIND_TO, step)}
+        inputs = {**_run(run_id), **_steps(contract.REWIND_TO, step)}
         self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
         return await self._save(inputs)
 
@@ -307,8 +306,8 @@ def _rows(
     return {contract.TOKENS: tokens, **counts, **_metadata(metadata)}
 
 
-def _step(name: str, step: int) -> dict[str, np.ndarray]:
-    return {name: np.asarray([contract.whole(name, step)], np.int64)}
+def _steps(name: str, *steps: int) -> dict[str, np.ndarray]:
+    return {name: np.asarray([contract.whole(name, step) for step in steps], np.int64)}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

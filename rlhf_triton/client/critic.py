@@ -9,7 +9,7 @@ import numpy as np
 from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import absence_explained
-from rlhf_triton.client.rows import Rows, metadata_rows, prompt_length_rows, token_rows, training_arrays
+from rlhf_triton.client.rows import Rows, per_row, plain_object, token_rows, training_arrays
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
@@ -124,8 +124,8 @@ class AsyncCriticClient(AsyncClient):
         """
         tokens, client = token_rows(rows), await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
-        known = None if metadata is None else metadata_rows(metadata, len(tokens))
-        lengths = None if prompt_lengths is None else prompt_length_rows(prompt_lengths, len(tokens))
+        known = per_row(contract.METADATA, metadata, len(tokens), plain_object)
+        lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole)
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)

@@ -12,12 +12,12 @@ import numpy as np
 from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.errors import RequestFailed, absence_explained
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
-from rlhf_triton.client.rows import listed, metadata_rows, not_rows, plain, prompt_length_rows, token_rows
+from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_object, token_rows
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.chats import warn_once
-from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange
+from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole
 from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 logger = logging.getLogger(__name__)
@@ -254,8 +254,8 @@ def rows_of(
     is_number = isinstance(first, int | float) or (getattr(first, "shape", None) == () and not isinstance(first, str))
     if is_number or isinstance(first, Mapping) or isinstance(inputs, tuple):  # a tuple is a pair
         raise not_rows("inputs", inputs)
-    columns = [{}] * len(given) if metadata is None else metadata_rows(metadata, len(given))
-    lengths = [0] * len(given) if prompt_lengths is None else prompt_length_rows(prompt_lengths, len(given))
+    columns = per_row("metadata", metadata, len(given), plain_object) or [{}] * len(given)
+    lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole) or [0] * len(given)
     found = []
     for i, (each, known, length) in enumerate(zip(given, columns, lengths, strict=True)):
         if taken := RESERVED & known.keys():
@@ -274,7 +274,11 @@ def _row(index: int, given: Any, metadata: dict[str, Any]) -> Row:
     where = f"inputs[{index}]"
     if isinstance(given, str):
         return Row((plain(where, given),), metadata=metadata)
-    if isinstance(given, bytes | Mapping) or not hasattr(given, "__getitem__") or getattr(given, "ndim", 1) == 0:
+    if (
+        isinstance(given, bytes | bytearray | Mapping)
+        or not hasattr(given, "__getitem__")
+        or getattr(given, "ndim", 1) == 0
+    ):
         raise ContractError(f"{where}: {given!r:.80}, must be {FORMS}")
     prompt, response = given if len(given) == 2 else (None, None)
     if isinstance(response, str):

@@ -1,40 +1,31 @@
 """Converts the caller's rows, and what belongs to each, to what is sent; errors name the row and the position."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlhf_triton.wire.contract import (
     MASK,
-    METADATA,
     PREV_VALUES,
-    PROMPT_LENGTHS,
     RETURNS,
     SEQUENCE_LENGTHS,
     TOKENS,
     ContractError,
-    whole,
 )
 
+T = TypeVar("T")
 Rows = Sequence[Any]
 """One entry per row: a list of numbers, a NumPy array or a CPU tensor `[length_i]`."""
 
 
-def listed(name: str, entries: Any, num_rows: int | None = None) -> list[Any]:
-    """Return the entries of a list, an iterator, an array or a column. Raises ContractError unless it is one of these.
-
-    `num_rows`: how many there must be.
-    """
-    is_table = hasattr(entries, "columns")  # a data frame: its entries would be its columns, or their names
+def listed(name: str, entries: Any) -> list[Any]:
+    """Return the entries of a list, an iterator, an array or a column. Raises ContractError for anything else."""
     is_one = isinstance(entries, str | bytes | Mapping) or getattr(entries, "ndim", 1) == 0
-    if is_table or is_one or not isinstance(entries, Iterable):
+    if is_one or hasattr(entries, "columns") or not isinstance(entries, Iterable):  # a data frame iterates over columns
         raise not_rows(name, entries)
-    found = [*entries]
-    if num_rows not in (None, len(found)):
-        raise ContractError(f"{name}: {len(found)} entries for {num_rows} rows")
-    return found
+    return [*entries]
 
 
 def not_rows(name: str, given: Any) -> ContractError:
@@ -45,19 +36,24 @@ def not_rows(name: str, given: Any) -> ContractError:
     )
 
 
-def metadata_rows(metadata: Any, num_rows: int) -> list[dict[str, Any]]:
-    """Return the metadata of each row. Raises ContractError."""
-    found = listed(METADATA, metadata, num_rows)
-    for i, each in enumerate(found):
-        if not isinstance(each, Mapping):
-            raise ContractError(f"{METADATA}[{i}]: {each!r:.80}, must be a dictionary")
-        found[i] = plain(f"{METADATA}[{i}]", each)
-    return found
+def per_row(name: str, entries: Any, num_rows: int, read: Callable[[str, Any], T]) -> list[T] | None:
+    """Return what `read` makes of each row's entry and its name; None if there are no entries.
+
+    Raises ContractError unless there is an entry for each row.
+    """
+    if entries is None:
+        return None
+    found = listed(name, entries)
+    if len(found) != num_rows:
+        raise ContractError(f"{name}: {len(found)} entries for {num_rows} rows")
+    return [read(f"{name}[{i}]", each) for i, each in enumerate(found)]
 
 
-def prompt_length_rows(lengths: Any, num_rows: int) -> list[int]:
-    """Return the prompt length of each row. Raises ContractError."""
-    return [whole(f"{PROMPT_LENGTHS}[{i}]", each) for i, each in enumerate(listed(PROMPT_LENGTHS, lengths, num_rows))]
+def plain_object(name: str, value: Any) -> dict[str, Any]:
+    """Return the metadata of a row as JSON has it. Raises ContractError."""
+    if not isinstance(value, Mapping):
+        raise ContractError(f"{name}: {value!r:.80}, must be a dictionary")
+    return dict(plain(name, {**value}))
 
 
 def plain(name: str, value: Any) -> Any:
@@ -73,8 +69,6 @@ def plain(name: str, value: Any) -> Any:
 
 def _json_value(value: Any) -> Any:
     """Return what JSON's encoder writes for an object that it does not know. Raises TypeError."""
-    if isinstance(value, Mapping):
-        return dict(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
@@ -139,8 +133,6 @@ def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
         raise ContractError(f"{name}: no rows, must have at least one")
     arrays = []
     for i, row in enumerate(entries):
-        if isinstance(row, bytearray | np.ma.MaskedArray):  # NumPy reads its bytes, and what its mask hides
-            raise ContractError(f"{name}[{i}]: {type(row).__name__}, must be a list or an array of numbers")
         try:
             array = np.asarray(row)
         except (TypeError, ValueError, RuntimeError) as error:  # nested lists; a tensor on a GPU, or with a gradient

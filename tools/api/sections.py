@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_triton.client.rows import plain
 from rlhf_triton.config import RunConfig, parse_config
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError, reason_of
@@ -43,6 +44,13 @@ class Sections:
         """
         _merge(self.data, _nested(key, self._plain(key, value)))
 
+    def set_once(self, key: str, value: Any) -> None:
+        """Set `section.key`. Raises RlhfError if it has another value already."""
+        new, before = self._plain(key, value), self.get(key)
+        if before not in (None, new):
+            raise RlhfError(f"{key}: {before!r} and {new!r} are given; give one of them")
+        self.set(key, new)
+
     def get(self, key: str) -> Any:
         """Return what `section.key` was set to, None if it was not."""
         value: Any = self.data
@@ -55,11 +63,13 @@ class Sections:
         if self.get(key) is None:
             self.set(key, value)
 
-    def set_model(self, key: str, given: str | os.PathLike[str]) -> None:
+    def set_model(self, key: str, given: str | os.PathLike[str] | None) -> None:
         """Set the folder of a model, which is downloaded if `given` is `organization/name` and there is no such folder.
 
-        Raises RlhfError if it cannot be downloaded, or is no path.
+        Raises RlhfError if it cannot be downloaded, or is no path. None: do nothing, as in the other methods.
         """
+        if given is None:
+            return
         if not isinstance(given, (str, os.PathLike)):
             raise RlhfError(
                 f"{key}: {type(given).__name__}, must be the folder of a model; `save_pretrained(folder)` of model and "
@@ -68,18 +78,20 @@ class Sections:
         folder = Path(given).expanduser()
         if isinstance(given, str) and HUB_NAME.fullmatch(given) and not folder.parent.exists():
             folder = _download(key, given)
-        self.set(key, folder.absolute())
+        self.set_once(key, folder.absolute())
 
     def set_rewards(self, given: Any) -> None:
         """Set `reward` and `rewards` to a model's folder, a function, or a list of these and of (which, weight).
 
         Raises RlhfError for more than one model, and FunctionError for a function that cannot be written down.
         """
+        if given is None:
+            return
         terms: dict[str, dict[str, Any]] = {}
         pairs: list[Any] = given if isinstance(given, list) else [given]
         for each in pairs:
             what, weight = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
-            if not isinstance(weight, int | float):
+            if not hasattr(weight, "__float__"):
                 raise RlhfError(f"reward: the weight of {what!r:.80} is {weight!r:.40}, must be a number")
             if (spec := self._function("reward", what)) is not None:
                 name = _term_name(spec.rpartition(":")[2], terms)
@@ -98,6 +110,8 @@ class Sections:
 
         `name`: of the argument. Raises RlhfError for a row that is none, or that JSON cannot express.
         """
+        if given is None:
+            return
         if isinstance(given, (str, os.PathLike)):
             path = Path(given).expanduser().absolute()
         elif isinstance(given, Mapping):
@@ -112,7 +126,7 @@ class Sections:
                 raise RlhfError(f"{name}: there are no prompts; give {PROMPT_FORMS}")
         else:
             raise RlhfError(f"{name}: {given!r:.80}, must be {PROMPT_FORMS}")
-        self.set(key, path)
+        self.set_once(key, path)
 
     def check(self, source: str) -> RunConfig:
         """Return the configuration. Raises ConfigError; `source` stands before its sentences."""
@@ -216,12 +230,9 @@ def _line(where: str, row: Any) -> str:
         row = {"text": row}
     elif isinstance(row, list) and row and all(isinstance(message, Mapping) for message in row):
         row = {"messages": row}
-    try:
-        if not isinstance(row, Mapping):
-            raise TypeError(f"{row!r:.80}, must be a text, the messages of a chat, or a dictionary")
-        return json.dumps(dict(row), ensure_ascii=False) + "\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RlhfError(f"{where}: {error}") from error
+    if not isinstance(row, Mapping):
+        raise RlhfError(f"{where}: {row!r:.80}, must be a text, the messages of a chat, or a dictionary")
+    return json.dumps(plain(where, dict(row)), ensure_ascii=False) + "\n"
 
 
 def _download(key: str, name: str) -> Path:
