@@ -134,6 +134,18 @@ def test_a_data_set_is_written_as_parquet(started: list[dict[str, Any]]):
         def to_parquet(self, path: str) -> None:
             Path(path).write_text("rows")
 
+    class Mixed:
+        def to_parquet(self, path: str) -> None:
+            raise TypeError("Expected bytes, got a 'int' object")
+
+    with pytest.raises(rt.RlhfError, match=r"^prompts: Expected bytes, got a 'int' object; give rows that Parquet can"):
+        rt.train("policy", prompts=Mixed(), reward="reward")
+
+    class Transformed(Dataset, list[str]):
+        format = {"type": "custom"}  # noqa: RUF012 -- as of `with_transform`, which its Parquet would lack
+
+    run = rt.train("policy", prompts=Transformed(["a"]), reward="reward")
+    assert load_config(run.config_path).actor.prompts.path.suffix == ".jsonl"
     run = rt.train("policy", prompts=Dataset(), reward="reward")
     assert load_config(run.config_path).actor.prompts.path == run.path / "prompts.parquet"
     assert (run.path / "prompts.parquet").read_text() == "rows"
@@ -314,10 +326,11 @@ def scores_of(functions: list[Any], folder: Path) -> list[float]:
 
 
 def test_a_default_travels_with_its_own_value(tmp_path: Path):
-    make = cell(
-        "limit = 5\ndef make(limit):\n    def f(s, *, limit: int = limit):\n        return limit\n    return f\n"
+    made = cell(
+        "LIMIT = 1\ndef of_name(s, limit=LIMIT):\n    return limit\nLIMIT = limit = 5\n"
+        "def make(limit):\n    def f(s, *, limit: int = limit):\n        return limit\n    return f\n"
     )
-    assert scores_of([make["make"](4), make["make"](3)], tmp_path) == [4, 3]
+    assert scores_of([made["of_name"], made["make"](4), made["make"](3)], tmp_path) == [1, 4, 3]
 
 
 def test_functions_of_one_name_do_not_replace_each_other(tmp_path: Path):

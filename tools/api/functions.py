@@ -112,8 +112,10 @@ class _Source:
         except (OSError, TypeError, SyntaxError) as error:
             raise FunctionError(f"{self._name}: the source of {name} cannot be read{REMEDY}") from error
         self._definitions[name] = ""  # in progress: it may use itself
-        known = inner.__globals__ if isinstance(inner, FunctionType) else vars(sys.modules[inner.__module__])
-        known = {**known, **_defaults(source, inner)}
+        if isinstance(inner, FunctionType):
+            known = inner.__globals__ | _defaults(source, inner)
+        else:
+            known = vars(sys.modules[inner.__module__])
         used, stored, attributes = _names_in(code)
         self._check(name, inner, used)
         for each in sorted(used):
@@ -141,11 +143,12 @@ class _Source:
         raise FunctionError(f"{subject} {why}" + ("" if ";" in why else REMEDY))
 
 
-def _defaults(source: str, inner: Any) -> dict[str, Any]:
-    """Return the values of defaults such as `x=x`, whose names may mean something else by now."""
-    given = inspect.signature(inner).parameters if isinstance(inner, FunctionType) else {}
-    text = "".join(source.split())
-    return {name: given[name].default for name in given if re.search(rf"\b{name}(:[^=]*)?={name}[,)]", text)}
+def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
+    """Return the values of the names that are defaults; they may mean something else by now."""
+    arguments = next(each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.arguments))
+    nodes = [*arguments.defaults, *filter(None, arguments.kw_defaults)]
+    values = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+    return {node.id: value for node, value in zip(nodes, values, strict=False) if isinstance(node, ast.Name)}
 
 
 def _free_names(inner: Any) -> set[str]:

@@ -116,7 +116,7 @@ class Sections:
             path = Path(given).expanduser().absolute()
         elif isinstance(given, Mapping):
             raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, given))}; give one of its data sets")
-        elif hasattr(given, "to_parquet"):
+        elif hasattr(given, "to_parquet") and getattr(given, "format", {}).get("type") != "custom":  # a transform
             path = self.folder / f"{name}.parquet"
             self._tables[path] = given
         elif isinstance(given, Iterable):
@@ -133,13 +133,16 @@ class Sections:
         return parse_config(copy.deepcopy(self.data), source)
 
     def write(self, path: Path) -> None:
-        """Write the YAML, and the files that it names."""
+        """Write the YAML, and the files that it names. Raises RlhfError for a table that cannot be written."""
         self._files[path] = yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
         for file, text in self._files.items():
             file.parent.mkdir(exist_ok=True)
             replace_file(file, text.encode(), durable=False)
         for file, table in self._tables.items():
-            table.to_parquet(str(file))
+            try:
+                table.to_parquet(str(file))
+            except Exception as error:  # of Arrow, which may be absent
+                raise RlhfError(f"{file.stem}: {reason_of(error)}; give rows that Parquet can express") from error
 
     def _plain(self, key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
