@@ -88,22 +88,22 @@ def train(
     """
     with new_folder(dir, "train") as folder:
         sections = Sections(folder)
-        sections.set_rewards(reward)
-        for key, value in settings.items():
-            sections.set(key, value)
         sections.set_once("run.dir", folder)
         sections.set_model("actor.policy.model", policy)
         sections.set_prompts("actor.prompts.path", prompts, name="prompts")
         sections.set_prompts("actor.validation.prompts", validation, name="validation")
-        sections.set_model("critic.model", critic)
+        sections.set_rewards(reward)
+        if algorithm == ALGORITHM:
+            sections.set("actor.algorithm.name", algorithm)
+        elif isinstance(algorithm, str):
+            sections.set_once("actor.algorithm.name", algorithm)
+        else:
+            sections.set("actor.algorithm", algorithm)
         if steps is not None:
             sections.set_once("actor.steps", steps)
-        if not isinstance(algorithm, str):
-            sections.set("actor.algorithm", algorithm)
-        elif algorithm == ALGORITHM:
-            sections.set_default("actor.algorithm.name", algorithm)
-        else:
-            sections.set_once("actor.algorithm.name", algorithm)
+        sections.set_model("critic.model", critic)
+        for key, value in settings.items():
+            sections.set(key, value)
         known = ALGORITHMS.get(str(sections.get("actor.algorithm.name")))
         if known is not None and known.needs_groups:
             sections.set_default("actor.algorithm.responses_per_prompt", GROUP_SIZE)

@@ -34,6 +34,7 @@ class Sections:
         """`data`: sections to begin with; default: those of a server on free ports."""
         self.folder = folder
         self.data: dict[str, Any] = data or {"run": {"dir": str(folder)}, "server": dict.fromkeys(PORT_KEYS, 0)}
+        self._fixed: dict[str, Any] = {}
         self._files: dict[Path, str] = {}
         self._tables: dict[Path, Any] = {}
 
@@ -45,11 +46,9 @@ class Sections:
         _merge(self.data, _nested(key, self._plain(key, value)))
 
     def set_once(self, key: str, value: Any) -> None:
-        """Set `section.key`. Raises RlhfError if it has another value already."""
-        new, before = self._plain(key, value), self.get(key)
-        if before not in (None, new):
-            raise RlhfError(f"{key}: {before!r} and {new!r} are given; give one of them")
-        self.set(key, new)
+        """Set `section.key`, which nothing may change: `check` raises RlhfError if it has another value."""
+        self._fixed[key] = self._plain(key, value)
+        self.set(key, value)
 
     def get(self, key: str) -> Any:
         """Return what `section.key` was set to, None if it was not."""
@@ -130,7 +129,11 @@ class Sections:
 
     def check(self, source: str) -> RunConfig:
         """Return the configuration. Raises ConfigError; `source` stands before its sentences."""
-        return parse_config(copy.deepcopy(self.data), source)
+        config = parse_config(copy.deepcopy(self.data), source)
+        for key, value in self._fixed.items():
+            if (other := self.get(key)) != value:
+                raise RlhfError(f"{key}: {value!r} and {other!r} are given; give one of them")
+        return config
 
     def write(self, path: Path) -> None:
         """Write the YAML, and the files that it names. Raises RlhfError for a table that cannot be written."""

@@ -49,11 +49,11 @@ def serve(
         raise RlhfError("serve: give a reward, a critic, or both")
     with new_folder(dir, "serve") as folder:
         sections = Sections(folder)
+        sections.set_once("run.dir", folder)
         sections.set_rewards(reward)
+        sections.set_model("critic.model", critic)
         for key, value in settings.items():
             sections.set(key, value)
-        sections.set_once("run.dir", folder)
-        sections.set_model("critic.model", critic)
         config = sections.check("rlhf_triton.serve")
         with only_server(config.server_dir):
             sections.write(folder / CONFIG_FILE)
