@@ -31,10 +31,10 @@ class AsyncClient(AbstractAsyncContextManager[Any]):
         training_key: str | None = None,
         settings: ClientSection | None = None,
     ) -> None:
-        servers = (url,) if isinstance(url, str) else tuple(url)
         try:
+            servers = (url,) if isinstance(url, str) else tuple(url)
             settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
-        except ValidationError as error:
+        except (TypeError, ValidationError) as error:
             raise ContractError(f"url: {url!r}, must be host:port, dns:name:port, or several of them") from error
         if not servers:
             raise ContractError(f"url: {url!r}, must have at least one address")
@@ -105,6 +105,8 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
             return asyncio.run_coroutine_threadsafe(call(self._client, *args, **kwargs), self._loop)
 
     def _wait(self, call: Callable[Concatenate[C, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is self._thread:
+            raise RlhfError("a future's callback cannot wait for the client; let another thread call it")
         future = self._submit(call, *args, **kwargs)
         try:
             return future.result()

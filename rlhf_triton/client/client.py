@@ -204,7 +204,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             RequestFailed: the server refused the request, or all attempts failed; the message says what the journal
                 holds.
         """
-        inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
+        inputs = {**payload, **_run(run_id), **_steps(contract.STEP, step)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
         answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
@@ -215,9 +215,9 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         `keep_steps`: steps, up to `step`, whose checkpoints to keep; None: keep the newest checkpoints. Raises
         RequestFailed.
         """
-        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
+        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), **_steps(contract.STEP, step)}
         if keep_steps is not None:
-            inputs[contract.KEEP_STEPS] = np.asarray(keep_steps, np.int64)
+            inputs |= _steps(contract.KEEP_STEPS, *keep_steps)
         return await self._save(inputs)
 
     async def rewind(self, *, run_id: str, step: int) -> int:
@@ -225,8 +225,9 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
         This client then owns the run: requests of previous owners that arrive later are refused.
         """
+        inputs = {**_run(run_id), **_steps(contract.REWIND_TO, step)}
         self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
-        return await self._save({**_run(run_id), contract.REWIND_TO: np.asarray([step], np.int64)})
+        return await self._save(inputs)
 
     async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
@@ -303,6 +304,10 @@ def _rows(
     sizes = {contract.SEQUENCE_LENGTHS: [row.size for row in rows], contract.PROMPT_LENGTHS: prompt_lengths}
     counts = {name: np.asarray(size, np.int64)[:, None] for name, size in sizes.items() if size is not None}
     return {contract.TOKENS: tokens, **counts, **_metadata(metadata)}
+
+
+def _steps(name: str, *steps: int) -> dict[str, np.ndarray]:
+    return {name: np.asarray([contract.whole(name, step) for step in steps], np.int64)}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

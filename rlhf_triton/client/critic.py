@@ -9,7 +9,7 @@ import numpy as np
 from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import absence_explained
-from rlhf_triton.client.rows import Rows, token_rows, training_arrays
+from rlhf_triton.client.rows import Rows, per_row, plain_object, token_rows, training_arrays
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
@@ -78,7 +78,7 @@ class AsyncCriticClient(AsyncClient):
         Raises:
             ContractError: an invalid address or run id.
         """
-        if not contract.RUN_ID_PATTERN.fullmatch(run_id):
+        if not isinstance(run_id, str) or not contract.RUN_ID_PATTERN.fullmatch(run_id):
             raise contract.ContractError(f"run_id: {run_id!r}, must be the one in the server's YAML")
         super().__init__(url, training_key=training_key, settings=settings)
         self.run_id = run_id
@@ -124,14 +124,12 @@ class AsyncCriticClient(AsyncClient):
         """
         tokens, client = token_rows(rows), await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
-        lengths = None if prompt_lengths is None else [int(length) for length in prompt_lengths]
-        for name, given in ((contract.METADATA, metadata), (contract.PROMPT_LENGTHS, lengths)):
-            if given is not None and len(given) != len(tokens):
-                raise contract.ContractError(f"{name}: {len(given)} entries for {len(tokens)} rows")
+        known = per_row(contract.METADATA, metadata, len(tokens), plain_object)
+        lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole)
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
-        answer = await client.score(tokens, outputs, metadata, prompt_lengths=lengths, versions=versions)
+        answer = await client.score(tokens, outputs, known, prompt_lengths=lengths, versions=versions)
         rewards = answer[contract.REWARDS]
         errors = [""] * len(tokens)
         if explained:

@@ -1,10 +1,9 @@
 """The clients of a served reward: for asyncio, for code without an event loop, and as functions of other trainers."""
 
 import functools
-import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,12 +12,12 @@ import numpy as np
 from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.errors import RequestFailed, absence_explained
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
-from rlhf_triton.client.rows import token_rows
+from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_object, token_rows
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.chats import warn_once
-from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange
+from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole
 from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 logger = logging.getLogger(__name__)
@@ -156,29 +155,7 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
         which TRL leaves out of its update. The terms of a sum are logged as metrics.
         """
 
-        def triton_reward(
-            prompts: Sequence[str | Messages], completions: Sequence[str | Messages], **columns: Any
-        ) -> list[float | None]:
-            metadata = [dict[str, Any]() for _ in prompts]
-            for name, values in columns.items():
-                if is_column(name, values, len(prompts)):
-                    for known, value in zip(metadata, values, strict=True):
-                        known[name] = plain(value)
-            rows = [
-                (prompt, completion) if isinstance(completion, str) else [*prompt, *completion]
-                for prompt, completion in zip(prompts, completions, strict=True)
-            ]
-            scores = self.score(rows, metadata)
-            missing = [error for error in scores.errors if error]
-            if missing:
-                logger.warning("%d of %d completions have no reward: %s", len(missing), len(rows), missing[0])
-            if (log_metric := columns.get("log_metric")) is not None:
-                for name, values in scores.components.items():
-                    if not np.isnan(values).all():
-                        log_metric(f"reward_components/{name}", float(np.nanmean(values)))
-            return [None if math.isnan(score) else score for score in one_each(scores).tolist()]
-
-        return triton_reward
+        return _bound(triton_reward, self)
 
     def as_verl(self, prompt_key: str = "question") -> Callable[..., float]:
         """Return the reward as verl's custom reward function, `compute_score`.
@@ -190,24 +167,7 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
             prompt_key: key of `extra_info` with the prompt, a text or messages, which verl does not pass otherwise.
         """
 
-        def compute_score(
-            data_source: str,
-            solution_str: str,
-            ground_truth: Any,
-            extra_info: Mapping[str, Any] | None = None,
-            *,
-            prompt_key: str = prompt_key,  # also one of verl's `reward_kwargs`
-            **_: Any,
-        ) -> float:
-            info = dict(extra_info or {})
-            if prompt_key not in info:
-                raise KeyError(f"extra_info has no {prompt_key!r}, the prompt; name its key: as_verl(prompt_key=…)")
-            columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
-            prompt = info[prompt_key]
-            row = (prompt if isinstance(prompt, str) else [*prompt], solution_str)
-            return float(complete(self.score([row], [plain(columns)]))[0])
-
-        return compute_score
+        return _bound(compute_score, self, prompt_key=prompt_key)
 
     def as_openrlhf(self) -> Callable[..., dict[str, Any]]:
         """Return the reward as OpenRLHF's `reward_func`, for a file that `--reward.remote_url` names.
@@ -215,43 +175,93 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
         `labels` reach reward functions as `sample.metadata["label"]`. Raises RlhfError if a row has no reward.
         """
 
-        def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any) -> Any:
-            rows = [  # its tokenizer may have changed the prompt
-                (prompt, query[len(prompt) :]) if query.startswith(prompt) else query
-                for query, prompt in zip(queries, prompts, strict=True)
-            ]
-            scores = complete(self.score(rows, [{"label": plain(label)} for label in labels]))
-            rewards = scores.tolist()
-            terms = {name: term.tolist() for name, term in scores.components.items()}
-            return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
+        return _bound(reward_func, self)
 
-        return reward_func
+
+def _bound(function: Callable[..., Any], client: RewardClient, **options: Any) -> Callable[..., Any]:
+    """Return a function of a trainer with its client, which can be pickled: trainers send it to other processes."""
+    bound = functools.partial(function, client, **options)
+    vars(bound)["__name__"] = function.__name__
+    return bound
+
+
+def triton_reward(
+    client: RewardClient,
+    /,
+    prompts: Sequence[str | Messages],
+    completions: Sequence[str | Messages],
+    **columns: Any,
+) -> list[float | None]:
+    """Return the rewards of TRL's completions; see `RewardClient.as_trl`."""
+    known = {name: values for name, values in columns.items() if is_column(name, values, len(prompts))}
+    metadata = [{name: values[i] for name, values in known.items()} for i in range(len(prompts))]
+    rows = [
+        (prompt, completion) if isinstance(completion, str) else [*prompt, *completion]
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    scores = client.score(rows, metadata)
+    missing = [error for error in scores.errors if error]
+    if missing:
+        logger.warning("%d of %d completions have no reward: %s", len(missing), len(rows), missing[0])
+    if (log_metric := columns.get("log_metric")) is not None:
+        for name, values in scores.components.items():
+            if not np.isnan(values).all():
+                log_metric(f"reward_components/{name}", float(np.nanmean(values)))
+    return [None if math.isnan(score) else score for score in one_each(scores).tolist()]
+
+
+def compute_score(
+    client: RewardClient,
+    /,
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    prompt_key: str,  # also one of verl's `reward_kwargs`
+    **_: Any,
+) -> float:
+    """Return the reward of verl's response; see `RewardClient.as_verl`."""
+    info = dict(extra_info or {})
+    if prompt_key not in info:
+        raise KeyError(f"extra_info has no {prompt_key!r}, the prompt; name its key: as_verl(prompt_key=…)")
+    columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
+    prompt = info[prompt_key]
+    row = (prompt if isinstance(prompt, str) else [*prompt], solution_str)
+    return float(complete(client.score([row], [columns]))[0])
+
+
+def reward_func(
+    client: RewardClient, /, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any
+) -> dict[str, Any]:
+    """Return the rewards of OpenRLHF's queries; see `RewardClient.as_openrlhf`."""
+    rows = [  # its tokenizer may have changed the prompt
+        (prompt, query[len(prompt) :]) if query.startswith(prompt) else query
+        for query, prompt in zip(queries, prompts, strict=True)
+    ]
+    scores = complete(client.score(rows, [{"label": label} for label in labels]))
+    rewards = scores.tolist()
+    terms = {name: term.tolist() for name, term in scores.components.items()}
+    return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
 
 
 def rows_of(
     inputs: Sequence[Input], metadata: Sequence[Mapping[str, Any]] | None, prompt_lengths: Sequence[int] | None
 ) -> list[Row]:
     """Return the rows to score. Raises ContractError with the row that is invalid."""
-    is_one_row = isinstance(inputs, str | Mapping) or getattr(inputs, "ndim", 2) < 2
-    if is_one_row or not isinstance(inputs, Iterable):
-        raise ContractError(f"inputs: {inputs!r:.80}, must be a list of rows; put brackets around one row")
-    inputs = [*inputs]
-    if inputs and isinstance(inputs[0], Mapping | int | np.integer):
-        raise ContractError(f"inputs: {inputs!r:.80}, must be a list of rows; put brackets around one row")
-    for name, given in (("metadata", metadata), ("prompt_lengths", prompt_lengths)):
-        if given is not None and len(given) != len(inputs):
-            raise ContractError(f"{name}: {len(given)} entries for {len(inputs)} rows")
+    given = listed("inputs", inputs)
+    first = given[0] if given else ""
+    is_number = isinstance(first, int | float) or (getattr(first, "shape", None) == () and not isinstance(first, str))
+    if is_number or isinstance(first, Mapping) or isinstance(inputs, tuple):  # a tuple is a pair
+        raise not_rows("inputs", inputs)
+    columns = per_row("metadata", metadata, len(given), plain_object) or [{}] * len(given)
+    lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole) or [0] * len(given)
     found = []
-    for i, each in enumerate(inputs):
-        known = dict(metadata[i]) if metadata is not None else {}
+    for i, (each, known, length) in enumerate(zip(given, columns, lengths, strict=True)):
         if taken := RESERVED & known.keys():
             raise ContractError(f"metadata[{i}].{min(taken)}: a reserved name; put it into the row, or rename it")
-        try:
-            json.dumps(known)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ContractError(f"metadata[{i}]: {error}; reward functions receive what JSON can express") from error
         row = _row(i, each, known)
-        if prompt_lengths is not None and (length := int(prompt_lengths[i])):
+        if length:
             if row.tokens is None or not 0 < length < len(row.tokens):
                 most = "0, as the row is a text" if row.tokens is None else f"0 to {len(row.tokens) - 1}"
                 raise ContractError(f"prompt_lengths[{i}]: {length}, must be {most}")
@@ -261,27 +271,33 @@ def rows_of(
 
 
 def _row(index: int, given: Any, metadata: dict[str, Any]) -> Row:
+    where = f"inputs[{index}]"
     if isinstance(given, str):
-        return Row((given,), metadata=metadata)
-    if isinstance(given, bytes | Mapping) or not hasattr(given, "__len__") or getattr(given, "ndim", 1) == 0:
-        raise ContractError(f"inputs[{index}]: {given!r:.80}, must be {FORMS}")
-    if len(given) == 2 and isinstance(given[1], str):
-        prompt, response = given
+        return Row((plain(where, given),), metadata=metadata)
+    if (
+        isinstance(given, bytes | bytearray | Mapping)
+        or not hasattr(given, "__getitem__")
+        or getattr(given, "ndim", 1) == 0
+    ):
+        raise ContractError(f"{where}: {given!r:.80}, must be {FORMS}")
+    prompt, response = given if len(given) == 2 else (None, None)
+    if isinstance(response, str):
         if isinstance(prompt, str):
+            prompt, response = plain(where, [prompt, response])
             return text_row(prompt, response, metadata)
         if not isinstance(prompt, Sequence | np.ndarray):
-            raise ContractError(f"inputs[{index}]: the prompt is {prompt!r:.80}, must be a text or messages")
+            raise ContractError(f"{where}: the prompt is {prompt!r:.80}, must be a text or messages")
         given = [*prompt, {"role": "assistant", "content": response}]
-    if len(given) and isinstance(given[0], Mapping):
+    if isinstance(next(iter(given), None), Mapping):  # not given[0], which a pandas Series reads as a label
         try:
-            return chat_row(plain_messages([dict(message) for message in given]), metadata)
+            return chat_row(plain_messages(plain(where, [*given])), metadata)
         except BadMessages as error:
-            raise ContractError(f"inputs[{index}]{error}") from error
+            raise ContractError(f"{where}{error}") from error
     try:
         (tokens,) = token_rows([given])
     except ContractError as error:
         reason = str(error).removeprefix("tokens[0]: ")
-        raise ContractError(f"inputs[{index}]: {reason}; a row is {FORMS}") from error
+        raise ContractError(f"{where}: {reason}; a row is {FORMS}") from error
     return Row(tokens=tokens, metadata=metadata)
 
 
@@ -305,19 +321,8 @@ def is_column(name: str, values: Any, num_rows: int) -> bool:
     if name in NOT_METADATA or not isinstance(values, list) or len(values) != num_rows:
         return False
     try:
-        json.dumps(values, default=_number)
-    except (TypeError, ValueError, RecursionError) as error:  # images, for example
-        warn_once(f"reward functions do not receive the column {name}: {error}")
+        plain(name, values)
+    except ContractError as error:  # images, for example
+        warn_once(f"reward functions do not receive the column {error}")
         return False
     return True
-
-
-def plain(value: Any) -> Any:
-    """Return a value with arrays and numbers of NumPy and torch as Python's own. Raises TypeError for other objects."""
-    return json.loads(json.dumps(value, default=_number))
-
-
-def _number(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")

@@ -1,14 +1,77 @@
-"""Converts the caller's ragged rows to arrays for the wire; errors name the caller's row and position."""
+"""Converts the caller's rows, and what belongs to each, to what is sent; errors name the row and the position."""
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, ContractError
+from rlhf_triton.wire.contract import (
+    MASK,
+    PREV_VALUES,
+    RETURNS,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    ContractError,
+)
 
+T = TypeVar("T")
 Rows = Sequence[Any]
 """One entry per row: a list of numbers, a NumPy array or a CPU tensor `[length_i]`."""
+
+
+def listed(name: str, entries: Any) -> list[Any]:
+    """Return the entries of a list, an iterator, an array or a column. Raises ContractError for anything else."""
+    is_one = isinstance(entries, str | bytes | Mapping) or getattr(entries, "ndim", 1) == 0
+    if is_one or hasattr(entries, "columns") or not isinstance(entries, Iterable):  # a data frame iterates over columns
+        raise not_rows(name, entries)
+    return [*entries]
+
+
+def not_rows(name: str, given: Any) -> ContractError:
+    """Return the error of an argument that is not a list of rows."""
+    shown = " ".join(repr(given).split())  # tables have several lines
+    return ContractError(
+        f"{name}: {shown:.80}, must be a list of rows; put brackets around one row, and turn a table into rows"
+    )
+
+
+def per_row(name: str, entries: Any, num_rows: int, read: Callable[[str, Any], T]) -> list[T] | None:
+    """Return what `read` makes of each row's entry and its name; None if there are no entries.
+
+    Raises ContractError unless there is an entry for each row.
+    """
+    if entries is None:
+        return None
+    found = listed(name, entries)
+    if len(found) != num_rows:
+        raise ContractError(f"{name}: {len(found)} entries for {num_rows} rows")
+    return [read(f"{name}[{i}]", each) for i, each in enumerate(found)]
+
+
+def plain_object(name: str, value: Any) -> dict[str, Any]:
+    """Return the metadata of a row as JSON has it. Raises ContractError."""
+    if not isinstance(value, Mapping):
+        raise ContractError(f"{name}: {value!r:.80}, must be a dictionary")
+    return dict(plain(name, {**value}))
+
+
+def plain(name: str, value: Any) -> Any:
+    """Return a value as JSON has it: arrays and numbers of NumPy and torch become Python's.
+
+    Raises ContractError if JSON or UTF-8 cannot express it.
+    """
+    try:
+        return json.loads(json.dumps(value, default=_json_value, ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ContractError(f"{name}: {error}") from error
+
+
+def _json_value(value: Any) -> Any:
+    """Return what JSON's encoder writes for an object that it does not know. Raises TypeError."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
 
 
 def token_rows(rows: Rows) -> list[np.ndarray]:
@@ -65,10 +128,11 @@ def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarra
 
 def _arrays(name: str, rows: Rows) -> list[np.ndarray]:
     """Return the rows as one-dimensional arrays."""
-    if len(rows) == 0:
+    entries = listed(name, rows)
+    if not entries:
         raise ContractError(f"{name}: no rows, must have at least one")
     arrays = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(entries):
         try:
             array = np.asarray(row)
         except (TypeError, ValueError, RuntimeError) as error:  # nested lists; a tensor on a GPU, or with a gradient

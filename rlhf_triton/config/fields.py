@@ -83,11 +83,18 @@ class Section(BaseModel):
         return value.expanduser() if isinstance(value, Path) and value.parts[:1] == ("~",) else value
 
 
-# A server address is `host:port`, or `dns:name:port` for every address that the name resolves to.
-
-
 DNS_PREFIX = "dns:"
-Address = Annotated[str, Field(pattern=r"^(dns:)?[^\s/]+:\d+$")]
+
+
+def _address(value: str) -> str:
+    found = re.fullmatch(r"(?:dns:)?(?:[^\s/:@,]+|\[[^\s/@,\]]+\]):([0-9]+)", value)
+    if found is None or int(found[1]) > 65535:
+        raise ValueError("must be host:port, [IPv6]:port or dns:name:port, with a port of at most 65535")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""`host:port` of a server, or `dns:name:port` for every address that the name resolves to."""
 
 
 def resolve(address: str) -> list[str]:

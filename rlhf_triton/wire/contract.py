@@ -7,6 +7,7 @@ Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training pay
 
 import json
 import math
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,17 @@ class ContractError(RlhfError, ValueError):
         return str(self).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
 
 
+def whole(name: str, value: Any) -> int:
+    """Return an integer, also one of NumPy or torch. Raises ContractError unless it is one of at least 0."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise ContractError(f"{name}: {value!r:.80}, must be an integer of at least 0")
+    return number
+
+
 class VersionRange(NamedTuple):
     """The versions of a model that may answer a request, both ends included."""
 
@@ -193,9 +205,8 @@ class VersionRange(NamedTuple):
         name, version = (MIN_VERSION, least) if exact is None else (EXACT_VERSION, exact)
         if version is None:
             return None
-        if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
-            raise ContractError(f"{name}: {version!r:.80}, must be an integer of at least 0")
-        return cls(int(version), int(version) if name == EXACT_VERSION else math.inf)
+        number = whole(name, version)
+        return cls(number, number if name == EXACT_VERSION else math.inf)
 
     @property
     def parameters(self) -> dict[str, int]:

@@ -136,6 +136,12 @@ def test_critic_client_scores_trains_saves_and_rewinds():
             with pytest.raises(RlhfError, match=r"call rewind first: rewind\(0\) begins a run"):
                 early()
         assert critic.rewind(0) == 7
+        for wrong in (0.5, "1", True, None, 2**63):  # never another step than was meant
+            for ask in (critic.rewind, critic.save, lambda step: critic.train(step, *UPDATE)):
+                with pytest.raises(ContractError, match=r"must be an integer of at least 0"):
+                    ask(wrong)
+        with pytest.raises(ContractError, match=r"^keep_steps: 1.5, must be an integer"):
+            critic.save(1, keep_steps=[1.5])
         answer = critic.train(1, *UPDATE)
         assert (answer.loss_mean, answer.weights_version) == (0.25, 7)
         assert critic.save(1, keep_steps=[1]) == 7
@@ -171,6 +177,7 @@ def test_async_critic_calls_overlap():
         ("http://localhost:8000", "mine", r"url: 'http://localhost:8000', must be host:port"),
         ([], "mine", r"url: \[\]"),
         ("localhost:8000", "", "run_id: ''"),
+        ("localhost:8000", None, "run_id: None"),
     ],
 )
 def test_wrong_url_or_run_id_raises_at_construction(url: Any, run_id: str, told: str):

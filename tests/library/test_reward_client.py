@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_scores_have_process_reward_steps_and_several_labels():
     np.testing.assert_array_equal(several, [[np.nan, np.nan], [1, 2]])
 
 
+class Table(list[str]):
+    """As a data frame, whose entries are the names of its columns."""
+
+    columns = ("a", "b")
+
+    def __repr__(self) -> str:
+        return "a b\n0 1"
+
+
 @pytest.mark.parametrize(
     ("inputs", "options", "told"),
     [
@@ -117,11 +127,26 @@ def test_scores_have_process_reward_steps_and_several_labels():
         ([[{"role": "user"}]], {}, r"^inputs\[0\]\[0\].content: missing or null"),
         (["a"], {"metadata": []}, r"^metadata: 0 entries for 1 rows"),
         (["a"], {"metadata": [{"response": "b"}]}, r"^metadata\[0\].response: a reserved name"),
-        (["a"], {"metadata": [{"image": object()}]}, r"^metadata\[0\]: .*not JSON serializable"),
+        (["a"], {"metadata": [{"image": object()}]}, r"^metadata\[0\]: object cannot be sent as JSON"),
+        (["a", "b"], {"metadata": [{}, None]}, r"^metadata\[1\]: None, must be a dictionary"),
+        (["a"], {"metadata": {"answer": ["5"]}}, r"^metadata: \{'answer'.*, must be a list of rows"),
+        (
+            Table("ab"),
+            {},
+            r"^inputs: a b 0 1, must be a list of rows; put brackets around one row, and turn a table into",
+        ),
+        (("a", "b"), {}, r"^inputs: \('a', 'b'\), must be a list of rows"),
+        (None, {}, r"^inputs: None, must be a list of rows"),
+        ([{"a", "b"}], {}, r"^inputs\[0\]: \{'.', '.'\}, must be a text, a pair"),
+        ([bytearray(b"ab")], {}, r"^inputs\[0\]: bytearray\(b'ab'\), must be a text, a pair"),
+        (["a", "b\ud800"], {}, r"^inputs\[1\]: .*surrogates not allowed"),
+        ([[*CHAT, "b", "c"]], {}, r"^inputs\[0\]\[1\]: must be .*, got 'b'"),
+        ([[{**CHAT[0], "at": object()}]], {}, r"^inputs\[0\]: object cannot be sent as JSON"),
         (torch.tensor([5, 6]), {}, r"^inputs: tensor\(\[5, 6\]\), must be a list of rows"),
         (5, {}, r"^inputs: 5, must be a list of rows"),
         ([(5, "a")], {}, r"^inputs\[0\]: the prompt is 5, must be a text or messages"),
         (["a"], {"prompt_lengths": [1]}, r"^prompt_lengths\[0\]: 1, must be 0, as the row is a text"),
+        ([[5, 6]], {"prompt_lengths": [1.5]}, r"^prompt_lengths\[0\]: 1.5, must be an integer of at least 0"),
         ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
     ],
 )
@@ -132,6 +157,34 @@ def test_invalid_inputs_are_refused_by_index_and_not_sent(inputs: Any, options: 
         assert server.received == []
 
     play(call)
+
+
+def test_rows_of_arrays_iterators_and_columns_are_scored():
+    """`Column` stands for one of a table: its index has labels, not positions."""
+
+    class Column(list[Any]):
+        dtype, ndim = np.dtype(object), 1
+
+        def __getitem__(self, label: Any) -> Any:
+            raise KeyError(label)
+
+    parts = [{"role": "user", "content": np.array([{"type": "text", "text": "Hi"}], object)}, *reply("four")]
+
+    def call(reward: RewardClient, server: FakeReward) -> list[list[float]]:
+        texts = [
+            np.array(["a", "bc"]),
+            np.array(["a", "bc"], object),
+            (text for text in ("a", "bc")),
+            Column(["a", "bc"]),
+        ]
+        known = ({"n": np.int64(i), "all": np.arange(2)} for i in range(2))
+        ids = [Column([1, 2]), Column(["p", "r"]), np.array(parts, object)]
+        return [reward.score(each).tolist() for each in texts] + [
+            reward.score(ids).tolist(),
+            reward.score([[1, 2], [3, 4]], known, prompt_lengths=torch.tensor([1, 1])).tolist(),
+        ]
+
+    assert play(call) == [[1, 2]] * 4 + [[3, 2, 4], [3, 7]]
 
 
 def test_score_of_no_rows_is_empty():
@@ -160,8 +213,17 @@ def test_server_without_a_reward_raises_a_specific_error():
 def test_unreachable_server_raises():
     with RewardClient("127.0.0.1:1") as reward, pytest.raises(RequestFailed, match="cannot be reached"):
         reward.score(["a"])
-    with pytest.raises(ContractError, match="url: 'http://localhost', must be host:port"):
-        RewardClient("http://localhost")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h:1", "h", "h:1/", "h:1/v2", "h:65536", "::1:1", "h:1,h:2", "u@h:1", "h:\uff11", None, 1, ["h:1", None]],
+)
+def test_an_invalid_address_is_refused(url: Any):
+    with pytest.raises(ContractError, match=r"^url: .*, must be host:port"):
+        RewardClient(url)
+    for valid in ("h:1", "[::1]:65535", "dns:h.i:1", "dns:[fe80::1]:1"):
+        RewardClient(valid).close()
 
 
 def test_an_unpickled_client_opens_its_own_connections():
@@ -169,6 +231,17 @@ def test_an_unpickled_client_opens_its_own_connections():
         assert reward.score(["a"]).tolist() == [1]
         with copy.copy(reward) as other:
             assert other.score_future(["ab"]).result().tolist() == [2]
+
+    play(call)
+
+
+def test_a_callback_that_would_wait_for_its_own_loop_raises():
+    def call(reward: RewardClient, _: FakeReward) -> None:
+        async def callback(_: AsyncRewardClient) -> Scores:
+            return reward.score(["a"])
+
+        with pytest.raises(RlhfError, match="a future's callback cannot wait for the client; let another thread"):
+            reward._submit(callback).result()
 
     play(call)
 
@@ -207,6 +280,24 @@ def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog: pytest.LogCapt
     assert play(call, terms=("length", "verifier")) == [3, 2]
     told = [message for message in caplog.messages if "column" in message]
     assert told == ["reward functions do not receive the column image: object cannot be sent as JSON"]
+
+
+def test_functions_of_trainers_travel_to_other_processes():
+    """TRL's asynchronous trainer pickles them, and a column of the data set may have any name."""
+
+    def call(reward: RewardClient, server: FakeReward) -> list[Any]:
+        trl, verl, openrlhf = (
+            pickle.loads(pickle.dumps(function))  # noqa: S301 -- its own
+            for function in (reward.as_trl(), reward.as_verl("q"), reward.as_openrlhf())
+        )
+        assert trl.__name__ == trl.func.__name__ == "triton_reward"
+        return [
+            trl(prompts=["a"], completions=["b"], client=["x"], self=["y"]),
+            verl("sums", "5", "5", {"q": "2+3=", "at": np.ones(2)}),
+            openrlhf(["ab"], ["a"], [np.int64(1)])["rewards"],
+        ]
+
+    assert play(call) == [[2], 5, [2]]
 
 
 def test_as_verl_returns_a_number_or_raises():

@@ -1,5 +1,6 @@
 """What `rlhf_triton.train`, `serve` and `Run` write and read, without the processes that they start."""
 
+import functools
 import itertools
 import linecache
 import os
@@ -109,6 +110,18 @@ def test_a_critic_starts_from_the_policy_unless_another_model_is_given(started: 
         assert (config.critic.model, config.rewards) == (tmp_path / expected, None)
 
 
+def test_settings_may_repeat_an_argument_or_name_the_algorithm(started: list[dict[str, Any]], tmp_path: Path):
+    run = rt.train(
+        "policy", prompts="p.jsonl", reward=("reward", np.float32(2)), steps=5, **{"actor.steps": np.int64(5)}
+    )
+    assert load_config(run.config_path).actor.algorithm.name == "grpo"
+    run = rt.train(
+        "policy", prompts=[{"prompt": "a", "n": np.int64(1)}], reward="reward", **{"actor.algorithm.name": "sao"}
+    )
+    assert load_config(run.config_path).actor.algorithm.name == "sao"
+    assert read_jsonl(run.path / "prompts.jsonl") == [{"prompt": "a", "n": 1}]
+
+
 def test_a_loss_may_be_given_as_a_function(started: list[dict[str, Any]]):
     loss = cell("def flat(inputs):\n    return 0 * inputs.ratio\n")["flat"]
     run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm={"name": "grpo", "loss": loss})
@@ -121,6 +134,18 @@ def test_a_data_set_is_written_as_parquet(started: list[dict[str, Any]]):
         def to_parquet(self, path: str) -> None:
             Path(path).write_text("rows")
 
+    class Mixed:
+        def to_parquet(self, path: str) -> None:
+            raise TypeError("Expected bytes, got a 'int' object")
+
+    with pytest.raises(rt.RlhfError, match=r"^prompts: Expected bytes, got a 'int' object; give rows that Parquet can"):
+        rt.train("policy", prompts=Mixed(), reward="reward")
+
+    class Transformed(Dataset, list[str]):
+        format = {"type": "custom"}  # noqa: RUF012 -- as of `with_transform`, which its Parquet would lack
+
+    run = rt.train("policy", prompts=Transformed(["a"]), reward="reward")
+    assert load_config(run.config_path).actor.prompts.path.suffix == ".jsonl"
     run = rt.train("policy", prompts=Dataset(), reward="reward")
     assert load_config(run.config_path).actor.prompts.path == run.path / "prompts.parquet"
     assert (run.path / "prompts.parquet").read_text() == "rows"
@@ -147,7 +172,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"reward": None}, "^reward: give a function, the folder of a reward model, or a list of these"),
     ({"policy": object()}, "actor.policy.model: object, must be the folder of a model; `save_pretrained"),
     ({"prompts": [1]}, r"prompts\[0\]: 1, must be a text, the messages of a chat, or a dictionary"),
-    ({"prompts": ["a", {"x": {1}}]}, r"prompts\[1\]: Object of type set is not JSON serializable"),
+    ({"prompts": ["a", {"x": {1}}]}, r"prompts\[1\]: set cannot be sent as JSON"),
+    ({"prompts": ["a\ud800"]}, r"prompts\[0\]: .*surrogates not allowed"),
+    ({"steps": 6, "actor": {"steps": 5}}, "^actor.steps: 6 and 5 are given; give one of them"),
+    (
+        {"prompts": "p.jsonl", "actor.prompts.path": "q.jsonl"},
+        "^actor.prompts.path: '/.*p.jsonl' and 'q.jsonl' are given",
+    ),
+    ({"algorithm": "sao", "actor.algorithm.name": "ppo"}, "^actor.algorithm.name: 'sao' and 'ppo' are given"),
+    ({"run": {"dir": "elsewhere"}}, "^run.dir: '/.*train-1' and 'elsewhere' are given"),
+    ({"reward": functools.partial(print, 1)}, "reward: partial is a partial, which cannot be written into the run's"),
     ({"prompts": []}, "prompts: there are no prompts; give texts"),
     ({"prompts": {"train": []}}, "prompts: a dictionary of train; give one of its data sets"),
     ({"validation": 3}, "validation: 3, must be texts, chats"),
@@ -282,6 +316,28 @@ def test_a_function_with_the_signature_of_trl_and_one_within_a_function_travel(t
     assert load_function(spec)(rt.Sample("a text", metadata={"response": "text"})) == 4.0
 
 
+def scores_of(functions: list[Any], folder: Path) -> list[float]:
+    """Return what the functions return for a sample after they have travelled."""
+    files: dict[Path, str] = {}
+    specs = [function_spec(each, folder, files) for each in functions]
+    for path, text in files.items():
+        path.write_text(text)
+    return [load_function(spec)(rt.Sample("a")) for spec in specs]
+
+
+def test_a_default_travels_with_its_own_value(tmp_path: Path):
+    made = cell(
+        "LIMIT = 1\ndef of_name(s, limit=LIMIT):\n    return limit\nLIMIT = limit = 5\n"
+        "def make(limit):\n    def f(s, *, limit: int = limit):\n        return limit\n    return f\n"
+    )
+    assert scores_of([made["of_name"], made["make"](4), made["make"](3)], tmp_path) == [1, 4, 3]
+
+
+def test_functions_of_one_name_do_not_replace_each_other(tmp_path: Path):
+    functions = [cell(f"def score(s):\n    return {n}\n")["score"] for n in (1, 2, 1)]
+    assert scores_of(functions, tmp_path) == [1, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
@@ -317,14 +373,15 @@ def test_a_class_of_a_script_travels(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom rlhf_triton.tools.api.functions import function_spec\n"
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Part:\n    one: int = 1\n"
         "BASE = 2\nclass Base:\n    more = BASE\nclass Reward(Base):\n    once = 1\n    twice = once + 1\n"
         "    def __init__(self):\n        super().__init__()\n"
-        "    def __call__(self, sample):\n        return self.more + self.twice\n"
+        "    def __call__(self, sample):\n        return self.more + self.twice + Part().one\n"
         "files = {}\nfunction_spec(Reward, Path(sys.argv[1]), files)\n"
         "for path, text in files.items():\n    path.write_text(text)\n"
     )
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, cwd=Path.cwd(), env=_importable())
-    assert runpy.run_path(str(tmp_path / "Reward_function.py"))["Reward"]()(None) == 4
+    assert runpy.run_path(str(tmp_path / "Reward_function.py"))["Reward"]()(None) == 5
 
 
 def _importable() -> dict[str, str]:

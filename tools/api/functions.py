@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -33,17 +33,24 @@ def function_spec(function: Callable[..., Any], folder: Path, files: dict[Path, 
     """
     name = str(getattr(function, "__name__", type(function).__name__))
     module = _module_of(function)
-    if module is not None and "." not in module.__name__:
+    if module is not None and hasattr(module, "__file__") and "." not in module.__name__:
         return f"{Path(str(module.__file__)).absolute()}:{name}"
     path = folder / f"{name.strip('<>')}_function.py"  # a module called as the function could hide one of Python's
-    files[path] = _Source(name, function).text
+    text = _Source(name, function).text
+    while files.get(path, text) != text:  # another function of this name
+        path = path.with_name(f"_{path.name}")
+    files[path] = text
     return f"{path}:{name}"
 
 
 def _module_of(value: Any) -> ModuleType | None:
     """Return the module from which other processes can import a function or a class by its name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
-    if module is None or module.__name__ in SESSIONS or getattr(module, value.__name__, None) is not value:
+    if (
+        module is None
+        or module.__name__ in SESSIONS
+        or getattr(module, getattr(value, "__name__", ""), None) is not value
+    ):
         return None
     return module if getattr(module, "__file__", None) or module.__name__ in sys.builtin_module_names else None
 
@@ -105,8 +112,12 @@ class _Source:
         except (OSError, TypeError, SyntaxError) as error:
             raise FunctionError(f"{self._name}: the source of {name} cannot be read{REMEDY}") from error
         self._definitions[name] = ""  # in progress: it may use itself
-        known = inner.__globals__ if isinstance(inner, FunctionType) else vars(sys.modules[inner.__module__])
+        if isinstance(inner, FunctionType):
+            known = inner.__globals__ | _defaults(source, inner)
+        else:
+            known = vars(sys.modules[inner.__module__])
         used, stored, attributes = _names_in(code)
+        self._check(name, inner, used)
         for each in sorted(used):
             if each in known:
                 self._add(each, known[each], attributes)
@@ -116,20 +127,28 @@ class _Source:
         alias = f"\n{name} = {inner.__name__}" if name != inner.__name__ else ""
         self._definitions[name] = f"{source.rstrip()}{alias}"
 
-    def _check(self, name: str, inner: Any) -> None:
-        """Raise FunctionError unless `inner` is a function or a class without names of a function around it."""
+    def _check(self, name: str, inner: Any, used: Collection[str] = ()) -> None:
+        """Raise FunctionError unless `inner` is a function or a class that uses no names of a function around it."""
         if inspect.ismethod(inner):
             why = f"is a method of a {type(inner.__self__).__name__}, whose state cannot travel"
         elif not isinstance(inner, (FunctionType, type)):
             why = f"is a {type(inner).__name__}, which cannot be written into the run's folder"
         elif inner.__name__ == "<lambda>":
             why = "is a lambda, which has no name; write it as a function"
-        elif free := sorted(_free_names(inner)):
+        elif free := sorted(_free_names(inner).intersection(used)):
             why = f"uses {free[0]!r} of the function around it, which cannot travel; make it an argument with a default"
         else:
             return
         subject = self._name if name == self._name else f"{self._name} uses {name!r}, which"
         raise FunctionError(f"{subject} {why}" + ("" if ";" in why else REMEDY))
+
+
+def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
+    """Return the values of the names that are defaults; they may mean something else by now."""
+    arguments = next(each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.arguments))
+    nodes = [*arguments.defaults, *filter(None, arguments.kw_defaults)]
+    values = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+    return {node.id: value for node, value in zip(nodes, values, strict=False) if isinstance(node, ast.Name)}
 
 
 def _free_names(inner: Any) -> set[str]:

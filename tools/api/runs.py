@@ -29,6 +29,7 @@ from rlhf_triton.tools.server.ports import server_urls
 
 CONFIG_FILE = "run.yaml"
 POLL_S = 0.2
+ALGORITHM = "grpo"  # unless another one is given
 GROUP_SIZE = 8  # responses to a prompt, for algorithms that compare them, unless it is given
 WARNINGS = ("  | actor: ", "  | critic sidecar: ", "  | warning: ", "  | error: ")  # as `rlhf-triton run` relays them
 STOPPED = (0, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes of a run that has done its work, or was stopped
@@ -54,7 +55,7 @@ def train(
     *,
     prompts: Any = None,
     reward: Any = None,
-    algorithm: str | Mapping[str, Any] = "grpo",
+    algorithm: str | Mapping[str, Any] = ALGORITHM,
     steps: int | None = None,
     critic: FolderPath | None = None,
     validation: Any = None,
@@ -87,18 +88,20 @@ def train(
     """
     with new_folder(dir, "train") as folder:
         sections = Sections(folder)
+        sections.set_once("run.dir", folder)
         sections.set_model("actor.policy.model", policy)
-        if prompts is not None:
-            sections.set_prompts("actor.prompts.path", prompts, name="prompts")
-        if validation is not None:
-            sections.set_prompts("actor.validation.prompts", validation, name="validation")
-        if reward is not None:
-            sections.set_rewards(reward)
-        sections.set("actor.algorithm", {"name": algorithm} if isinstance(algorithm, str) else algorithm)
+        sections.set_prompts("actor.prompts.path", prompts, name="prompts")
+        sections.set_prompts("actor.validation.prompts", validation, name="validation")
+        sections.set_rewards(reward)
+        if algorithm == ALGORITHM:
+            sections.set("actor.algorithm.name", algorithm)
+        elif isinstance(algorithm, str):
+            sections.set_once("actor.algorithm.name", algorithm)
+        else:
+            sections.set("actor.algorithm", algorithm)
         if steps is not None:
-            sections.set("actor.steps", steps)
-        if critic is not None:
-            sections.set_model("critic.model", critic)
+            sections.set_once("actor.steps", steps)
+        sections.set_model("critic.model", critic)
         for key, value in settings.items():
             sections.set(key, value)
         known = ALGORITHMS.get(str(sections.get("actor.algorithm.name")))

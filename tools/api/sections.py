@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_triton.client.rows import plain
 from rlhf_triton.config import RunConfig, parse_config
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError, reason_of
@@ -33,6 +34,7 @@ class Sections:
         """`data`: initial sections; default: `run.dir` and a server on free ports."""
         self.folder = folder
         self.data: dict[str, Any] = data or {"run": {"dir": str(folder)}, "server": dict.fromkeys(PORT_KEYS, 0)}
+        self._fixed: dict[str, Any] = {}
         self._files: dict[Path, str] = {}
         self._tables: dict[Path, Any] = {}
 
@@ -42,6 +44,11 @@ class Sections:
         Raises RlhfError for a value that cannot be written into a YAML.
         """
         _merge(self.data, _nested(key, self._plain(key, value)))
+
+    def set_once(self, key: str, value: Any) -> None:
+        """Set `section.key`, which nothing may change: `check` raises RlhfError if it has another value."""
+        self._fixed[key] = self._plain(key, value)
+        self.set(key, value)
 
     def get(self, key: str) -> Any:
         """Return what `section.key` was set to, None if it was not."""
@@ -55,11 +62,13 @@ class Sections:
         if self.get(key) is None:
             self.set(key, value)
 
-    def set_model(self, key: str, given: str | os.PathLike[str]) -> None:
+    def set_model(self, key: str, given: str | os.PathLike[str] | None) -> None:
         """Set the folder of a model, which is downloaded if `given` is `organization/name` and there is no such folder.
 
-        Raises RlhfError if it cannot be downloaded, or is no path.
+        Raises RlhfError if it cannot be downloaded, or is no path. None: do nothing, as in the other methods.
         """
+        if given is None:
+            return
         if not isinstance(given, (str, os.PathLike)):
             raise RlhfError(
                 f"{key}: {type(given).__name__}, must be the folder of a model; `save_pretrained(folder)` of model and "
@@ -68,18 +77,20 @@ class Sections:
         folder = Path(given).expanduser()
         if isinstance(given, str) and HUB_NAME.fullmatch(given) and not folder.parent.exists():
             folder = _download(key, given)
-        self.set(key, folder.absolute())
+        self.set_once(key, folder.absolute())
 
     def set_rewards(self, given: Any) -> None:
         """Set `reward` and `rewards` to a model's folder, a function, or a list of these and of (which, weight).
 
         Raises RlhfError for more than one model, and FunctionError for a function that cannot be written down.
         """
+        if given is None:
+            return
         terms: dict[str, dict[str, Any]] = {}
         pairs: list[Any] = given if isinstance(given, list) else [given]
         for each in pairs:
             what, weight = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
-            if not isinstance(weight, int | float):
+            if not hasattr(weight, "__float__"):
                 raise RlhfError(f"reward: the weight of {what!r:.80} is {weight!r:.40}, must be a number")
             if (spec := self._function("reward", what)) is not None:
                 name = _term_name(spec.rpartition(":")[2], terms)
@@ -98,11 +109,13 @@ class Sections:
 
         `name`: of the argument. Raises RlhfError for a row that is none, or that JSON cannot express.
         """
+        if given is None:
+            return
         if isinstance(given, (str, os.PathLike)):
             path = Path(given).expanduser().absolute()
         elif isinstance(given, Mapping):
             raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, given))}; give one of its data sets")
-        elif hasattr(given, "to_parquet"):
+        elif hasattr(given, "to_parquet") and getattr(given, "format", {}).get("type") != "custom":  # a transform
             path = self.folder / f"{name}.parquet"
             self._tables[path] = given
         elif isinstance(given, Iterable):
@@ -112,20 +125,27 @@ class Sections:
                 raise RlhfError(f"{name}: there are no prompts; give {PROMPT_FORMS}")
         else:
             raise RlhfError(f"{name}: {given!r:.80}, must be {PROMPT_FORMS}")
-        self.set(key, path)
+        self.set_once(key, path)
 
     def check(self, source: str) -> RunConfig:
         """Return the configuration. Raises ConfigError; `source` stands before its sentences."""
-        return parse_config(copy.deepcopy(self.data), source)
+        config = parse_config(copy.deepcopy(self.data), source)
+        for key, value in self._fixed.items():
+            if (other := self.get(key)) != value:
+                raise RlhfError(f"{key}: {value!r} and {other!r} are given; give one of them")
+        return config
 
     def write(self, path: Path) -> None:
-        """Write the YAML, and the files that it names."""
+        """Write the YAML, and the files that it names. Raises RlhfError for a table that cannot be written."""
         self._files[path] = yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
         for file, text in self._files.items():
             file.parent.mkdir(exist_ok=True)
             replace_file(file, text.encode(), durable=False)
         for file, table in self._tables.items():
-            table.to_parquet(str(file))
+            try:
+                table.to_parquet(str(file))
+            except Exception as error:  # of Arrow, which may be absent
+                raise RlhfError(f"{file.stem}: {reason_of(error)}; give rows that Parquet can express") from error
 
     def _plain(self, key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -216,12 +236,9 @@ def _line(where: str, row: Any) -> str:
         row = {"text": row}
     elif isinstance(row, list) and row and all(isinstance(message, Mapping) for message in row):
         row = {"messages": row}
-    try:
-        if not isinstance(row, Mapping):
-            raise TypeError(f"{row!r:.80}, must be a text, the messages of a chat, or a dictionary")
-        return json.dumps(dict(row), ensure_ascii=False) + "\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RlhfError(f"{where}: {error}") from error
+    if not isinstance(row, Mapping):
+        raise RlhfError(f"{where}: {row!r:.80}, must be a text, the messages of a chat, or a dictionary")
+    return json.dumps(plain(where, dict(row)), ensure_ascii=False) + "\n"
 
 
 def _download(key: str, name: str) -> Path:

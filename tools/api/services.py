@@ -49,10 +49,9 @@ def serve(
         raise RlhfError("serve: give a reward, a critic, or both")
     with new_folder(dir, "serve") as folder:
         sections = Sections(folder)
-        if reward is not None:
-            sections.set_rewards(reward)
-        if critic is not None:
-            sections.set_model("critic.model", critic)
+        sections.set_once("run.dir", folder)
+        sections.set_rewards(reward)
+        sections.set_model("critic.model", critic)
         for key, value in settings.items():
             sections.set(key, value)
         config = sections.check("rlhf_triton.serve")
