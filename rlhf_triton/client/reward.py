@@ -252,7 +252,8 @@ def rows_of(
     given = listed("inputs", inputs)
     first = given[0] if given else ""
     is_number = isinstance(first, int | float) or (getattr(first, "shape", None) == () and not isinstance(first, str))
-    if is_number or isinstance(first, Mapping) or isinstance(inputs, tuple):  # a tuple is a pair
+    is_pair = isinstance(inputs, tuple) and len(given) == 2 and isinstance(given[1], str)  # or two texts
+    if is_number or is_pair or isinstance(first, Mapping):
         raise not_rows("inputs", inputs)
     columns = per_row("metadata", metadata, len(given), plain_object) or [{}] * len(given)
     lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole) or [0] * len(given)

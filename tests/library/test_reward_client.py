@@ -176,6 +176,7 @@ def test_rows_of_arrays_iterators_and_columns_are_scored():
             np.array(["a", "bc"], object),
             (text for text in ("a", "bc")),
             Column(["a", "bc"]),
+            ("a", "bc", "def"),
         ]
         known = ({"n": np.int64(i), "all": np.arange(2)} for i in range(2))
         ids = [Column([1, 2]), Column(["p", "r"]), np.array(parts, object)]
@@ -184,7 +185,7 @@ def test_rows_of_arrays_iterators_and_columns_are_scored():
             reward.score([[1, 2], [3, 4]], known, prompt_lengths=torch.tensor([1, 1])).tolist(),
         ]
 
-    assert play(call) == [[1, 2]] * 4 + [[3, 2, 4], [3, 7]]
+    assert play(call) == [[1, 2]] * 4 + [[1, 2, 3]] + [[3, 2, 4], [3, 7]]
 
 
 def test_score_of_no_rows_is_empty():
