@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # as a file: the package beside it, not the installed one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rlhf_triton.checkpoints.inspection import fingerprint_weights, inspect_checkpoint
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, fingerprint_weights, inspect_checkpoint
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from rlhf_triton.config.command_line import reporting, run_parser
@@ -348,7 +348,7 @@ def _reference(config: RunConfig, place: Place, render: Render) -> dict[str, str
 
 
 def _banned_token_ids(policy: Path) -> str:
-    if not (policy / "config.json").is_file():
+    if not (policy / CONFIG_FILE).is_file():
         return ""
     from rlhf_triton.checkpoints.tokenization import special_tokens_in
 
@@ -358,7 +358,7 @@ def _banned_token_ids(policy: Path) -> str:
 
 def _weights_fingerprint(section: str, folder: Path) -> str:
     """Return the fingerprint of the weights in `folder`, of `<section>.model`; "" if there are none yet."""
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG_FILE).is_file():
         return ""
     with _named(f"{section}.model"):
         return fingerprint_weights(folder)
@@ -394,7 +394,7 @@ def _num_rewards(config: RunConfig) -> int:
 def _labels(config: RunConfig) -> list[str]:
     """Return the names of the reward model's labels; [] without a checkpoint, or if it is not a classifier."""
     folder, is_read_at_tokens = config.reward.model, bool(config.reward.logit or config.reward.process)
-    if not config.uses_reward_model or is_read_at_tokens or not (folder / "config.json").is_file():
+    if not config.uses_reward_model or is_read_at_tokens or not (folder / CONFIG_FILE).is_file():
         return []
     return inspect_checkpoint(folder).label_names
 
@@ -453,7 +453,7 @@ def _threads(section: ModelSection, config: RunConfig) -> str:
 
 
 def _fingerprints(folder: Path) -> dict[str, str]:
-    known = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    known = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in known):  # the committed repository has no checkpoint
         return {"tokenizer_fingerprint": "", "rendering_fingerprint": ""}
     from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, rendering_fingerprint

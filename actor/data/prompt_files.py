@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.wire.texts import MAX_NESTING
 
 SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt
 EMPTY: tuple[Any, ...] = (None, "", [])
 JSONL_HINT = "; a JSONL file has one object per line, as written by df.to_json(path, orient='records', lines=True)"
 NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
-MAX_NESTING = 99  # of a column; the server accepts metadata nested up to 100 levels
+MAX_DEPTH = MAX_NESTING - 1  # of a column, which is within the metadata
 EXACT = 2**53  # integers below it convert to float without rounding
 CACHED_BYTES = 2**30  # limit for decoded row groups of Parquet files
 FINGERPRINT_BYTES = 64 * 1024
@@ -79,8 +80,8 @@ def plain_value(where: str, name: str, value: Any, is_float: Callable[[str], boo
     """
 
     def read(name: str, value: Any, depth: int) -> Any:
-        if isinstance(value, (dict, list)) and depth > MAX_NESTING:
-            raise PromptError(f"{where}: {name:.80}: nested more than {MAX_NESTING} levels deep; store it as text")
+        if isinstance(value, (dict, list)) and depth > MAX_DEPTH:
+            raise PromptError(f"{where}: {name:.80}: nested more than {MAX_DEPTH} levels deep; store it as text")
         if isinstance(value, list):
             return [read(name, inner, depth + 1) for inner in value]
         if isinstance(value, dict):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint, reward_head
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, inspect_checkpoint, reward_head
 from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.config.yaml_file import read_yaml
 
@@ -23,7 +23,7 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
     given = reward.attribute_weights
     if given == "separate":
         return "separate"
-    if reward.logit is not None or (given is None and not (reward.model / "config.json").is_file()):
+    if reward.logit is not None or (given is None and not (reward.model / CONFIG_FILE).is_file()):
         return None  # no labels needed, or the committed repository, which is rendered without a checkpoint
     info = inspect_checkpoint(reward.model)
     count, names = reward_head(info).num_labels, info.label_names

@@ -29,6 +29,7 @@ from rlhf_triton.config.fields import (
 from rlhf_triton.config.optimizer import CriticOptimizerSection
 from rlhf_triton.config.rewards import TokenRewardSettings
 from rlhf_triton.config.trained_model import Resume, TrainedSection
+from rlhf_triton.wire.contract import RUN_ID_PATTERN
 
 
 class MonitoringSection(Section):
@@ -96,7 +97,7 @@ class RunSection(Section):
     @field_validator("run_id")
     @classmethod
     def _safe_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
+        if value is not None and not RUN_ID_PATTERN.fullmatch(value):
             raise ValueError("use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit")
         return value
 

@@ -23,8 +23,9 @@ from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.drain import DRAIN_S
 from rlhf_triton.tools.server.ports import is_open
-from rlhf_triton.tools.server.tritonserver import DRAIN_S, EXIT_TIMEOUT_S
+from rlhf_triton.tools.server.tritonserver import EXIT_TIMEOUT_S
 
 layout = pytest.mark.parametrize("overlay", OVERLAYS)
 POD_CONTEXT = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}

@@ -25,7 +25,7 @@ from rlhf_triton.tools.server.healthcheck import LOCAL, local_address
 from rlhf_triton.tools.server.triton_home import STUB
 from rlhf_triton.wire.contract import CRITIC_INFER, REWARD_MODEL
 
-DRAIN_S = 20.0
+DRAIN_S = 20.0  # how long requests in flight may take
 CALL_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.05
 ORPHANED_S = 1.0  # without any process of a model, before unanswered requests count as lost with one that has died

@@ -32,7 +32,7 @@ from rlhf_triton.tools.server.child import (
     tail,
 )
 from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
-from rlhf_triton.tools.server.drain import drain
+from rlhf_triton.tools.server.drain import DRAIN_S, drain
 from rlhf_triton.tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
 from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
@@ -155,7 +155,6 @@ def _load_in_parallel(
         executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
 
 
-DRAIN_S = 20.0  # how long requests in flight may take when the server is drained
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
 PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
