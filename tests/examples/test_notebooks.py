@@ -63,6 +63,7 @@ def portable(text: str, folder: Path) -> str:
     return re.sub("<svg.*?</svg>", smaller, text.replace(f"{folder}/", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_verifier_teaches_a_policy_with_grpo(folder: Path):
     execute(GRPO, folder, steps=16, check="assert policy.config.vocab_size == len(tokenizer)")
@@ -71,6 +72,7 @@ def test_a_verifier_teaches_a_policy_with_grpo(folder: Path):
     assert (np.diff(metrics["step"]) == 1).all(), "resumed at the next step"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_critic_that_ppo_has_trained_has_a_value_for_each_token(folder: Path):
     execute(PPO, folder, steps=6, check="assert [len(row) for row in rows] == [len(each) for each in values]")
