@@ -418,6 +418,7 @@ def test_samples_report_and_curves_of_a_finished_run(tmp_path: Path):
     figure = run.plot()
     assert len(figure.axes) > 4
     assert figure._repr_svg_().startswith("<?xml")
+    assert 'width="100%"' in figure._repr_svg_(), "not wider than a notebook's cell"
     with pytest.raises(rt.RlhfError, match="when: 'later', must be 'before', 'after' or 'training'"):
         run.samples("later")
     with pytest.raises(rt.RlhfError, match="has no policy yet: the first checkpoint is written"):

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,7 +235,9 @@ class Run:
         with figure_of(picture, (12, 3.5 * num_rows)) as figure:
             for position, (_, draw) in enumerate(drawn, start=1):
                 draw(figure.add_subplot(num_rows, 2, position), run)
-        figure._repr_svg_ = picture.getvalue  # what a notebook shows
+        size = r'width="([\d.]+pt)" height="[\d.]+pt"'
+        shown = re.sub(size, r'width="100%" style="max-width: \1"', picture.getvalue(), count=1)
+        figure._repr_svg_ = lambda: shown  # by a notebook, not wider than its cell
         return figure
 
     def status(self) -> str:
