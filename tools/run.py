@@ -243,18 +243,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         if args.dry_run:
             return print_memory(config)
-        told = preflight.check(config, "run")
+        warnings = preflight.check(config, "run")
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):
                 set_aside(config.run.dir)
-    return _supervise(args, config, signals, told)
+    return _supervise(args, config, signals, warnings)
 
 
-def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSignals, told: Sequence[str]) -> int:
-    """Run it to its end; `told`: warnings for the log."""
+def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSignals, warnings: Sequence[str]) -> int:
+    """Run it to its end; `warnings`: warnings for the log."""
     try:
         with only_run(config.run.dir), RunProgress(config.run.dir, config.actor.steps) as progress:
-            for line in told:
+            for line in warnings:
                 progress.log(line)
             run = RunProcesses(arguments, config, progress, signals)
             try:

@@ -185,13 +185,13 @@ def _check_texts(
         before = text if shown is messages else _result(rendered, shown, own)
         return before is None or _result(rendered, _changed(shown, {place: value}), own) == before
 
-    said = dict(texts_in(messages))
-    marks = {place: f"{MARK}{n}q" for n, place in enumerate(said)}
-    marked = {place: _with_mark(said[place], mark) for place, mark in marks.items()}
+    texts = dict(texts_in(messages))
+    marks = {place: f"{MARK}{n}q" for n, place in enumerate(texts)}
+    marked = {place: _with_mark(texts[place], mark) for place, mark in marks.items()}
     # For most chats, this one rendering is enough.
     found = (_result(rendered, _changed(messages, marked), options) or "").casefold()
     for place, mark in marks.items():
-        other = mark if isinstance(said[place], str) else {mark: mark}
+        other = mark if isinstance(texts[place], str) else {mark: mark}
         if mark in found or not is_lost(place, other):
             continue
         i, key = int(place[0]), place[1]
@@ -216,7 +216,7 @@ def _check_texts(
                 "template that writes it"
             )
         warn_once(f"the {owner}'s chat template omits {key} in earlier messages")
-    if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in found for n, place in enumerate(said)) and found:
+    if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in found for n, place in enumerate(texts)) and found:
         warn_once(f"the {owner}'s chat template omits the reasoning in contents, before {THOUGHT_END}")
 
 

@@ -386,13 +386,13 @@ class TestCommand:
         tokens = [["Wr", 0.5, -1.0], ["<ong>", 0.25, 3.0]]
         other = Conversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
         assert other is not None
-        assert [(said.reward, said.value) for said in other.said] == [
+        assert [(message.reward, message.value) for message in other.messages] == [
             (None, None),
             (None, None),
             (-1.0, 1.0),
             (None, None),
         ]
-        assert other.said[2].tokens == tokens
+        assert other.messages[2].tokens == tokens
 
     def grpo(self, folder: Path) -> Path:
         """Write a whole run with a reward function: no critic, no validation, no reference."""

@@ -6,10 +6,10 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Said:
+class ShownMessage:
     """One message of a conversation."""
 
-    who: str
+    speaker: str
     """`policy`, `environment`, or the tool that answers."""
     text: str
     reward: float | None
@@ -25,7 +25,7 @@ class Conversation:
     """A conversation: the prompt with the environment's first observation, what followed, and how it ended."""
 
     prompt: str
-    said: list[Said]
+    messages: list[ShownMessage]
     ending: str
     """`ended`, or why it did not end on its own."""
     has_failed: bool
@@ -36,14 +36,14 @@ class Conversation:
         if "turns" not in row:
             return None
         # The last turns of the policy are those of the row; others before them are trained in other rows.
-        left, said = sum(message["role"] == "assistant" for message in row["turns"]), list[Said]()
+        left, messages = sum(message["role"] == "assistant" for message in row["turns"]), list[ShownMessage]()
         columns = [row["turn_rewards"][::-1], row.get("turn_values", [])[::-1], row.get("turn_tokens", [])[::-1]]
         for message in row["turns"]:
             if message["role"] == "assistant":
                 left -= 1
                 reward, value, tokens = (column[left] if left < len(column) else None for column in columns)
-                said.append(Said("policy", message["content"].strip(), reward, value, tokens or ()))
+                messages.append(ShownMessage("policy", message["content"].strip(), reward, value, tokens or ()))
             else:
-                said.append(Said(message.get("name") or "environment", message["content"], None, None))
+                messages.append(ShownMessage(message.get("name") or "environment", message["content"], None, None))
         endings = (f"{name}: {row[name]}" for name in ("error", "truncated") if name in row)
-        return cls(row.get("question", row["prompt"]), said, next(endings, "ended"), "error" in row)
+        return cls(row.get("question", row["prompt"]), messages, next(endings, "ended"), "error" in row)
