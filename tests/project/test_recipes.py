@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
 def test_recipe_trains_as_it_stands(page: str, folder: Path):
     known = {*folder.glob("runs/*")}
