@@ -97,7 +97,9 @@ def _roles(config: RunConfig, served_only: bool) -> Iterator[tuple[str, Held]]:
         makers["actor"] = (config.actor.policy.model, _policy)
     for role, (folder, make) in makers.items():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{role}: {folder} has no config.json, so the size of its model is unknown")
+            raise ConfigError(
+                f"{role}: {folder} has no config.json, so the size of its model is unknown; name the folder of a model"
+            )
         try:
             yield role, make(config, role)
         except (OSError, ValueError, KeyError) as error:  # raised by transformers for a config.json that it cannot use

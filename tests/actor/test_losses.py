@@ -130,7 +130,7 @@ def test_adaptive_kl_coefficient_matches_hand_computed_values(target: float | No
 
 # ---- a user's own loss and advantage ----
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "own-loss.md"
 
 
 def written(folder: Path, body: str) -> str:
@@ -140,8 +140,7 @@ def written(folder: Path, body: str) -> str:
 
 
 def test_documented_loss_and_advantage_examples_work(tmp_path: Path, checkpoint: Path):
-    section = PAGE.read_text().partition("## Your own advantage or loss")[2]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    code = re.search(r"```py\n(# my_loss.*?)```", PAGE.read_text(), re.DOTALL)
     documented = tmp_path / "my_loss.py"
     documented.write_text(code[1])
     loss = method_of(loss=f"{documented}:loss").loss

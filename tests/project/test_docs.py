@@ -18,7 +18,7 @@ from rlhf_triton.rewards.function import Sample, load_function
 from rlhf_triton.tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4}(\S.*)$", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
@@ -49,6 +49,12 @@ OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
 KNOWN_KEYS = {*keys_of(RunConfig, ""), "rewards.<name>", *keys_of(RewardTerm, "rewards.<name>.")}
 FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock", ".md", ".html")
+RECIPE_FILES = {
+    name
+    for page in PAGES
+    if page.parent.name == "recipes"
+    for name in re.findall(r"^# (\w+\.py)$", page.read_text(), re.M)
+}
 FOLDERS = (
     "actor",
     "benchmarks",
@@ -116,7 +122,7 @@ def test_documented_commands_and_options_exist(command: str, tmp_path: Path):
 def script_of(arguments: list[str]) -> str | None:
     """Return the file that a Python command runs; None if it is not ours."""
     if arguments[0] != "-m":
-        return arguments[0]
+        return None if arguments[0] in RECIPE_FILES else arguments[0]
     module, *rest = arguments[1:]
     if module != "rlhf_triton.tools":
         return MODULES[module]
@@ -147,14 +153,14 @@ def test_documented_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
     assert without_effect(load_config(path)) == []
 
 
-# The loss of docs/algorithms.md is tested in tests/actor, the sections of a report in tests/tools/test_report.py,
-# environments in tests/tools/test_init.py.
+# The sections of a report are tested in tests/tools/test_report.py, environments in tests/tools/test_init.py, and
+# recipes in test_recipes.py.
 @pytest.mark.parametrize(
     "text",
     [
         block
         for block in blocks("python")
-        if not re.search("LossInputs|ReportSection", block.values[0]) and not block.id.startswith("environments-")
+        if "ReportSection" not in block.values[0] and not block.id.startswith("environments-")
     ],
 )
 def test_documented_reward_functions_score(text: str, tmp_path: Path):

@@ -57,14 +57,10 @@ def test_init_environment_writes_a_tested_playable_game(tmp_path: Path, monkeypa
     assert used(config.environment, play) == [(-0.1, False), (1.0, True)]
 
 
-def test_documented_environments_match_the_template_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The first is the one that is written; the second has a tool."""
+def test_documented_environment_with_a_tool_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "environments.md"
-    game, shop = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert main(["environment", "my_game"]) == 0
-    assert game == Path("my_game.py").read_text()
-    assert len(game.splitlines()) <= 25
+    (shop,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     Path("shop.py").write_text(shop)
 
     async def buy(environments: Environments) -> tuple[Any, ...]:
