@@ -84,7 +84,7 @@ class BlockingClient(AbstractContextManager[Any], Generic[C]):
         self._thread = threading.Thread(target=self._loop.run_forever, name="triton-client", daemon=True)
         self._thread.start()
         self._closing = threading.Lock()
-        # If nobody closes the client, it closes when it is garbage-collected or Python exits.
+        # Closes a client that is garbage-collected, or still open when Python exits.
         self._close = weakref.finalize(self, _close, client, self._loop, self._thread)
 
     def __exit__(self, *_: object) -> None:

@@ -307,7 +307,7 @@ def _rows(
 
 
 def _steps(name: str, *steps: int) -> dict[str, np.ndarray]:
-    return {name: np.asarray([contract.whole(name, step) for step in steps], np.int64)}
+    return {name: np.asarray([contract.whole_number(name, step) for step in steps], np.int64)}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

@@ -125,7 +125,7 @@ class AsyncCriticClient(AsyncClient):
         tokens, client = token_rows(rows), await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
         known = per_row(contract.METADATA, metadata, len(tokens), plain_object)
-        lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole)
+        lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole_number)
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)

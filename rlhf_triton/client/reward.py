@@ -17,7 +17,7 @@ from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.chats import warn_once
-from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole
+from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole_number
 from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def rows_of(
     if is_number or is_pair or isinstance(first, Mapping):
         raise not_rows("inputs", inputs)
     columns = per_row("metadata", metadata, len(given), plain_object) or [{}] * len(given)
-    lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole) or [0] * len(given)
+    lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole_number) or [0] * len(given)
     found = []
     for i, (each, known, length) in enumerate(zip(given, columns, lengths, strict=True)):
         if taken := RESERVED & known.keys():

@@ -6,14 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhf_triton.wire.contract import (
-    MASK,
-    PREV_VALUES,
-    RETURNS,
-    SEQUENCE_LENGTHS,
-    TOKENS,
-    ContractError,
-)
+from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, ContractError
 
 T = TypeVar("T")
 Rows = Sequence[Any]

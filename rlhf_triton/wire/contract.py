@@ -179,7 +179,7 @@ class ContractError(RlhfError, ValueError):
         return str(self).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
 
 
-def whole(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any) -> int:
     """Return an integer, also one of NumPy or torch. Raises ContractError unless it is one of at least 0."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
@@ -205,7 +205,7 @@ class VersionRange(NamedTuple):
         name, version = (MIN_VERSION, least) if exact is None else (EXACT_VERSION, exact)
         if version is None:
             return None
-        number = whole(name, version)
+        number = whole_number(name, version)
         return cls(number, number if name == EXACT_VERSION else math.inf)
 
     @property

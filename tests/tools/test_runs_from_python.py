@@ -24,7 +24,7 @@ from rlhf_triton.config import load_config
 from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import load_function
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.store.run_lock import only_run, only_server
+from rlhf_triton.store.run_lock import only_run, only_server, write_phase
 from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.api.live_line import LiveLine
 from tests.support.messages import user
@@ -204,6 +204,19 @@ def test_a_wrong_argument_is_one_sentence_and_leaves_nothing(
         rt.train(**{"policy": "policy", "prompts": ["a"], "reward": "reward", **given})
     assert not started
     assert not [*(tmp_path / "runs").iterdir()]
+
+
+def test_the_folder_of_a_run_that_failed_after_its_checks_stays(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(run: rt.Run, **_: Any) -> None:
+        write_phase(run.path, "training")
+        raise rt.RlhfError("the disk is full")
+
+    monkeypatch.setattr(rt.Run, "_start", fail)
+    with pytest.raises(rt.RlhfError, match="the disk is full"):
+        rt.train("policy", prompts="p.jsonl", reward="reward", dir="mine")
+    assert rt.Run("mine").config_path.is_file()
 
 
 def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started: list[dict[str, Any]], tmp_path: Path):
