@@ -13,7 +13,7 @@ from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.compute import cancel_all, make_compute_thread
+from rlhf_triton.actor.data.compute import ComputeThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
@@ -57,17 +57,13 @@ class PPORun:
             actor.prompts.sources,
             reader,
             seed=seed,
-            prompts_per_step=actor.prompts_per_step,
-            responses_per_prompt=actor.algorithm.responses_per_prompt,
         )
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
         device = self.policy.sampler.device
-        self.in_thread = make_compute_thread(actor.threads, device)
-        # A second thread, so that the update can run during a rollout.
-        self.in_update_thread = (
-            make_compute_thread(actor.threads, device) if actor.one_step_off_policy else self.in_thread
-        )
+        self.in_thread = ComputeThread(actor.threads, device)
+        # A second thread, so that the update can run while the policy samples.
+        self.in_update_thread = ComputeThread(actor.threads, device) if actor.max_off_policy_steps else self.in_thread
         self.critic = RemoteCritic(client, self.recorder, run_id=config.run.identity)
         self.last = LastStep(self.policy, self.shaper, self.recorder)
         self.collector = Collector(actor, self.policy, self.scorer, self.reference, self.in_thread)
@@ -111,27 +107,28 @@ class PPORun:
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
         self.last.record(await self.stop.or_done(self.recorder.resume()))
+        self.critic.last_sent = self.done
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
         while not is_last:
             if self.recorder.needs_validation(self.done):  # also if a stop or crash interrupted the validation
                 await self.validate("between")
-            await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
+            await self.one_step(self.done + 1)
             self.last.record(self.done + 1)
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.recorder.checkpoint(self.done)
-        await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout has started
+        await self.rollouts.cancel()  # `actor.max_minutes` may end the run while groups of later steps are in flight
         await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after")
         return await self.recorder.finish(self.scorer, limit.seconds, steps=self.done)
 
-    async def one_step(self, step: int, *, is_last: bool) -> None:
+    async def one_step(self, step: int) -> None:
         """Get a rollout, send the critic its update without waiting for it, and update the policy."""
         timers = Timers(step)
         with timers.phase("rollout_wait"):
-            rollout = await self.stop.or_done(self.rollouts.get(step))  # past this point the step runs to its end
+            rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
         timers.include(rollout.timers)
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
@@ -140,17 +137,12 @@ class PPORun:
             self.critic.send(step, await self.in_thread(critic_payload, batch))
         rows = rows_of(conversations_of(rollout.groups))
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
-        if self.settings.one_step_off_policy and not is_last:
-            # Before this step's update: the next rollout samples from a copy of the policy after `step - 1`.
-            await self.rollouts.start(step + 1, updated=step - 1)
         update: dict[str, float] = {}
         if trains_policy := step > self.settings.algorithm.critic_warmup_steps:
             seed = self.inputs.seed_of(step)
             self.last.is_updating = True
             with timers.phase("train_time"):
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
-        if self.settings.one_step_off_policy:
-            update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
         kl_per_sequence = await self.recorder.log_step(
             step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
         )
@@ -173,9 +165,9 @@ class PPORun:
         """Validate the current policy; do nothing if there are no held-out prompts."""
         if self.held_out:
             start = time.monotonic()
-            await self.stop.or_done(self.rollouts.settle())  # a rollout in progress uses the sampler
+            await self.stop.or_done(self.rollouts.settle())  # validation samples with one policy
             greedy = self.settings.validation.greedy
-            validation = validate(self.collector, self.held_out, greedy=greedy, seed=self.seed)
+            validation = validate(self.collector, self.held_out, step=self.done, greedy=greedy, seed=self.seed)
             result = await self.stop.or_done(validation)
             await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 

@@ -118,7 +118,7 @@ def _policy(config: RunConfig, role: str) -> Held:
         use_bfloat16(model, head)
     frozen = _frozen_bytes(settings.model, settings.precision)
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not settings.lora_rank
-    has_sampler = actor.one_step_off_policy or actor.ranks > 1  # each rank generates with a whole copy
+    has_sampler = actor.max_off_policy_steps > 0 or actor.ranks > 1  # each rank generates with a whole copy
     cache = 0 if actor.generation.engine == "vllm" else _cache_bytes(config)
     on_gpu = settings.device != "cpu"
     copies = (has_reference + has_sampler) * frozen

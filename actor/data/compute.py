@@ -1,39 +1,51 @@
 """Runs torch in threads, so that the event loop stays free for server responses; runs and cancels tasks in bulk."""
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from rlhf_triton.models.gpu import use_gpu
 
-InThread: TypeAlias = Callable[..., Awaitable[Any]]
 MAX_CONCURRENT = 16  # tasks that may start in one iteration of the event loop, which takes a few milliseconds
 R = TypeVar("R")
 
 
-def make_compute_thread(threads: int, device: torch.device) -> InThread:
-    """Return an async function `run(function, *args, **kwargs)` that calls `function` in a new, dedicated thread.
+class ComputeThread:
+    """A dedicated thread for torch: `await thread(function, *args, **kwargs)` calls `function` in it."""
 
-    Args:
-        threads: number of torch threads; torch keeps this setting per thread, so the new thread sets it.
-        device: the current device of the new thread.
-    """
+    def __init__(self, threads: int, device: torch.device) -> None:
+        """
+        Args:
+            threads: number of torch threads; torch keeps this setting per thread, so the new thread sets it.
+            device: the current device of the new thread.
+        """
+        self._waiting = set[object]()  # calls that have not started
 
-    def begin() -> None:
-        torch.set_num_threads(threads)
-        use_gpu(device)
+        def begin() -> None:
+            torch.set_num_threads(threads)
+            use_gpu(device)
 
-    executor = ThreadPoolExecutor(1, "compute", begin)
+        self._executor = ThreadPoolExecutor(1, "compute", begin)
 
-    async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(executor, call)
+    def is_awaited(self) -> bool:
+        """Return whether calls wait for the current one to return."""
+        return bool(self._waiting)
 
-    return run
+    async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        this_call = object()
+
+        def start() -> Any:
+            self._waiting.discard(this_call)
+            return function(*args, **kwargs)
+
+        self._waiting.add(this_call)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, start)
+        finally:  # cancelled before it started
+            self._waiting.discard(this_call)
 
 
 async def map_concurrently(function: Callable[[Any], Awaitable[R]], items: Sequence[Any]) -> list[R]:

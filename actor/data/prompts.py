@@ -74,7 +74,7 @@ class ShuffledFile:
         return self._reader.fitted(prompt)
 
 
-KEPT_STEPS = 3  # the last complete step, the current one and the one whose rollout is prefetched
+KEPT_STEPS = 3  # the current step and the two before it
 
 
 class StepInputs:
@@ -89,13 +89,9 @@ class StepInputs:
         reader: PromptReader,
         *,
         seed: int,
-        prompts_per_step: int,
-        responses_per_prompt: int,
     ) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
         self._reader, self._seed = reader, seed
-        self._prompts_per_step = prompts_per_step
-        self._responses_per_prompt = responses_per_prompt
         self.positions = {0: Positions()}  # step -> positions after it
         paths = [source.path for source in sources]
         # The first file has the same order as in a run with this file alone.
@@ -106,43 +102,33 @@ class StepInputs:
         total = sum(source.weight for source in sources)
         self._shares = {str(source.path): source.weight / total for source in sources}
 
-    def prompts_of(self, step: int) -> list[Prompt]:
-        """Read the prompts of `step`; see `repeated`.
+    def read(self, count: int, start: Positions) -> list[tuple[Prompt, Positions]]:
+        """Return the next `count` prompts from the positions `start` on, each with the positions after it.
+
+        Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
+        by a whole prompt.
 
         Raises:
             PromptError: a row is malformed or its prompt is refused; the message names file and row.
         """
-        return self._take_prompts(step, self._prompts_per_step, self.positions_after(step - 1))
-
-    def more_prompts_of(self, step: int, count: int) -> list[Prompt]:
-        """Read `count` further prompts for `step`, after those it already has; raises as `prompts_of`."""
-        return self._take_prompts(step, count, self.positions[step])
-
-    def repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return each prompt `responses_per_prompt` times, once per response."""
-        return [prompt for prompt in prompts for _ in range(self._responses_per_prompt)]
-
-    def _take_prompts(self, step: int, count: int, start: Positions) -> list[Prompt]:
-        """Return `count` prompts for `step`, starting at the positions `start`; record the positions after them.
-
-        Each prompt comes from the file whose share lags furthest behind its weight, so a file never exceeds its share
-        by a whole prompt.
-        """
         credits = dict(start.credits)
         rows = dict(start.rows)
-        prompts: list[Prompt] = []
-        for _ in range(count):
+        prompts: list[tuple[Prompt, Positions]] = []
+        for number in range(start.prompts + 1, start.prompts + 1 + count):
             for path, share in self._shares.items():
                 credits[path] = credits.get(path, 0.0) + share
             path = max(self._shares, key=credits.__getitem__)
             credits[path] -= 1
             prompt, rows[path] = self._files[path].next_prompt(rows.get(path, 0))
-            prompts.append(prompt)
-        self.positions[step] = Positions(start.prompts + count, rows, credits)
+            prompts.append((prompt, Positions(number, {**rows}, {**credits})))
+        return prompts
+
+    def record(self, step: int, positions: Positions) -> None:
+        """Record the positions after the last prompt of `step`."""
+        self.positions[step] = positions
         first = min(self.positions)  # the step at which this process started
         for old in [other for other in self.positions if first < other <= step - KEPT_STEPS]:
             del self.positions[old]
-        return prompts
 
     def first_prompts(self) -> list[Prompt]:
         """Return the prompt of each file's first row, except skipped ones, for checks before the run starts."""
@@ -150,9 +136,7 @@ class StepInputs:
         return [prompt for prompt in prompts if prompt is not None]
 
     def positions_after(self, step: int) -> Positions:
-        """Return the positions after `step`; read the prompts of the steps up to it if necessary."""
-        if step not in self.positions:
-            self.prompts_of(step)
+        """Return the positions after `step`, the last complete step or one of the two before it."""
         return self.positions[step]
 
     def epoch(self, step: int) -> int:

@@ -46,6 +46,7 @@ class RolloutRow:
     sampled: np.ndarray  # bool [n], True where the policy sampled the token
     ended: bool  # ended by an end-of-sequence token, a stop string or the environment, not by a limit
     logprobs: np.ndarray | None = None  # float32 [n], nats, from the engine that sampled; 0 for other tokens
+    versions: np.ndarray | None = None  # int64 [n], last update in the weights that sampled the token; -1 for others
     turns: tuple[SampledTurn, ...] | None = None  # None without an environment
     messages: tuple[dict[str, Any], ...] = ()  # messages of the conversation after the first row's prompt
     num_prompt_messages: int = 0  # how many of `messages` this row's prompt contains
@@ -59,7 +60,7 @@ class RolloutRow:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RolloutRow:
         """Return the unscored row that another rank has sent as JSON."""
-        arrays = {"tokens": np.int64, "sampled": np.bool_, "logprobs": np.float32}
+        arrays = {"tokens": np.int64, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int64}
         parsed = {name: value for name, value in fields.items() if name != "score"}
         parsed |= {name: np.array(parsed[name], kind) for name, kind in arrays.items() if parsed[name] is not None}
         turns = parsed["turns"]
@@ -110,7 +111,8 @@ def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
     size = len(prompt.tokens)
     row = np.concatenate([prompt.tokens, np.asarray(response.tokens, np.int64)])
     logprobs = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
-    return RolloutRow(prompt, row, np.arange(len(row)) >= size, response.ended, logprobs)
+    versions = None if response.versions is None else np.array([-1] * size + response.versions, np.int64)
+    return RolloutRow(prompt, row, np.arange(len(row)) >= size, response.ended, logprobs, versions)
 
 
 def conversation_of(
@@ -130,6 +132,7 @@ def conversation_of(
                 sampled=~np.array(row.observed, np.bool_),
                 ended=bool(row.turns) and not truncated and not error,
                 logprobs=None if np.isnan(logprobs).any() else logprobs,
+                versions=np.array([-1 if version is None else version for version in row.versions], np.int64),
                 turns=tuple(row.turns),
                 messages=tuple(row.messages),
                 num_prompt_messages=num_prompt_messages,
@@ -138,6 +141,12 @@ def conversation_of(
             )
         )
     return tuple(converted)
+
+
+def policy_staleness(rows: Sequence[RolloutRow], step: int) -> int:
+    """Return how many of the updates before `step` the oldest weights that sampled a token of the rows lack."""
+    oldest = [row.versions[row.sampled].min() for row in rows if row.versions is not None and row.sampled.any()]
+    return step - 1 - int(min(oldest, default=step - 1))
 
 
 def text_indices(sample: RolloutRow, tokenizer: Any) -> list[int]:

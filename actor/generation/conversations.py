@@ -11,7 +11,8 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.slots import Finished
+from rlhf_triton.actor.generation.slots import ROW_STEP, JobRows, SamplingJob, uniform_draws
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -32,19 +33,18 @@ logger = logging.getLogger(__name__)
 NEW_ROW_WARNING = "%s: the conversation continues in another row of the same group"
 RESTARTS = 2  # maximum restarts of a conversation whose environment is lost
 MAX_INSTANCES = 256  # environments that are open at the same time
-ROW_STEP = 1 << 32  # difference between the numbers of a conversation's rows; the first number is the prompt's index
 
 
 @dataclass(frozen=True)
 class _FinishedConversation:
-    """A finished conversation, with its prompt's index."""
+    """A finished conversation, with its number."""
 
-    index: int
+    number: int
     conversation: Conversation
 
 
-# A row's number and its tokens before the next turn; a finished conversation; or an error.
-Arrival = tuple[int, Sequence[int]] | _FinishedConversation | BaseException
+# A row's number and its tokens before the next turn; a finished conversation; an error; None: from `wake`.
+Arrival = tuple[int, Sequence[int]] | _FinishedConversation | BaseException | None
 
 
 @dataclass
@@ -277,25 +277,38 @@ def seed_of(seed: int, prompt: Prompt) -> int:
     return int(np.random.SeedSequence([seed, zlib.crc32(prompt.prompt_id.encode())]).generate_state(1)[0] >> 1)
 
 
-class ConversationSource:
-    """The conversations of one rollout, as the source of the decoder's rows."""
+class ConversationSource(JobRows):
+    """Conversations with environments, as the source of the decoder's rows."""
 
-    def __init__(
-        self, runner: ConversationRunner, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int
-    ) -> None:
-        """Start a conversation for each prompt; `finished` receives each conversation when it ends."""
-        self.size, self.longest = len(prompts), runner.longest
-        self._loop, self._finished = runner.loop, finished
+    def __init__(self, runner: ConversationRunner) -> None:
+        super().__init__()
+        self.longest = runner.longest
+        self._runner, self._loop, self._lockstep = runner, runner.loop, runner.lockstep
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
-        self._unfinished = set(prompts)
-        self._lockstep = runner.lockstep
-        self._not_started = deque(prompts)  # in this order they start, once there is room for their environments
-        self._awaited = {self._not_started.popleft() for _ in range(min(MAX_INSTANCES, len(prompts)))}
-        self._tasks = [
-            asyncio.run_coroutine_threadsafe(self._run_conversation(runner, index, prompt, seed), self._loop)
-            for index, prompt in prompts.items()
-        ]
+        self._draws: dict[int, dict[int, Iterator[float]]] = {}  # by conversation and row
+        self._not_started = deque[int]()  # in this order they start, once there is room for their environments
+        self._awaited = set[int]()
+        self._tasks: dict[int, Future[None]] = {}
+
+    def add(self, job: SamplingJob) -> None:
+        """Also start a conversation for each prompt of this job."""
+        prompts = self.number(job)
+        self._not_started += prompts
+        while self._not_started and len(self._jobs) - len(self._not_started) < MAX_INSTANCES:
+            self._awaited.add(self._not_started.popleft())
+        for number, prompt in prompts.items():
+            conversation = self._run_conversation(self._runner, number, prompt, job.seed)
+            self._tasks[number] = asyncio.run_coroutine_threadsafe(conversation, self._loop)
+
+    def draws(self, row: int) -> Iterator[float] | None:
+        """Return the draws of a row's tokens, which its later turns continue; None if it is greedy."""
+        if self.is_greedy(row):
+            return None
+        rows = self._draws.setdefault(row % ROW_STEP, {})
+        if row not in rows:
+            rows[row] = uniform_draws(*self.seed_of(row))
+        return rows[row]
 
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         """Hand a turn of the policy to its conversation; called by the decoding thread."""
@@ -311,26 +324,33 @@ class ConversationSource:
     def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return the rows that environments have answered, and report finished conversations; raises their errors."""
         ready: list[tuple[int, Sequence[int]]] = []
-        while self._unfinished:
+        while self.size:
             try:
                 arrival = self._arrivals.get(block=bool(self._awaited) if self._lockstep else wait and not ready)
             except queue.Empty:
                 break
+            if arrival is None:
+                break
             if isinstance(arrival, BaseException):
                 raise arrival
             if isinstance(arrival, _FinishedConversation):
-                self._unfinished.remove(arrival.index)
-                self._awaited.discard(arrival.index)
+                self._awaited.discard(arrival.number)
                 self._awaited |= {self._not_started.popleft()} if self._not_started else set()
-                self._finished(arrival.index, arrival.conversation)
+                self._draws.pop(arrival.number, None)
+                del self._tasks[arrival.number]
+                self.finish(arrival.number, arrival.conversation)
                 continue
             ready.append(arrival)
             self._awaited.discard(arrival[0] % ROW_STEP)
         return sorted(ready, key=lambda row: row[0]) if self._lockstep else ready
 
+    def wake(self) -> None:
+        """End the wait of another thread in `next_rows`."""
+        self._arrivals.put(None)
+
     def close(self) -> None:
         """Cancel the unfinished conversations and their environments; `next_rows` then raises CancelledError."""
-        for task in self._tasks:
+        for task in [*self._tasks.values()]:
             task.cancel()
         self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # for agents
         self._arrivals.put(asyncio.CancelledError())

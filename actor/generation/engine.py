@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,10 @@ from rlhf_triton.actor.generation.conversations import ConversationRunner, Conve
 from rlhf_triton.actor.generation.slots import (
     DecodedRow,
     Decoder,
-    Draws,
     Finished,
     PromptSource,
     RowSource,
+    SamplingJob,
     SamplingSettings,
     TokenSampler,
 )
@@ -35,7 +37,6 @@ from rlhf_triton.models.precision import in_float32
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4  # tokens per prompt on which slot-based decoding and plain forward passes are compared
 MORE_STOP_TOKENS = 16
-DRAWN_AT_ONCE = 64
 NEAR = 0.01  # total variation distance: at most one token in a hundred would be drawn differently
 NEAR_ROUNDED = 0.25  # the same in bfloat16, where rounding differs; reading a wrong token gives a larger distance
 
@@ -78,72 +79,126 @@ class Generation:
         """Whether slot-based decoding supports the model; None before the first `run`."""
         self.runner: ConversationRunner | None = None
         """Runs conversations with environments; None: every prompt has one response."""
-        self._row_source: RowSource | None = None  # row source of the `run` in progress
+        self.version = 0
+        """Version of the model's weights: the last step whose update they contain."""
+        self._adding = threading.Lock()
+        self._jobs: list[SamplingJob] = []  # with unfinished conversations
+        self._added: queue.SimpleQueue[SamplingJob] = queue.SimpleQueue()  # not in `_row_source` yet
+        self._row_source: RowSource | None = None  # from the first row of the jobs to the end of all of them
+        self._decoder: Decoder | None = None
+        self._waiting_rows: list[DecodedRow] = []  # for transformers' `generate`
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise TemplateError if the chat template cannot render conversations that start from the prompts."""
         if self.runner is not None:
             self.runner.check_prompts(prompts)
 
-    def renew(self) -> None:
-        """For engines that copy the weights: use the model's current ones. Called by `Policy.renew_sampler`."""
+    def renew(self, version: int) -> None:
+        """Use the model's current weights, which are of this version; called by `Policy.renew_sampler`."""
+        self.version = version
+        if self._decoder is not None:
+            self._decoder.renew()
 
     def close(self) -> None:
-        """End the environments; a `run` that waits in another thread raises CancelledError."""
+        """End the environments; a `decode` that waits in another thread raises CancelledError."""
         if self._row_source is not None:
             self._row_source.close()
         if self.runner is not None:
             self.runner.close()
 
-    def run(self, prompts: Sequence[Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Generate a response to each prompt, or with a `runner` a conversation with an environment.
+    @property
+    def has_jobs(self) -> bool:
+        """Whether there are unfinished conversations."""
+        self._jobs = [job for job in self._jobs if job.prompts]
+        return bool(self._jobs)
 
-        Args:
-            finished: called with the prompt's index and the conversation as soon as the conversation ends.
-            seed: the same seed gives the same responses. A response depends only on its prompt, its index and `seed`,
-                not on the other rows in the batch, except for rounding of probabilities.
-            greedy: take the most likely token instead of sampling.
+    def add(self, job: SamplingJob) -> None:
+        """Add prompts, each of which `decode` gives a response, or with a `runner` a conversation with an environment.
+
+        May be called in another thread than `decode`, in which the job's `finished` is called.
         """
-        self.run_rows(dict(enumerate(prompts)), finished, seed=seed, greedy=greedy)
+        with self._adding:
+            self._jobs.append(job)
+            self._added.put(job)
+        self.wake()
 
-    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses to some of the prompts of `run`; `prompts`: by index."""
-        missing = list(prompts)
+    def wake(self) -> None:
+        """End the wait of `decode` in another thread for environments, so that it calls its `is_paused`."""
+        if (source := self._row_source) is not None:
+            source.wake()
 
-        def record(index: int, conversation: Conversation) -> None:
-            missing.remove(index)
-            finished(index, conversation)
+    def abandon(self) -> None:
+        """Drop all jobs; call in the thread of `decode`."""
+        self._end()
+        self._jobs = []
+        self._added = queue.SimpleQueue()
 
-        def respond(slots: int) -> None:
-            """Generate the `missing` responses; after out-of-memory, unfinished rows restart with the same draws."""
-            draws = None if greedy else functools.cache(functools.partial(uniform_draws, seed))
-            remaining = {row: prompts[row] for row in missing}
-            with self._merged_adapters(), self._open_row_source(remaining, record, seed) as row_source:
-                if self.uses_slots is None:
-                    self.uses_slots = self._is_proven([*remaining.values()])
-                if self.uses_slots:
-                    budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
-                    decoder = Decoder(self._model, self._sampling_settings(), slots=slots, token_budget=budget)
-                    decoder.run(row_source, draws)
-                else:
-                    self._generate_with_transformers(row_source, draws, slots)
-
+    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
+        """Generate the responses to prompts, given by index; arguments as in `SamplingJob`."""
         if prompts:
-            self.memory.run(respond, least=1, most=len(prompts))
+            self.add(SamplingJob(dict(prompts), finished, seed, greedy))
+            self.decode()
 
-    @contextlib.contextmanager
-    def _open_row_source(self, prompts: Mapping[int, Prompt], finished: Finished, seed: int) -> Iterator[RowSource]:
-        """Yield the source of the decoder's rows, prompts or conversations with environments; close it at the end."""
-        if self.runner is not None:
-            row_source: RowSource = ConversationSource(self.runner, prompts, finished, seed=seed)
-        else:
-            row_source = PromptSource(prompts, finished, max_new_tokens=self._settings.max_new_tokens)
-        self._row_source = row_source
+    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+        """Generate until all jobs are done, or until `is_paused`, which is called before each forward pass."""
         try:
-            yield row_source
-        finally:
-            self._row_source = None
-            row_source.close()
+            remaining = sum(len(job.prompts) for job in self._jobs)
+            self.memory.run(functools.partial(self._decode, is_paused), least=1, most=max(1, remaining))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _decode(self, is_paused: Callable[[], bool], slots: int) -> None:
+        """Generate with this many slots; after out-of-memory, unfinished conversations restart with the same draws."""
+        try:
+            with self._merged_adapters():
+                source = self._row_source or self._open_row_source()
+                if self.uses_slots is None:
+                    self.uses_slots = self._is_proven([prompt for job in self._jobs for prompt in job.prompts.values()])
+
+                def is_interrupted() -> bool:
+                    while not self._added.empty():
+                        source.add(self._added.get())
+                    return is_paused()
+
+                if self.uses_slots:
+                    if self._decoder is None:
+                        budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
+                        settings = self._sampling_settings()
+                        self._decoder = Decoder(self._model, settings, slots=slots, token_budget=budget)
+                    self._decoder.run(source, source.draws, is_interrupted, version=self.version)
+                else:
+                    self._generate_with_transformers(source, is_interrupted, slots)
+        except RuntimeError:  # perhaps out of memory: the cache must be free before the next attempt
+            self._end()
+            raise
+        if not source.size:
+            self._end()
+
+    def _open_row_source(self) -> RowSource:
+        """Create the source of the decoder's rows for all jobs."""
+        source = self._new_source()
+        with self._adding:
+            self._added = queue.SimpleQueue()
+            jobs = [*self._jobs]
+        self._row_source = source
+        for job in jobs:
+            source.add(job)
+        return source
+
+    def _new_source(self) -> RowSource:
+        """Return a source of rows, prompts or conversations with environments, without jobs."""
+        if self.runner is not None:
+            return ConversationSource(self.runner)
+        return PromptSource(max_new_tokens=self._settings.max_new_tokens)
+
+    def _end(self) -> None:
+        """Close the source of the rows, and free the decoder's cache."""
+        source = self._row_source
+        self._row_source = self._decoder = None
+        self._waiting_rows = []
+        if source is not None:
+            source.close()
 
     @contextlib.contextmanager
     def _merged_adapters(self) -> Iterator[None]:
@@ -224,12 +279,14 @@ class Generation:
 
         settings = SamplingSettings(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
         decoder = Decoder(self._model, settings, slots=len(starts), watch=watch)
-        row_source = PromptSource(
-            {i: Prompt("", "", start) for i, start in enumerate(starts)},
-            lambda index, rows: responses.update({index: rows[0].tokens[len(starts[index]) :].tolist()}),
-            max_new_tokens=settings.max_new_tokens,
-        )
-        decoder.run(row_source, None)
+        row_source = PromptSource(max_new_tokens=settings.max_new_tokens)
+        prompts = {i: Prompt("", "", start) for i, start in enumerate(starts)}
+
+        def finished(index: int, rows: Conversation) -> None:
+            responses[index] = rows[0].tokens[len(starts[index]) :].tolist()
+
+        row_source.add(SamplingJob(prompts, finished, seed=0, greedy=True))
+        decoder.run(row_source, row_source.draws)
         distances = []
         for index, start in enumerate(starts):
             row = torch.tensor([[*start.tolist(), *responses[index]]], device=self._model.device)
@@ -238,22 +295,31 @@ class Generation:
             distances.append((logits.softmax(-1) - torch.stack(distributions[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _generate_with_transformers(self, row_source: RowSource, draws: Draws | None, size: int) -> None:
-        """Generate all turns with transformers' `generate`, in batches of `size` rows of similar length."""
-        while new_rows := row_source.next_rows(wait=True):
-            rows = [DecodedRow(index, [*tokens], len(tokens), draws and draws(index)) for index, tokens in new_rows]
-            rows.sort(key=lambda row: (-len(row.tokens), row.index))
-            for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
-                self._transformers_turns(batch, row_source.longest)
-                for row in batch:
-                    row_source.deliver(row.index, row.turn(self._sampling_settings()))
+    def _generate_with_transformers(self, source: RowSource, is_paused: Callable[[], bool], size: int) -> None:
+        """Generate turns with transformers' `generate`, in batches of `size` rows of similar length.
+
+        `is_paused` is called before each batch; `_waiting_rows` keeps the rows that are left.
+        """
+        while source.size and not is_paused():
+            if not self._waiting_rows:
+                self._waiting_rows = [
+                    DecodedRow(index, [*tokens], len(tokens), source.draws(index), source.order(index))
+                    for index, tokens in source.next_rows(wait=True)
+                ]
+                self._waiting_rows.sort(key=lambda row: (-len(row.tokens), row.index))
+            batch, self._waiting_rows = self._waiting_rows[:size], self._waiting_rows[size:]
+            if not batch:  # woken
+                continue
+            self._transformers_turns(batch, source.longest)
+            for row in batch:
+                source.deliver(row.index, row.turn(self._sampling_settings()))
 
     def _transformers_turns(self, rows: list[DecodedRow], longest: int) -> None:
         """Sample the next turn of each row with transformers' `generate`; the first row must be the longest."""
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded([torch.tensor(row.tokens) for row in rows], padding_value=self._pad_id)
         attention = padded([torch.ones(len(row.tokens), dtype=torch.int64) for row in rows])
-        step = _GenerateHooks(self._sampling_settings(), rows, longest, self._model.device)
+        step = _GenerateHooks(self._sampling_settings(), rows, longest, self._model.device, self.version)
         own_config = self._model.generation_config  # its sampling settings would change the distribution
         self._model.generation_config = GenerationConfig()
         try:
@@ -271,8 +337,10 @@ class Generation:
 class _GenerateHooks:
     """Hooks that make `generate` sample as slot-based decoding does: with the same draws, settings and log-probs."""
 
-    def __init__(self, settings: SamplingSettings, rows: list[DecodedRow], longest: int, device: torch.device) -> None:
-        self._sampler = TokenSampler(settings, device)
+    def __init__(
+        self, settings: SamplingSettings, rows: list[DecodedRow], longest: int, device: torch.device, version: int
+    ) -> None:
+        self._sampler, self._version = TokenSampler(settings, device), version
         self._sampling_settings = settings
         self._rows = rows
         self._longest = longest
@@ -285,7 +353,7 @@ class _GenerateHooks:
         active = self._active()
         rows = [self._rows[i] for i in active]
         inputs = to_device(scores.device, *self._sampler.inputs(rows))
-        self._sampler.append(rows, scores[active].float(), *inputs)
+        self._sampler.append(rows, scores[active].float(), *inputs, version=self._version)
         chosen = torch.tensor([[row.tokens[-1]] for row in self._rows], device=scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
@@ -293,13 +361,3 @@ class _GenerateHooks:
         """Return which rows have finished their turn, bool `[rows]`."""
         active = set(self._active())
         return torch.tensor([i not in active for i in range(len(self._rows))], device=input_ids.device)
-
-
-def uniform_draws(seed: int, index: int) -> Iterator[float]:
-    """Yield the draws, uniform in [0, 1), for the tokens sampled in row `index`.
-
-    Philox computes each number from its key and position, so rows have independent numbers, the same on any rank.
-    """
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
-    while True:
-        yield from generator.random(DRAWN_AT_ONCE).tolist()

@@ -2,13 +2,16 @@
 
 It replaces two modes of `transformers`: `generate` keeps every row in the batch until the longest one ends, and copies
 its cache at each token; continuous batching is built for paged attention on a GPU.
+
+The model's weights may change between two forward passes: `Decoder.renew` then makes the unfinished rows compute their
+keys and values again, so that each token has the log-prob that a forward pass with the weights of that time gives it.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import PolicyTurn
+from rlhf_triton.actor.data.recorded import PolicyTurn, Version
 from rlhf_triton.actor.data.rollout_rows import Conversation, row_of_response
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
 from rlhf_triton.errors import NotFinite
@@ -26,20 +29,51 @@ from rlhf_triton.models.gpu import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4
+ROW_STEP = 1 << 32  # difference between the numbers of a conversation's rows; the first number is the conversation's
+DRAWN_AT_ONCE = 64
 
 
-Draws = Callable[[int], Iterator[float]]
+Draws = Callable[[int], Iterator[float] | None]
 Finished = Callable[[int, Conversation], None]
 Watch = Callable[[list[int], Tensor], None]
+
+
+@dataclass
+class SamplingJob:
+    """Prompts that are responded to with one seed: those of a step, or of a validation."""
+
+    prompts: dict[int, Prompt]  # by index; prompts are removed when their conversations have ended
+    finished: Finished  # called with the prompt's index and the conversation, as soon as the conversation has ended
+    seed: int  # a response depends only on its prompt, its index and `seed`, except for rounding of probabilities
+    greedy: bool = False  # take the most likely token instead of sampling
+
+    def finish(self, index: int, conversation: Conversation) -> None:
+        """Report a conversation that has ended."""
+        del self.prompts[index]
+        self.finished(index, conversation)
 
 
 class RowSource(Protocol):
     """Supplies the decoder with rows in which the policy has the next turn, and receives the sampled turns."""
 
-    size: int
-    """Number of conversations, which normally bounds the number of rows in decoding."""
     longest: int
     """Maximum tokens of a row."""
+
+    @property
+    def size(self) -> int:
+        """Number of unfinished conversations, which normally bounds the number of rows in decoding."""
+
+    def add(self, job: SamplingJob) -> None:
+        """Also supply the rows of this job, after those of earlier ones."""
+
+    def order(self, row: int) -> int:
+        """Return the number of the row's job."""
+
+    def draws(self, row: int) -> Iterator[float] | None:
+        """Return the iterator over the draws of a row's tokens, which its later turns continue; None if greedy."""
+
+    def seed_of(self, row: int) -> tuple[int, int]:
+        """Return the seed of the row's job, and the row's number within the job."""
 
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         """Receive the sampled turn of row `index`; must not block."""
@@ -47,30 +81,88 @@ class RowSource(Protocol):
     def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
         """Return (index, tokens so far) of each new row that needs a turn of the policy.
 
-        With `wait`, wait until there is one; an empty list then means that no more rows will come.
+        With `wait`, wait until there is one, or until `wake` is called.
         """
+
+    def wake(self) -> None:
+        """End the wait of another thread in `next_rows`."""
 
     def close(self) -> None:
         """Abandon unfinished conversations; `next_rows` then raises CancelledError."""
 
 
-class PromptSource:
+class JobRows:
+    """The jobs of a row source. A conversation's first row is numbered in the order in which jobs are added."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, tuple[int, SamplingJob, int]] = {}  # conversation -> number of its job, job, prompt index
+        self._num_jobs = self._num_conversations = 0
+
+    @property
+    def size(self) -> int:
+        """Number of unfinished conversations."""
+        return len(self._jobs)
+
+    def number(self, job: SamplingJob) -> dict[int, Prompt]:
+        """Return the prompts of a new job by the numbers of their conversations."""
+        first = self._num_conversations
+        for conversation, index in enumerate(job.prompts, first):
+            self._jobs[conversation] = self._num_jobs, job, index
+        self._num_jobs += 1
+        self._num_conversations += len(job.prompts)
+        return dict(enumerate(job.prompts.values(), first))
+
+    def order(self, row: int) -> int:
+        """Return the number of the row's job."""
+        return self._jobs[row % ROW_STEP][0]
+
+    def seed_of(self, row: int) -> tuple[int, int]:
+        """Return the seed of the row's job, and the row's number within the job."""
+        _, job, index = self._jobs[row % ROW_STEP]
+        return job.seed, index + row - row % ROW_STEP
+
+    def is_greedy(self, row: int) -> bool:
+        """Return whether the row takes the most likely tokens."""
+        return self._jobs[row % ROW_STEP][1].greedy
+
+    def finish(self, number: int, conversation: Conversation) -> None:
+        """Report a conversation that has ended."""
+        _, job, index = self._jobs.pop(number)
+        job.finish(index, conversation)
+
+
+class PromptSource(JobRows):
     """Prompts with one response each."""
 
-    def __init__(self, prompts: Mapping[int, Prompt], finished: Finished, *, max_new_tokens: int) -> None:
-        self._prompts, self._finished = prompts, finished
-        self._waiting = [(i, prompt.tokens.tolist()) for i, prompt in prompts.items()]
-        self.size = len(prompts)
-        self.longest = max(len(tokens) for _, tokens in self._waiting) + max_new_tokens
+    def __init__(self, *, max_new_tokens: int) -> None:
+        super().__init__()
+        self._max_new_tokens = max_new_tokens
+        self._prompts: dict[int, Prompt] = {}
+        self._waiting: list[tuple[int, Sequence[int]]] = []
+        self.longest = 0
+
+    def add(self, job: SamplingJob) -> None:
+        """Also supply the prompts of this job."""
+        prompts = self.number(job)
+        self._prompts |= prompts
+        self._waiting += [(number, prompt.tokens.tolist()) for number, prompt in prompts.items()]
+        self.longest = max([self.longest, *(len(p.tokens) + self._max_new_tokens for p in prompts.values())])
+
+    def draws(self, row: int) -> Iterator[float] | None:
+        """Return the draws of a response's tokens; None if it is greedy."""
+        return None if self.is_greedy(row) else uniform_draws(*self.seed_of(row))
 
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         """Report the response to prompt `index`."""
-        self._finished(index, (row_of_response(self._prompts[index], turn),))
+        self.finish(index, (row_of_response(self._prompts.pop(index), turn),))
 
     def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return all prompts in the first call, and none in later ones."""
+        """Return the prompts that were added since the last call."""
         waiting, self._waiting = self._waiting, []
-        return [*waiting]
+        return waiting
+
+    def wake(self) -> None:
+        """No-op: `next_rows` never waits."""
 
     def close(self) -> None:
         """No-op: `next_rows` never waits."""
@@ -98,8 +190,10 @@ class DecodedRow:
     tokens: list[int]  # tokens before the turn, and the turn's tokens
     turn_start: int  # index of the turn's first token
     draws: Iterator[float] | None  # a uniform number for each sampled token; None: take the most likely token
+    order: int = 0  # number of the row's job
     first_column: int = 0  # cache column of the row's first token
     logprobs: list[float] = field(default_factory=list)  # log-probs of the turn's tokens
+    versions: list[Version] = field(default_factory=list)  # versions of the weights that sampled the turn's tokens
 
     @property
     def num_sampled(self) -> int:
@@ -119,7 +213,7 @@ class DecodedRow:
 
     def turn(self, settings: SamplingSettings) -> PolicyTurn:
         """Return the finished turn."""
-        return PolicyTurn(self.tokens[self.turn_start :], self.has_ended(settings), self.logprobs)
+        return PolicyTurn(self.tokens[self.turn_start :], self.has_ended(settings), self.logprobs, self.versions)
 
 
 class TokenSampler:
@@ -137,7 +231,7 @@ class TokenSampler:
         draws = np.array([next(row.draws) for row in rows if row.draws])
         return draws, np.array([row.num_sampled < self._settings.min_new_tokens for row in rows])
 
-    def append(self, rows: Sequence[DecodedRow], logits: Tensor, draws: Tensor, early: Tensor) -> None:
+    def append(self, rows: Sequence[DecodedRow], logits: Tensor, draws: Tensor, early: Tensor, *, version: int) -> None:
         """Draw the next token of every row from `logits` `[rows, V]`, and append it and its log-prob to the row.
 
         Changes `logits` in place. The log-prob belongs to the distribution that the update trains: at the sampling
@@ -145,6 +239,7 @@ class TokenSampler:
 
         Args:
             draws, early: the results of `inputs`, on the device.
+            version: of the model's weights.
         """
         settings = self._settings
         logits.index_fill_(1, self._banned, -torch.inf)
@@ -165,6 +260,7 @@ class TokenSampler:
         for row, token, logprob in zip(rows, results[0].long().tolist(), results[1].tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
+            row.versions.append(version)
 
 
 class _Inputs(NamedTuple):
@@ -201,66 +297,92 @@ class Decoder:
         self._token_budget = token_budget
         self._layers = cache_layers(model)
         self._forward_parameters = set(inspect.signature(model.forward).parameters)
+        self._cache: Any = None  # a SlotCache from the first row on
+        self._longest = 0
+        self._rows: list[DecodedRow] = []  # they occupy the first slots; their last tokens share a column
+        self._end = 0  # column after the rows' last one
+        self._waiting: list[DecodedRow] = []  # without a slot
+        self._version = 0
 
     @torch.no_grad()
-    def run(self, row_source: RowSource, draws: Draws | None) -> None:
-        """Decode turns until `row_source` has no more rows.
+    def run(
+        self, row_source: RowSource, draws: Draws, is_paused: Callable[[], bool] = lambda: False, *, version: int = 0
+    ) -> None:
+        """Decode turns until `row_source` has no unfinished conversation, or until `is_paused`; call again to go on.
 
         Args:
             draws: given a row's index, returns an iterator over numbers uniform in [0, 1), one for each token sampled
                 in the row; its next turn continues the iterator. Own numbers make a row independent of the other rows.
-                None: take the most likely tokens.
+                None: take the most likely tokens. All rows at a time have draws, or none.
+            is_paused: called before each forward pass.
+            version: of the model's weights.
 
         Raises:
             NotFinite: the model's logits are not finite.
         """
-        # Half more columns than the longest row needs, so that `_reserve` rarely has to shift the cache.
-        columns = row_source.longest + row_source.longest // 2
-        self._cache = SlotCache(min(self._slots, row_source.size), columns, self._layers)
-        self._longest = row_source.longest
-        self._rows: list[DecodedRow] = []  # they occupy the first slots; their last tokens share a column
-        self._end = 0  # column after the rows' last one
-        waiting: list[tuple[int, Sequence[int]]] = []
-        while True:
-            wait = not self._rows and not waiting
+        self._version = version
+        while not is_paused():
+            wait = not self._rows and not self._waiting
             new_rows = row_source.next_rows(wait=wait)
-            if wait and not new_rows:
+            if wait and not new_rows and not row_source.size:
                 break
-            waiting += new_rows
+            for index, tokens in new_rows:
+                row = DecodedRow(index, [*tokens], len(tokens), draws(index), row_source.order(index))
+                self._waiting.append(row)
+            self._resize(row_source)
             # Longest first: rows that join later mostly fit into the columns left of `end`, and padding stays small.
-            waiting.sort(key=lambda row: (-len(row[1]), row[0]))
+            self._waiting.sort(key=lambda row: (row.order, -len(row.tokens), row.index))
             free = self._cache.rows - len(self._rows)
-            if waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
-                self._prefill(self._next_prompts(waiting, free), draws)
+            if self._waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
+                self._prefill(self._next_prompts(free))
             elif self._rows:
                 self._decode_step()
             self._evict(row_source)
 
-    def _next_prompts(self, waiting: list[tuple[int, Sequence[int]]], free: int) -> list[tuple[int, Sequence[int]]]:
-        """Remove up to `free` prompts from `waiting`, within the token budget of one forward pass; return them."""
-        new: list[tuple[int, Sequence[int]]] = []
-        distinct: set[tuple[int, ...]] = set()
-        while waiting and len(new) < free:
-            distinct.add(tuple(waiting[0][1]))
-            if len(distinct) > 1 and len(distinct) * len(new[0][1]) > (self._token_budget or math.inf):
-                break
-            new.append(waiting.pop(0))
-        return new
+    def renew(self) -> None:
+        """Compute the keys and values of unfinished rows again, because the model's weights have changed."""
+        self._waiting += self._rows
+        self._rows = []
 
-    def _prefill(self, new: list[tuple[int, Sequence[int]]], draws: Draws | None) -> None:
-        """Run one forward pass over new prompts, the longest first, and draw the first token of each response.
+    def _resize(self, row_source: RowSource) -> None:
+        """Allocate the cache, or a larger one if there are more or longer rows than it was allocated for."""
+        rows = min(self._slots, row_source.size)
+        if self._cache is not None and self._cache.rows >= rows and self._longest >= row_source.longest:
+            return
+        self.renew()
+        self._longest = max(self._longest, row_source.longest)
+        rows = max(rows, 0 if self._cache is None else self._cache.rows)
+        self._cache = None  # frees the memory before the new cache needs it
+        # Half more columns than the longest row needs, so that `_reserve` rarely has to shift the cache.
+        self._cache = SlotCache(rows, self._longest + self._longest // 2, self._layers)
+
+    def _next_prompts(self, free: int) -> list[DecodedRow]:
+        """Remove up to `free` rows from `_waiting`, within the token budget of one forward pass; return them."""
+        new: list[DecodedRow] = []
+        distinct: set[tuple[int, ...]] = set()
+        width = 0
+        while self._waiting and len(new) < free:
+            row = self._waiting[0]
+            distinct.add(tuple(row.tokens))
+            width = max(width, len(row.tokens))
+            if len(distinct) > 1 and len(distinct) * width > (self._token_budget or math.inf):
+                break
+            new.append(self._waiting.pop(0))
+        return sorted(new, key=lambda row: -len(row.tokens))
+
+    def _prefill(self, new: list[DecodedRow]) -> None:
+        """Run one forward pass over new rows, the longest first, and draw the next token of each.
 
         A prompt shared by several rows, as in a group, is computed once; the other rows copy its keys and values.
         """
-        sources, distinct = find_distinct([tuple(prompt) for _, prompt in new])
-        width, first, cache = len(new[0][1]), len(self._rows), self._cache
+        sources, distinct = find_distinct([tuple(row.tokens) for row in new])
+        width, first, cache = len(new[0].tokens), len(self._rows), self._cache
         self._reserve(width)
         end = self._end
         order = [*distinct, *(i for i in range(len(new)) if i not in set(distinct))]
-        rows = [
-            DecodedRow(index, [*prompt], len(prompt), draws and draws(index), end - len(prompt))
-            for index, prompt in (new[i] for i in order)
-        ]
+        rows = [new[i] for i in order]
+        for row in rows:
+            row.first_column = end - len(row.tokens)
         ids = np.array([[0] * (width - len(row.tokens)) + row.tokens for row in rows[: len(distinct)]])
         cache.set_window(first, first + len(distinct), end - width, end - width)
         inputs = self._inputs(rows, ids, [sources[i] for i in order])
@@ -268,7 +390,7 @@ class Decoder:
         if sharing := rows[len(distinct) :]:
             begin = min(row.first_column for row in sharing)
             cache.copy_rows(first + inputs.sources[len(distinct) :], first + len(distinct), begin, end)
-        self._sampler.append(rows, logits[inputs.sources], inputs.draws, inputs.early)
+        self._sampler.append(rows, logits[inputs.sources], inputs.draws, inputs.early, version=self._version)
         self._rows += rows
 
     def _decode_step(self) -> None:
@@ -281,7 +403,7 @@ class Decoder:
         inputs = self._inputs(rows, np.array([row.tokens[-1:] for row in rows]))
         self._end += 1
         logits = self._logits(cache, inputs.ids, inputs.starts, begin, self._end)
-        self._sampler.append(rows, logits, inputs.draws, inputs.early)
+        self._sampler.append(rows, logits, inputs.draws, inputs.early, version=self._version)
 
     def _inputs(self, rows: list[DecodedRow], ids: np.ndarray, sources: Sequence[int] = ()) -> _Inputs:
         """Return the inputs of a step over `rows` on the device, from a single copy."""
@@ -328,6 +450,16 @@ class Decoder:
         for row in self._rows:
             row.first_column += to - begin
         self._end += to - begin
+
+
+def uniform_draws(seed: int, index: int) -> Iterator[float]:
+    """Yield the draws, uniform in [0, 1), for the tokens sampled in row `index`.
+
+    Philox computes each number from its key and position, so rows have independent numbers, the same on any rank.
+    """
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
+    while True:
+        yield from generator.random(DRAWN_AT_ONCE).tolist()
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:

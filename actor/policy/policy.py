@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished
+from rlhf_triton.actor.generation.slots import Finished, SamplingJob
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
     check_lora_targets,
@@ -75,6 +76,7 @@ class Policy:
         check_lora_targets(settings)
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
+        self._jobs = deque[SamplingJob]()  # on several ranks
         self.temperature = generation.temperature
         self.tokenizer = load_tokenizer(folder)
         model = load_model(settings, as_stored=ranks.size > 1)
@@ -86,7 +88,7 @@ class Policy:
             settings,
             ranks,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
-            keeps_sampler=actor.one_step_off_policy,
+            keeps_sampler=actor.max_off_policy_steps > 0,
         )
         self.model = self._models.model
         self.sampler = self._models.sampler
@@ -143,15 +145,12 @@ class Policy:
             "gather_weights": lambda: MergedWeights(self.causal(self.model)).gather(),
         }
 
-    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: Finished = lambda *_: None
     ) -> list[Conversation]:
         """Generate a response or conversation for each prompt; the same seed gives the same result.
 
-        Args:
-            greedy: take the most likely token instead of sampling.
-            finished: called with the prompt's index and the conversation as soon as it ends.
+        `finished` and `greedy`: as in `SamplingJob`.
         """
         conversations: dict[int, Conversation] = {}
 
@@ -159,12 +158,36 @@ class Policy:
             conversations[index] = conversation
             finished(index, conversation)
 
+        self.add(SamplingJob(dict(enumerate(prompts)), record, seed, greedy))
+        while self.has_jobs:
+            self.decode()
+        return [conversations[index] for index in range(len(prompts))]
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether there are unfinished conversations."""
+        return bool(self._jobs) or self.generation.has_jobs
+
+    def add(self, job: SamplingJob) -> None:
+        """Add prompts that `decode` responds to; may be called in another thread."""
+        if self._samplers is None:
+            self.generation.add(job)
+        else:
+            self._jobs.append(job)
+
+    @torch.no_grad()
+    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+        """Generate until all jobs are done, or until `is_paused`; on several ranks, one job, without a pause."""
         with self.computing(), self._stream.running():
             if self._samplers is None:
-                self.generation.run(prompts, record, seed=seed, greedy=greedy)
-            else:  # each rank generates a share of the conversations
-                self._samplers.respond(self.generation, [*prompts], record, seed=seed, greedy=greedy)
-        return [conversations[index] for index in range(len(prompts))]
+                self.generation.decode(is_paused)
+            elif self._jobs:  # each rank generates a share of the conversations
+                self._samplers.respond(self.generation, self._jobs.popleft())
+
+    def abandon(self) -> None:
+        """Drop all jobs; call in the thread of `decode`."""
+        self._jobs.clear()
+        self.generation.abandon()
 
     def follow_sampling(self) -> None:
         """Execute the sampler operations that rank 0 announces; call on every other rank. Ends only by an exception."""
@@ -224,11 +247,14 @@ class Policy:
         )
         return False
 
-    def renew_sampler(self) -> None:
-        """Copy the policy's weights into the sampler. Call only while both are idle; collective."""
-        self.ranks.announce("renew_sampler")
+    def renew_sampler(self, version: int = 0) -> None:
+        """Copy the policy's weights into the sampler. Call only while both are idle; collective.
+
+        Unfinished conversations continue with the new weights. `version`: the last step whose update they contain.
+        """
+        self.ranks.announce("renew_sampler", version=version)
         self._models.renew_sampler()
-        self.generation.renew()
+        self.generation.renew(version)
         self.ranks.gather(None)  # no rank may generate before its sampler has the new weights
 
     def save(self, folder: Path) -> None:

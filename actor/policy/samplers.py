@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished
+from rlhf_triton.actor.generation.slots import SamplingJob
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.training_engine.mailbox import Mailbox, as_tensor, value_of
 from rlhf_triton.training_engine.ranks import Operations, Ranks, dealt
@@ -43,32 +43,33 @@ class OtherSamplers:
         self._closed = threading.Event()
         self._number = 0  # of the current operation; other ranks may still answer an earlier one that rank 0 gave up
 
-    def respond(
-        self, generation: Generation, prompts: list[Prompt], finished: Finished, *, seed: int, greedy: bool
-    ) -> None:
+    def respond(self, generation: Generation, job: SamplingJob) -> None:
         """Generate rank 0's share of the responses with `generation`; receive other ranks' responses as they end.
 
         Rank 0 only; raises as `_receive`.
         """
-        self._announce("respond", seed=seed, greedy=greedy)
+        prompts, indices = [*job.prompts.values()], [*job.prompts]
+        self._announce("respond", seed=job.seed, greedy=job.greedy)
         sent = prompts if generation.runner else [replace(prompt, text="", metadata={}) for prompt in prompts]
         for rank in self._others:
             share = self._rows_of(rank, len(prompts))
-            self._mail.send(rank, {"prompts": as_tensor([share.start, sent[share.start : share.stop]])})
+            own = [indices[share.start : share.stop], sent[share.start : share.stop]]
+            self._mail.send(rank, {"prompts": as_tensor(own)})
 
         def receive(_: int, message: Mapping[str, Tensor]) -> None:
             index, rows = value_of(message["conversation"])
             conversation = tuple(RolloutRow.from_json(row) for row in rows)
             if not generation.runner:  # the prompt was sent without text and metadata
-                conversation = tuple(replace(row, prompt=prompts[index]) for row in conversation)
-            finished(index, conversation)
+                conversation = tuple(replace(row, prompt=job.prompts[index]) for row in conversation)
+            job.finish(index, conversation)
 
         missing = {rank: len(self._rows_of(rank, len(prompts))) for rank in self._others}
         rows, abandoned = self._rows_of(0, len(prompts)), threading.Event()
         with ThreadPoolExecutor(1, "rows") as thread:
             received = thread.submit(self._receive, missing, receive, abandoned)
             try:
-                generation.run_rows({row: prompts[row] for row in rows}, finished, seed=seed, greedy=greedy)
+                own_prompts = {indices[row]: prompts[row] for row in rows}
+                generation.run_rows(own_prompts, job.finish, seed=job.seed, greedy=job.greedy)
             except BaseException:
                 abandoned.set()
                 raise
@@ -100,8 +101,8 @@ class OtherSamplers:
         """
 
         def answer_prompts(*, number: int, seed: int, greedy: bool) -> None:
-            first, prompt_fields = value_of(self._message_of_rank_0()["prompts"])
-            prompts = dict(enumerate(map(Prompt.from_json, prompt_fields), first))
+            indices, prompt_fields = value_of(self._message_of_rank_0()["prompts"])
+            prompts = dict(zip(indices, map(Prompt.from_json, prompt_fields), strict=True))
 
             def send(index: int, conversation: Conversation) -> None:
                 self._reply(number, {"conversation": as_tensor([index, conversation])})

@@ -31,8 +31,9 @@ class PolicyUpdate:
         self._ranks = policy.ranks
         self._method, self._settings = method, actor.update
         self._is_one_update = actor.is_one_update
-        # Rollouts come from an older policy: the correction compares its log-probs with the policy before the update.
-        self._recomputes = actor.one_step_off_policy and method.settings.correction is not None
+        # Responses come from older policies: old log-probs, if they are not the samplers', are of the policy before the
+        # update.
+        self._recomputes = actor.max_off_policy_steps > 0 and method.settings.old_logprobs == "recomputed"
         self._max_new_tokens = actor.generation.max_new_tokens  # the constant of `loss_mean: constant`
 
     def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:

@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 
 from rlhf_triton.actor.algorithms.advantages import subtract_mean
 from rlhf_triton.actor.algorithms.batch import apply_truncation
-from rlhf_triton.actor.data.compute import MAX_CONCURRENT, InThread, cancel_all
+from rlhf_triton.actor.data.compute import MAX_CONCURRENT, ComputeThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.run.sampling import Sampling
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config import ActorSection, AlgorithmSection
@@ -30,66 +31,75 @@ T = TypeVar("T")
 MAX_RESCORES = 3  # of a group; each one follows a swap during the scoring before, so more than one is rare
 
 
+@dataclass
+class GroupInFlight:
+    """A group whose responses are being sampled or scored."""
+
+    ended: list[asyncio.Future[Conversation]]
+    versions: asyncio.Future[VersionRange | None]
+    """When it completes, scoring may start; its result is the critic versions that requests demand, None for any."""
+    scoring: "GroupScoring"
+    scored: asyncio.Task[list[Conversation]]
+    started: float = field(default_factory=time.monotonic)
+
+    async def cancel(self) -> None:
+        """Stop scoring."""
+        await cancel_all([self.scored, *self.scoring.requests])
+
+
 class Collector:
     """Generates responses to prompts, and scores each one as soon as it ends."""
 
     def __init__(
-        self, settings: ActorSection, policy: Policy, scorer: Scorer, reference: Reference, in_thread: InThread
+        self, settings: ActorSection, policy: Policy, scorer: Scorer, reference: Reference, in_thread: ComputeThread
     ) -> None:
         self.policy = policy
         self.scorer = scorer
         self.in_thread = in_thread
+        self.sampling = Sampling(policy, in_thread)
         self._reference = reference if settings.kl.uses_reference else None
         self._old_logprobs = settings.algorithm.old_logprobs
+        self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # requests; thousands of rows may be ready at once
 
-    async def collect(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        timers: Timers,
-        ready: asyncio.Future[VersionRange | None] | None = None,
-        group_size: int = 1,
-        with_logprobs: bool = False,
-        greedy: bool = False,
+    def start(
+        self, prompts: Mapping[int, Prompt], *, seed: int, group_size: int = 1, greedy: bool = False
+    ) -> list[GroupInFlight]:
+        """Start to respond to prompts, and to score each response once it has ended and its group's `versions` are set.
+
+        Args:
+            prompts: by index, see `SamplingJob`.
+            group_size: number of consecutive equal prompts that form an advantage group; groupwise reward functions
+                receive the responses of a group together.
+        """
+        ended = self.sampling.start(prompts, seed=seed, greedy=greedy)
+        served = self._reference if isinstance(self._reference, ServedReference) else None
+        groups = []
+        for first in range(0, len(ended), group_size):
+            versions: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
+            scoring = GroupScoring(self.scorer, served, versions, self._starting, group_size=group_size)
+            of_group = ended[first : first + group_size]
+            scored = asyncio.create_task(scoring.score_group(of_group))
+            groups.append(GroupInFlight(of_group, versions, scoring, scored))
+        return groups
+
+    async def complete(
+        self, groups: Sequence[GroupInFlight], *, timers: Timers, with_logprobs: bool = False
     ) -> list[Group]:
-        """Generate responses, score each one once it has ended and `ready` is done, and return the scored groups.
+        """Wait until the groups are generated and scored; return them.
 
         A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while
         requests are in flight. A row without reference log-probs counts as unscored.
 
         Args:
-            ready: a future that completes when the critic's weights are new enough for scoring; its result is the
-                range of critic versions that scoring requests demand, None for any. Default: ready, any version.
-            group_size: number of consecutive equal prompts that form an advantage group; groupwise reward functions
-                receive the responses of a group together.
             with_logprobs: compute the policy's log-probs even without a KL, unless the sampler's log-probs replace them
                 in probability ratios.
 
         Raises:
-            NotFinite from generation, or the error of `ready`.
+            NotFinite from generation, or the error of `GroupInFlight.versions`.
         """
-        loop, is_over = asyncio.get_running_loop(), False
-        if ready is None:
-            ready = loop.create_future()
-            ready.set_result(None)
-        ended: list[asyncio.Future[Conversation]] = [loop.create_future() for _ in prompts]
-        served = self._reference if isinstance(self._reference, ServedReference) else None
-        scoring = GroupScoring(self.scorer, served, ready, group_size=group_size)
-        groups = [
-            asyncio.create_task(scoring.score_group(ended[first : first + group_size]))
-            for first in range(0, len(prompts), group_size)
-        ]
-
-        def finished(index: int, conversation: Conversation) -> None:
-            if is_over:
-                raise asyncio.CancelledError  # so that generation stops
-            loop.call_soon_threadsafe(_resolve, ended[index], conversation)
-
         try:
             with timers.phase("generate"):
-                generated = self.in_thread(self.policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
-                rows = rows_of(await generated)
+                rows = rows_of(await asyncio.gather(*(future for group in groups for future in group.ended)))
             has_old = self._old_logprobs == "sampler" and all(row.logprobs is not None for row in rows)
             if self._reference is not None or (with_logprobs and not has_old):
                 with timers.phase("logprobs"):
@@ -102,19 +112,29 @@ class Collector:
                     rows = await self.in_thread(self._reference.add_logprobs, rows)
             if self.scorer.has_critic:
                 with timers.phase("critic_wait"):
-                    await ready
+                    await asyncio.gather(*(group.versions for group in groups))
             with timers.phase("score_wait"):
-                scored_groups = await asyncio.gather(*groups)
-            for name, span in scoring.spans.items():
-                timers.add_span(name, *span)
+                scored_groups = await asyncio.gather(*(group.scored for group in groups))
         finally:
-            is_over = True
-            await cancel_all([*groups, *scoring.requests])
+            for group in groups:
+                await group.cancel()
+        for name in {name for group in groups for name in group.scoring.spans}:
+            spans = [group.scoring.spans[name] for group in groups if name in group.scoring.spans]
+            timers.add_span(name, min(start for start, _ in spans), max(end for _, end in spans))
         next_rows = iter(rows)
         return [
             Group(tuple(tuple(map(_with_logprobs, conversation, next_rows)) for conversation in group))
             for group in scored_groups
         ]
+
+    async def collect(
+        self, prompts: Sequence[Prompt], *, seed: int, timers: Timers, greedy: bool = False
+    ) -> list[Group]:
+        """Generate and score one response to each prompt, with any version of the critic."""
+        groups = self.start(dict(enumerate(prompts)), seed=seed, greedy=greedy)
+        for group in groups:
+            group.versions.set_result(None)
+        return await self.complete(groups, timers=timers)
 
 
 def _with_logprobs(scored: RolloutRow, row: RolloutRow) -> RolloutRow:
@@ -122,28 +142,29 @@ def _with_logprobs(scored: RolloutRow, row: RolloutRow) -> RolloutRow:
     return replace(scored, policy_logprobs=row.policy_logprobs, ref_logprobs=ref)
 
 
-def _resolve(future: asyncio.Future[Conversation], conversation: Conversation) -> None:
-    if not future.done():
-        future.set_result(conversation)
-
-
 class GroupScoring:
-    """Scores groups while other responses are generated. Create it on the event loop."""
+    """Scores a group while other responses are generated. Create it on the event loop."""
 
     def __init__(
         self,
         scorer: Scorer,
         reference: ServedReference | None,
-        ready: asyncio.Future[VersionRange | None],
+        versions: asyncio.Future[VersionRange | None],
+        starting: asyncio.Semaphore,
         *,
         group_size: int,
     ) -> None:
-        """`ready`, `group_size`: as in `Collector.collect`."""
+        """
+        Args:
+            versions: see `GroupInFlight`.
+            starting: limits the requests that start at the same time.
+            group_size: see `Collector.start`.
+        """
         self._scorer = scorer
         self._reference = reference
-        self._ready = ready
+        self._versions = versions
+        self._starting = starting
         self._unit_size = group_size if scorer.reward.groupwise else 1
-        self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # thousands of rows may be ready at once
         self.requests = set[asyncio.Task[Any]]()
         self.spans: dict[str, tuple[float, float]] = {}
         """By phase, `scoring` or `init_logprobs`: `time.monotonic` of its first request and its last response."""
@@ -171,7 +192,7 @@ class GroupScoring:
         return task
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
-        versions = await asyncio.shield(self._ready)  # cancelling one request must not cancel `ready`
+        versions = await asyncio.shield(self._versions)  # cancelling one request must not cancel the future
         async with self._request("scoring"):
             return await self._scorer.score(conversations, self._unit_size, versions=versions)
 
@@ -197,14 +218,14 @@ class GroupScoring:
         conversations scored by an older version count as unscored.
         """
         for _ in range(MAX_RESCORES):
-            if len(_versions(conversations)) < 2:
+            if len(_reward_versions(conversations)) < 2:
                 return conversations
-            again = await self._scorer.score(conversations, self._unit_size, versions=self._ready.result())
+            again = await self._scorer.score(conversations, self._unit_size, versions=self._versions.result())
             conversations = [tuple(map(_with_new_reward, *pair)) for pair in zip(conversations, again, strict=True)]
         failure = (
             f"the reward model's version changed more than {MAX_RESCORES} times while the rows of a group were scored"
         )
-        newest = max(_versions(conversations), default=-1)
+        newest = max(_reward_versions(conversations), default=-1)
         return [
             tuple(row.with_score(failure=row.score.failure or failure) for row in conversation)
             if conversation[-1].score.reward_version != newest
@@ -213,7 +234,7 @@ class GroupScoring:
         ]
 
 
-def _versions(conversations: Sequence[Conversation]) -> set[int]:
+def _reward_versions(conversations: Sequence[Conversation]) -> set[int]:
     """Return the versions of a live reward model that scored the conversations; empty for any other reward."""
     versions = (conversation[-1].score.reward_version for conversation in conversations if not failure_of(conversation))
     return {version for version in versions if version is not None}

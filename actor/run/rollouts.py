@@ -1,18 +1,24 @@
-"""The rollouts of a run: one at a time, collected before the policy's update or one step ahead of it."""
+"""The rollouts of a run: groups in flight, up to `actor.max_off_policy_steps` steps ahead of the policy's update.
+
+Groups train in the order of their prompts, not of completion, so no response length is favoured, and nothing is dropped
+for its age: when a step begins, the groups of the step that is `max_off_policy_steps` later are started, with the
+policy of that moment. A run thus waits for a slow group while the groups of the following steps are generated.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
-from rlhf_triton.actor.data.prompts import StepInputs
-from rlhf_triton.actor.data.rollout_rows import Group
-from rlhf_triton.actor.run.collection import Collector, has_spread, num_sampled_tokens
+from rlhf_triton.actor.data.prompts import Positions, StepInputs
+from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, policy_staleness, rows_of
+from rlhf_triton.actor.run.collection import Collector, GroupInFlight, has_spread, num_sampled_tokens
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.staleness import needed_update
@@ -23,7 +29,6 @@ from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
-Ready = asyncio.Task[VersionRange | None]  # done when scoring may start; result: critic versions to demand
 
 
 class RemoteCritic:
@@ -32,10 +37,16 @@ class RemoteCritic:
     def __init__(self, client: TritonClient, recorder: Recorder, *, run_id: str) -> None:
         self._client, self._recorder, self._run_id = client, recorder, run_id
         self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # by step
+        self._sent: dict[int, asyncio.Future[None]] = {}  # steps that are waited for, before they are sent
+        self.last_sent = 0
+        """The last step whose update was sent; set by the loop when a run resumes."""
 
     def send(self, step: int, payload: Mapping[str, np.ndarray]) -> None:
         """Start the critic's update of `step`; `payload`: from `critic_payload`."""
         self._in_flight[step] = asyncio.create_task(self.train(step, payload))
+        self.last_sent = step
+        for awaited in [awaited for awaited in self._sent if awaited <= step]:
+            self._sent.pop(awaited).set_result(None)
 
     async def wait_served(self, step: int) -> VersionRange | None:
         """Wait until every update up to `step` is served or has failed; return the versions that scoring must demand.
@@ -51,6 +62,11 @@ class RemoteCritic:
                     self._recorder.weights_version = version
         oldest = self._recorder.weights_version
         return VersionRange(oldest) if oldest else None
+
+    async def wait_sent(self, step: int) -> None:
+        """Wait until the update of `step` has been sent."""
+        if step > self.last_sent:
+            await asyncio.shield(self._sent.setdefault(step, asyncio.get_running_loop().create_future()))
 
     async def train(self, step: int, payload: Mapping[str, np.ndarray]) -> int | None:
         """Send the critic its update; return the weights version with the update, or None if the update failed.
@@ -95,12 +111,11 @@ class Rollout:
     groups: list[Group]
     dropped: list[Group]  # groups that dynamic sampling replaced; the critic still learns from them
     timers: Timers
-    updated: int  # last step whose update the sampling policy contains
-    metrics: dict[str, float]  # metrics of dynamic sampling
+    metrics: dict[str, float]
 
 
 class Rollouts:
-    """Collects the rollout of each step; at most one is in progress."""
+    """The groups in flight, in the order of their prompts; each step takes the first ones."""
 
     def __init__(
         self,
@@ -117,92 +132,126 @@ class Rollouts:
         self._collector = collector
         self._critic = critic
         self._truncated = truncated
-        self._task: asyncio.Task[Rollout] | None = None
+        # On several ranks, decoding is not interrupted, so further steps would only delay new weights.
+        self._most_ahead = min(settings.max_off_policy_steps, 1 if settings.ranks > 1 else settings.steps)
+        self._in_flight = deque[tuple[GroupInFlight, Positions]]()  # with the positions after its prompt
+        self._taken = list[GroupInFlight]()
+        self._demands = dict[int, asyncio.Task[VersionRange | None]]()  # by the critic update that is waited for
 
-    async def start(self, step: int, *, updated: int) -> asyncio.Task[Rollout]:
-        """Start and return the rollout of `step`; the current policy contains the updates up to step `updated`."""
-        await self._collector.in_thread(self._collector.policy.renew_sampler)
-        self._task = asyncio.create_task(self.collect(step, updated=updated))
-        return self._task
+    async def take(self, step: int) -> Rollout:
+        """Start the groups that this step allows, wait for the groups of `step`, and return them.
 
-    async def get(self, step: int) -> Rollout:
-        """Wait for the rollout of `step` and return it; start it first if it was not started in advance."""
+        The current policy contains the updates up to `step - 1`; conversations in flight continue with it. Generation
+        starts at once. Scoring waits until the critic's weights satisfy `actor.max_staleness` for the step that takes
+        the group, and demands their version or a newer one.
+        """
         set_log_position(step=step)
-        rollout = await (self._task or await self.start(step, updated=step - 1))
-        self._task = None
-        return rollout
-
-    async def collect(self, step: int, *, updated: int) -> Rollout:
-        """Generate and score the responses of `step` with the policy after step `updated`.
-
-        Generation starts at once. Scoring waits until the critic's weights satisfy `actor.max_staleness`, and demands
-        their version or a newer one.
-        """
         settings, timers = self._settings, Timers(step)
-        needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
-        ready = asyncio.create_task(self._critic.wait_served(needed))
-        algorithm = settings.algorithm
-        metrics = dict[str, float]()
-        dropped = list[Group]()
-        try:
-            with timers.phase("rollout_time"):
-                groups = await self._collect(partial(self.inputs.prompts_of, step), step, ready, timers)
-                if algorithm.max_resampled:
-                    groups, dropped, metrics = await self._resample(groups, step, ready, timers)
-                if algorithm.responses_per_prompt > 1:
-                    useful = [has_spread(group, algorithm, self._truncated) for group in [*groups, *dropped]]
-                    metrics["train_rollouts/useful_prompts"] = sum(useful) / len(useful)
-        finally:
-            await cancel_all([ready])
-        return Rollout(groups, dropped, timers, updated, metrics)
-
-    async def _collect(
-        self, read: Callable[[], list[Prompt]], step: int, ready: Ready, timers: Timers, *repeat: int
-    ) -> list[Group]:
-        """Return the scored groups for the prompts that `read` returns."""
-        prompts = await self._collector.in_thread(read)
-        check_columns(self._collector.scorer.reward, prompts)
-        return await self._collector.collect(
-            self.inputs.repeated(prompts),
-            seed=self.inputs.seed_of(step, *repeat),
-            timers=timers,
-            ready=ready,
-            group_size=self._settings.algorithm.responses_per_prompt,
-            with_logprobs=not self._settings.is_one_update,
-        )
-
-    async def _resample(
-        self, groups: list[Group], step: int, ready: Ready, timers: Timers
-    ) -> tuple[list[Group], list[Group], dict[str, float]]:
-        """Replace groups without spread by responses to further prompts; return (groups, replaced groups, metrics).
-
-        A group that `max_resampled` attempts could not replace stays, so that the step is full.
-        """
-        algorithm = self._settings.algorithm
-        dropped = list[Group]()
+        algorithm, started = settings.algorithm, time.monotonic()
+        await self._collector.sampling.renew(step - 1)
+        last_started = min(step + self._most_ahead, max(step, settings.steps))
+        await self._start((last_started - step + 1) * settings.prompts_per_step - len(self._in_flight), step)
         useful = list[Group]()
         useless = list[Group]()
+        dropped = list[Group]()
         for repeat in range(algorithm.max_resampled + 1):
             if repeat:
                 dropped += useless
-                read = partial(self.inputs.more_prompts_of, step, len(useless))
-                groups = await self._collect(read, step, ready, timers, repeat)
+                await self._start(len(useless), step, repeat)
+            groups, first_started = await self._complete(settings.prompts_per_step - len(useful), step, timers)
+            started = min(started, first_started)
             useless = []
             for group in groups:
-                (useful if has_spread(group, algorithm, self._truncated) else useless).append(group)
+                is_kept = not algorithm.max_resampled or has_spread(group, algorithm, self._truncated)
+                (useful if is_kept else useless).append(group)
             if not useless:
                 break
-        metrics = {
-            "train_rollouts/resampled_prompts": float(len(dropped)),
-            "train_rollouts/dropped_tokens": float(num_sampled_tokens(dropped)),
-        }
-        return [*useful, *useless], dropped, metrics
+        timers.add_span("rollout_time", started, time.monotonic())
+        # A group that `max_resampled` attempts could not replace stays, so that the step is full.
+        return Rollout([*useful, *useless], dropped, timers, self._metrics([*useful, *useless], dropped, step))
+
+    async def _start(self, count: int, step: int, repeat: int = 0) -> None:
+        """Start groups for the next `count` prompts; `repeat`: number of the resampling within the step."""
+        if count <= 0:
+            return
+        size = self._settings.algorithm.responses_per_prompt
+        start = self._in_flight[-1][1] if self._in_flight else self.inputs.positions_after(step - 1 + bool(repeat))
+        prompts = await self._collector.in_thread(self.inputs.read, count, start)
+        check_columns(self._collector.scorer.reward, [prompt for prompt, _ in prompts])
+        jobs = dict[int, dict[int, Prompt]]()  # seed -> prompts by index
+        for i, (prompt, after) in enumerate(prompts):
+            # One step at a time, seeds are those of the step. Several ones share the order of prompts alone.
+            of_step, index = divmod(after.prompts - 1, self._settings.prompts_per_step)
+            seed = self.inputs.seed_of(of_step + 1)
+            if not self._settings.max_off_policy_steps:
+                seed, index = self.inputs.seed_of(step, *([repeat] if repeat else [])), i
+            jobs.setdefault(seed, {}).update({index * size + k: prompt for k in range(size)})
+        started = [
+            group
+            for seed, job_prompts in jobs.items()
+            for group in self._collector.start(job_prompts, seed=seed, group_size=size)
+        ]
+        self._in_flight += zip(started, (after for _, after in prompts), strict=True)
+
+    async def _complete(self, count: int, step: int, timers: Timers) -> tuple[list[Group], float]:
+        """Return the first `count` groups in flight once they are scored, and when the first one was started."""
+        for position, (group, _) in enumerate(self._in_flight):
+            self._demand(group, step + position // self._settings.prompts_per_step)
+        pairs = [self._in_flight.popleft() for _ in range(count)]
+        self._taken = [group for group, _ in pairs]
+        with_logprobs = not self._settings.is_one_update
+        groups = await self._collector.complete(self._taken, timers=timers, with_logprobs=with_logprobs)
+        self.inputs.record(step, pairs[-1][1])
+        return groups, min(group.started for group in self._taken)
+
+    def _demand(self, group: GroupInFlight, step: int) -> None:
+        """Let a group be scored as soon as the critic's weights are new enough for `step`."""
+        needed = needed_update(step, max_staleness=self._settings.max_staleness, every=self._publish_every)
+
+        async def wait() -> VersionRange | None:
+            if self._collector.scorer.has_critic:
+                await self._critic.wait_sent(needed)
+            return await self._critic.wait_served(needed)
+
+        if needed not in self._demands:
+            self._demands = {earlier: task for earlier, task in self._demands.items() if not task.done()}
+            self._demands[needed] = asyncio.create_task(wait())
+
+        def served(task: asyncio.Task[VersionRange | None]) -> None:
+            if group.versions.done() or task.cancelled():
+                return
+            if (error := task.exception()) is None:
+                group.versions.set_result(task.result())
+            else:
+                group.versions.set_exception(error)
+                group.versions.exception()  # retrieved, so that asyncio does not log it if nobody waits
+
+        self._demands[needed].add_done_callback(served)
+
+    def _metrics(self, groups: Sequence[Group], dropped: Sequence[Group], step: int) -> dict[str, float]:
+        algorithm, everything = self._settings.algorithm, [*groups, *dropped]
+        metrics = dict[str, float]()
+        if algorithm.max_resampled:
+            metrics["train_rollouts/resampled_prompts"] = float(len(dropped))
+            metrics["train_rollouts/dropped_tokens"] = float(num_sampled_tokens(dropped))
+        if algorithm.responses_per_prompt > 1:
+            useful = [has_spread(group, algorithm, self._truncated) for group in everything]
+            metrics["train_rollouts/useful_prompts"] = sum(useful) / len(useful)
+        if self._settings.max_off_policy_steps:
+            rows = rows_of(conversations_of(groups))
+            metrics["train_rollouts/policy_staleness"] = float(policy_staleness(rows, step))
+            metrics["train_rollouts/groups_in_flight"] = float(len(self._in_flight))
+        return metrics
 
     async def settle(self) -> None:
-        """Wait until the rollout in progress is done with the sampler; `get` raises its error if it failed."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        """Wait until no response is being sampled."""
+        await self._collector.sampling.settle()
 
     async def cancel(self) -> None:
-        """Cancel the rollout in progress, if any."""
-        await cancel_all([self._task] if self._task else [])
+        """Drop all groups in flight."""
+        await cancel_all(self._demands.values())
+        for group in [*self._taken, *(group for group, _ in self._in_flight)]:
+            await group.cancel()
+        self._in_flight.clear()
+        self._demands.clear()
+        await self._collector.sampling.cancel()

@@ -38,14 +38,14 @@ class Validation:
         return float(np.mean([score.reward for score in scores], dtype=np.float32)) if scores else math.nan
 
 
-async def validate(collector: Collector, prompts: list[Prompt], *, greedy: bool, seed: int) -> Validation:
-    """Generate and score one response per held-out prompt.
+async def validate(collector: Collector, prompts: list[Prompt], *, step: int, greedy: bool, seed: int) -> Validation:
+    """Generate and score one response per held-out prompt, with the policy after `step`.
 
     `seed`: the seed of the run; every validation uses the same one, so that validations are comparable.
 
     Raises: NotFinite from generation.
     """
-    await collector.in_thread(collector.policy.renew_sampler)
+    await collector.sampling.renew(step)
     with span("validation"):
         groups = await collector.collect(prompts, seed=seed + SEED_OFFSET, timers=Timers(), greedy=greedy)
     return await collector.in_thread(_measure, conversations_of(groups))

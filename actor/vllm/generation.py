@@ -4,18 +4,16 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
 from rlhf_triton.actor.data.compute import cancel_all
-from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.generation.conversations import ROW_STEP
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, RowSource
+from rlhf_triton.actor.generation.slots import ROW_STEP, RowSource, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.pool import ServerPool
@@ -25,6 +23,7 @@ from rlhf_triton.errors import RlhfError
 
 MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
+POLL_S = 0.002
 
 
 class VllmGeneration(Generation):
@@ -50,71 +49,147 @@ class VllmGeneration(Generation):
                 "`rlhf-triton run`, which starts one"
             )
         self._client, self._policy, self._is_adapter = actor.client, policy, bool(actor.policy.lora_rank)
-        self._versions = PolicyVersions(config.run.dir / VERSIONS_FOLDER, are_adapters=self._is_adapter)
+        self._versions = PolicyVersions(
+            config.run.dir / VERSIONS_FOLDER, are_adapters=self._is_adapter, most_ahead=actor.max_off_policy_steps
+        )
         self._published: int | None = None  # optimizer step of the published weights
         self._checked: set[str] = set()
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._thread = ThreadPoolExecutor(1, "vllm")
+        self._serving: list[Future[None]] = []  # each ends when there are no jobs
+        self._is_serving = False
+        self._wake_loop: Callable[[], None] = lambda: None
+        self._sources: set[RowSource] = set()
+        self._connections: list[VllmConnection] = []
         self._is_closed = False
         self._budget = RetryBudget(RETRY_RESERVE)
 
-    def renew(self) -> None:
-        """Publish the sampler's weights, if they changed, as a version that servers load before their next response."""
-        if self._policy.ranks.rank == 0 and self._published != self._policy.trained.optimizer_step:
-            self._versions.publish(self._policy.sampler.save_pretrained)  # with LoRA, only the adapters
+    def renew(self, version: int) -> None:
+        """Publish the sampler's weights, if they changed, as a version that servers load.
+
+        They load it before their next response, or if they are responding, between two tokens.
+        """
+        self.version = version
+        if self._policy.ranks.rank == 0:
+            if self._published == self._policy.trained.optimizer_step:
+                self._versions.keep(version)
+                return
+            self._versions.publish(self._policy.sampler.save_pretrained, version)  # with LoRA, only the adapters
             self._published = self._policy.trained.optimizer_step
+        self._wake_loop()
 
     def close(self) -> None:
-        """End the environments; a `run` in another thread raises CancelledError."""
-        super().close()
+        """End the environments; a `decode` in another thread raises CancelledError."""
         self._is_closed = True
-        if self._running is not None:
-            loop, task = self._running
-            with contextlib.suppress(RuntimeError):  # `run` is just ending: the loop is closed
-                loop.call_soon_threadsafe(task.cancel)
+        for source in [*self._sources]:
+            source.close()
+        super().close()
+        self._wake_loop()
 
-    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate the responses of `run` to some of the prompts, given by index; call `renew` first.
+    @property
+    def has_jobs(self) -> bool:
+        """Whether there are unfinished conversations."""
+        return bool(self._serving)
+
+    def add(self, job: SamplingJob) -> None:
+        """Add prompts that the servers respond to; call `renew` first."""
+        with self._adding:
+            self._added.put(job)
+            if not self._is_serving:
+                self._is_serving = True
+                self._serving.append(self._thread.submit(lambda: asyncio.run(self._serve())))
+        self._wake_loop()
+
+    def abandon(self) -> None:
+        """Drop all jobs."""
+        for source in [*self._sources]:
+            source.close()
+        wait(self._serving)
+        self._serving = []
+
+    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the servers have responded to all jobs, or until `is_paused`.
 
         Raises:
             RequestFailed: the servers were unavailable for `actor.client.max_outage_s`, or refuse a request.
             RlhfError: a server was started without a required option.
         """
-        with self._open_row_source(prompts, finished, seed) as row_source:
-            asyncio.run(self._run(row_source, seed=seed, greedy=greedy))
+        while self._serving and not is_paused():
+            wait(self._serving[:1], timeout=POLL_S)
+            if self._serving[0].done():
+                self._serving.pop(0).result()
 
-    async def _run(self, row_source: RowSource, *, seed: int, greedy: bool) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        limit = asyncio.Semaphore(self._settings.batch_size)
-        connect = functools.partial(
-            VllmConnection,
-            version=self._versions.current(),
-            is_adapter=self._is_adapter,
-            limit=self._settings.batch_size,
-            checked=self._checked,
-        )
+    async def _serve(self) -> None:
+        """Respond to all jobs, each of them as soon as it is added."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(changed.set)
+
+        self._wake_loop = wake
+        self._connections = []
+
+        def connect(url: str) -> VllmConnection:
+            connection = VllmConnection(
+                url,
+                versions=self._versions,
+                is_adapter=self._is_adapter,
+                limit=self._settings.batch_size,
+                checked=self._checked,
+            )
+            self._connections.append(connection)
+            return connection
+
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
+        limit = asyncio.Semaphore(self._settings.batch_size)
+        tasks = set[asyncio.Task[None]]()
+        waiting = asyncio.create_task(changed.wait())
+        try:
+            while True:
+                if self._is_closed:
+                    raise asyncio.CancelledError
+                with self._adding:
+                    while not self._added.empty():
+                        tasks.add(asyncio.create_task(self._respond(self._added.get(), pool, limit)))
+                    if not tasks:
+                        self._is_serving = False
+                        return
+                await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in tasks if task.done()]:
+                    tasks.remove(task)
+                    task.result()
+                if waiting.done():
+                    changed.clear()
+                    waiting = asyncio.create_task(changed.wait())
+                    for connection in self._connections:
+                        connection.renew()
+        finally:
+            self._is_serving = False
+            await cancel_all([waiting, *tasks])
+            await pool.close()
 
+    async def _respond(self, job: SamplingJob, pool: ServerPool[VllmConnection], limit: asyncio.Semaphore) -> None:
+        """Respond to the prompts of a job."""
+        row_source, greedy = self._new_source(), job.greedy
+        row_source.add(job)
+        self._sources.add(row_source)
         turns: dict[int, int] = collections.Counter()
 
         async def respond(row: int, tokens: Sequence[int]) -> None:
             left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
-            sampling = self._sampling_parameters(
-                [seed, row, *([turns[row]] if turns[row] else ())], left, greedy=greedy
-            )
+            seed, number = row_source.seed_of(row)
+            own_seed = [seed, number, *([turns[row]] if turns[row] else ())]
+            sampling = self._sampling_parameters(own_seed, left, greedy=greedy)
             turns[row] += 1
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
-            session = None if self.runner is None else row % ROW_STEP
+            session = None if self.runner is None else f"{seed}.{number % ROW_STEP}"
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, session=session)
                 turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
             row_source.deliver(row, self._check_turn(turn))
 
         responses: set[asyncio.Task[None]] = set()
-        self._running = asyncio.get_running_loop(), task
         try:
-            if self._is_closed:
-                raise asyncio.CancelledError
             arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             while True:
                 await asyncio.wait([arriving, *responses], return_when=asyncio.FIRST_COMPLETED)
@@ -128,10 +203,9 @@ class VllmGeneration(Generation):
                     arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             await asyncio.gather(*responses)
         finally:
-            self._running = None
+            self._sources.discard(row_source)
             row_source.close()  # a thread may still wait in `next_rows`
             await cancel_all(responses)
-            await pool.close()
 
     def _sampling_parameters(self, seed: Sequence[int], max_tokens: int, *, greedy: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters for a turn; a repeated request gets the same ones."""

@@ -307,8 +307,8 @@ class ActorSection(Section):
     """Responses per step."""
     max_staleness: CountOrZero = 1
     """Maximum number of critic updates, sent before a row is scored, that the weights that score it may lack."""
-    one_step_off_policy: bool = False
-    """Generate the next step's responses during the update, with a copy of the policy before the update."""
+    max_off_policy_steps: CountOrZero = 0
+    """Generate responses up to this many steps ahead, during updates, with a copy of the policy; 0: on-policy."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     keep_checkpoints: Count = 2
@@ -337,7 +337,7 @@ class ActorSection(Section):
         """Whether each rollout is used for exactly one update of the policy that sampled it, so all ratios are 1."""
         one_minibatch = self.update.minibatch_size >= self.rollout_size
         is_ours = self.generation.engine != "vllm"  # vLLM's probabilities differ by rounding
-        return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy and is_ours
+        return self.update.epochs == 1 and one_minibatch and not self.max_off_policy_steps and is_ours
 
     @property
     def longest_row(self) -> tuple[int, str]:
@@ -440,10 +440,10 @@ def _check_ratios(actor: ActorSection) -> None:
             "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler, where the ratios "
             "already use the sampler's log-probs; remove one of them"
         )
-    if correction is not None and not (is_vllm or actor.one_step_off_policy):
+    if correction is not None and not (is_vllm or actor.max_off_policy_steps):
         raise ValueError(
             "actor.algorithm.correction has no effect, because the updated policy itself samples; remove it, or set "
-            "actor.generation.engine: vllm or actor.one_step_off_policy"
+            "actor.generation.engine: vllm or actor.max_off_policy_steps"
         )
     names = ("top_k", "top_p", "min_new_tokens")
     changed = [name for name in names if getattr(generation, name) != GenerationSection.model_fields[name].default]
@@ -483,8 +483,8 @@ def _check_on_policy(actor: ActorSection) -> None:
             f"actor.update.epochs ({actor.update.epochs}): {reason}, so a rollout can be used only once; set it to 1, "
             "or choose another algorithm"
         )
-    if actor.one_step_off_policy:
+    if actor.max_off_policy_steps:
         raise ValueError(
-            f"actor.one_step_off_policy: {reason}, but the responses would come from the previous policy; remove it, "
-            "or choose another algorithm"
+            f"actor.max_off_policy_steps ({actor.max_off_policy_steps}): {reason}, but the responses would come from "
+            "older policies; remove it, or choose another algorithm"
         )

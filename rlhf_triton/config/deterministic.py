@@ -13,7 +13,7 @@ MODELS = ("reward", "critic", "reference")
 FIXED: dict[str, Any] = {
     "actor.max_staleness": 0,  # otherwise timing decides which critic version scores a row
     "actor.rewards.max_failed_fraction": 0.0,  # a masked row changes the update
-    "actor.one_step_off_policy": False,  # a resumed run has no rollout of the previous policy
+    "actor.max_off_policy_steps": 0,  # timing decides which tokens an older policy samples
     "trainer.publish.every": 1,  # staleness 0 requires it
     **{f"{section}.device": "cpu" for section in (*MODELS, "trainer", "actor.policy")},
 }

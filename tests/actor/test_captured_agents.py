@@ -10,9 +10,8 @@ import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
-from rlhf_triton.actor.generation.conversations import ROW_STEP, ConversationSource
-from rlhf_triton.actor.generation.engine import uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
+from rlhf_triton.actor.generation.conversations import ConversationSource
+from rlhf_triton.actor.generation.slots import ROW_STEP, Decoder, SamplingJob, SamplingSettings, uniform_draws
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel
@@ -134,7 +133,8 @@ def test_closing_a_generation_frees_the_slots_of_its_agents(
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
-    source = ConversationSource(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    source = ConversationSource(agent)
+    source.add(SamplingJob({0: prompts_of(1)[0]}, lambda *_: None, seed=0))
     assert source.next_rows(wait=True)
     source.close()
     (found,) = ends(model, agent, 1)

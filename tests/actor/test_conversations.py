@@ -27,9 +27,9 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, failure_of, row_of_response
 from rlhf_triton.actor.generation import conversations
-from rlhf_triton.actor.generation.conversations import ROW_STEP, ConversationRunner, ConversationSource, seed_of
-from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
+from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource, seed_of
+from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.slots import ROW_STEP, Decoder, SamplingJob, SamplingSettings, uniform_draws
 from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, _measure, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
@@ -402,7 +402,8 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
     done: dict[int, Conversation] = {}
-    source = ConversationSource(agent, {0: PROMPT}, lambda index, found: done.update({index: found}), seed=1)
+    source = ConversationSource(agent)
+    source.add(SamplingJob({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1))
     while not done:
         for row, _ in source.next_rows(wait=True):
             reply = [*ids("<|extra|>"), EOS]
@@ -443,7 +444,7 @@ def generated_rows(
     engine.uses_slots = uses_slots
     engine.runner = agent
     found: dict[int, Conversation] = {}
-    engine.run(prompts, lambda i, rows: found.update({i: rows}), seed=3)
+    engine.run_rows(dict(enumerate(prompts)), lambda i, rows: found.update({i: rows}), seed=3)
     return [found[i] for i in range(len(prompts))]
 
 
@@ -554,7 +555,8 @@ def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses
 
 def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, model: Any):
     agent = agents("Countdown")
-    source = ConversationSource(agent, {0: prompts_of(1)[0]}, lambda *_: None, seed=0)
+    source = ConversationSource(agent)
+    source.add(SamplingJob({0: prompts_of(1)[0]}, lambda *_: None, seed=0))
     assert source.next_rows(wait=True)[0][0] == 0
     threading.Timer(0.1, source.close).start()
     with pytest.raises(asyncio.CancelledError):

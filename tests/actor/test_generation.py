@@ -25,8 +25,8 @@ from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
-from rlhf_triton.actor.generation.engine import Generation, uniform_draws
-from rlhf_triton.actor.generation.slots import Decoder, PromptSource, SamplingSettings, draw
+from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.slots import Decoder, PromptSource, SamplingJob, SamplingSettings, draw, uniform_draws
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 from tests.support.samples import logprobs_of, tokens_of
@@ -76,7 +76,9 @@ def generation(model: Any, *, uses_slots: bool | None = None, **settings: Any) -
 def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     given = [Prompt("", "", tokens) for tokens in prompts]
-    written_by.run(given, lambda i, rows: found.update({i: responses([*rows])[0]}), seed=seed, greedy=greedy)
+    written_by.run_rows(
+        dict(enumerate(given)), lambda i, rows: found.update({i: responses([*rows])[0]}), seed=seed, greedy=greedy
+    )
     assert len(found) == len(prompts)
     return [found[i] for i in range(len(prompts))]
 
@@ -106,8 +108,9 @@ def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: 
     def finished(index: int, conversation: Conversation) -> None:
         found[index] = responses([*conversation])[0]
 
-    given = {i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}
-    return PromptSource(given, finished, max_new_tokens=most)
+    source = PromptSource(max_new_tokens=most)
+    source.add(SamplingJob({i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}, finished, seed=0))
+    return source
 
 
 def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +129,7 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytes
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
     decoder = Decoder(model, SamplingSettings(24, [EOS], [0, 1]), slots=4)
-    decoder.run(asking(prompts, found, most=24), None)
+    decoder.run(asking(prompts, found, most=24), lambda _: None)
     assert len(sizes) == 1
     assert len(shifts) > 3
     plain = generation(model, uses_slots=False, max_new_tokens=24, generation_batch_size=60)
@@ -198,12 +201,16 @@ class Talk:
         self._now = [*self.rows]
         self.answered = 0
 
+    def order(self, row: int) -> int:
+        return 0
+
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
         size = int(self._rng.integers(1, 9))
         if len(parts) >= 2 + 2 * int(self._rng.integers(3)) or sum(map(len, parts)) + size >= self.longest:
+            self.size -= 1
             return
         parts.append(self._rng.integers(3, 60, size).tolist())
         (self._late if self._rng.integers(2) else self._now).append(index)
@@ -325,7 +332,7 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monke
     monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
     found: list[tuple[int, list[int]]] = []
     given = [Prompt("", "", tokens) for tokens in prompts]
-    written_by.run(given, lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
+    written_by.run_rows(dict(enumerate(given)), lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
     assert sorted(found) == list(enumerate(expected))  # each once
     assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
@@ -473,7 +480,7 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
 
 def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
     """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
-    policy = make_policy(checkpoint, one_step_off_policy=True)
+    policy = make_policy(checkpoint, max_off_policy_steps=1)
     before = generate(policy)
     logprobs, ref_logprobs = logprobs_of(policy, before), logprobs_of(policy, before, reference=True)
     policy.model.lm_head.weight.data[20] += 5.0

@@ -31,9 +31,11 @@ from tiny_tokenizers import save_chat_policy
 import rlhf_triton.actor.loop
 from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
+from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
+from rlhf_triton.actor.generation.slots import SamplingJob
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
@@ -135,27 +137,37 @@ async def collected(
     server: InstantScorer,
     *,
     reference: Any = None,
-    ready: asyncio.Future[Any] | None = None,
+    versions: asyncio.Future[Any] | None = None,
     called: Callable[[str], None] = lambda name: None,
     row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
     **actor: Any,
 ) -> list[RolloutRow]:
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
 
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if "finished" in kwargs:
-            kwargs["finished"] = functools.partial(row_ends, kwargs["finished"])
-        result = function(*args, **kwargs)
-        called(function.__name__)
-        return result
+    class Watched(ComputeThread):
+        async def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            result = await super().__call__(function, *args, **kwargs)
+            called(function.__name__)
+            return result
 
-    async def in_thread(*args: Any, **kwargs: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(executor, functools.partial(call, *args, **kwargs))
+    def add(job: SamplingJob) -> None:
+        job.finished = functools.partial(row_ends, job.finished)
+        Policy.add(policy, job)
 
+    policy.add = add  # type: ignore[method-assign]
     scorer: Any = server
+    in_thread = Watched(1, torch.device("cpu"))
     collector = Collector(actor_section(**actor), policy, scorer, reference or OwnReference(policy), in_thread)
-    with ThreadPoolExecutor(1) as executor:
-        found = await collector.collect(PROMPTS, seed=2, timers=Timers(), ready=ready)
+    groups = collector.start(dict(enumerate(PROMPTS)), seed=2)
+    for group in groups:
+        if versions is None:
+            group.versions.set_result(None)
+        else:
+            group.versions = group.scoring._versions = versions
+    try:
+        found = await collector.complete(groups, timers=Timers())
+    finally:
+        await collector.sampling.cancel()
     return [group.conversations[0][-1] for group in found]
 
 
@@ -233,11 +245,11 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
 
     def called(name: str) -> None:
         calls.append(name)
-        if calls == ["generate", "sampled_logprobs", "add_logprobs"]:
+        if calls == ["decode", "sampled_logprobs", "add_logprobs"]:
             computed.set()
 
     server, ready = InstantScorer(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(collected(policy, server, ready=ready, called=called))
+    task = asyncio.create_task(collected(policy, server, versions=ready, called=called))
     assert await asyncio.to_thread(computed.wait, PATIENCE_S), f"only {calls} came about without the critic"
     assert server.asked == 0
     ready.set_result(None)
@@ -249,7 +261,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Pol
     ready = asyncio.get_running_loop().create_future()
     ready.set_exception(RequestFailed("the critic's update was refused"))
     with pytest.raises(RequestFailed, match="was refused"):
-        await collected(policy, InstantScorer(), ready=ready)
+        await collected(policy, InstantScorer(), versions=ready)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -411,7 +423,7 @@ def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints,
 def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
     """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
-    limits = {"max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True}
+    limits = {"max_minutes": 1e-6, "max_staleness": 0, "max_off_policy_steps": 1}
     summary = go(watched_run(tmp_path, checkpoints, critic, **limits))
     assert critic.trained == summary["steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
@@ -656,7 +668,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     return ends(folder)
 
 
-@pytest.mark.parametrize("settings", [{"one_step_off_policy": True}, {"max_resampled": 20}])
+@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 1}, {"max_resampled": 20}])
 def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
     tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
 ):
@@ -717,12 +729,12 @@ def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
     run.policy_update._step = poisoned  # type: ignore[method-assign]
 
 
-OFF_POLICY = {"one_step_off_policy": True}
+OFF_POLICY = {"max_off_policy_steps": 1}
 ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
     "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
-    "disk": (failing_call("rollouts", "get", 3, OSError(5, "disk")), OSError, "disk"),
+    "disk": (failing_call("rollouts", "take", 3, OSError(5, "disk")), OSError, "disk"),
 }
 
 
@@ -766,12 +778,12 @@ def nan_weights(run: PPORun) -> None:
     """After the second step."""
     renew, calls = run.policy.renew_sampler, []
 
-    def poisoned() -> None:
+    def poisoned(version: int) -> None:
         calls.append(None)
         if len(calls) == 3:
             with torch.no_grad():
                 next(p for p in run.policy.model.parameters() if p.requires_grad).fill_(math.nan)
-        renew()
+        renew(version)
 
     run.policy.renew_sampler = poisoned  # type: ignore[method-assign]
 
@@ -802,7 +814,7 @@ def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Pa
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
     run = make_grpo(tmp_path, checkpoints, **{**settings, "checkpoint_every": 100})
-    failing_call("policy", "generate", 2, RequestFailed("lost"))(run)
+    failing_call("policy", "decode", 2, RequestFailed("lost"))(run)
     with pytest.raises(RequestFailed):
         go(run)
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [1, 2]
@@ -914,10 +926,10 @@ def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = Fal
 @pytest.mark.parametrize(
     ("owner", "name", "call", "done"),
     [
-        ("policy", "generate", 1, 0),  # the validation before the first step
+        ("policy", "decode", 1, 0),  # the validation before the first step
         ("policy.sampler", "disable_adapter", 3, 1),  # for the reference
         ("policy_update", "run", 2, 2),
-        ("policy", "generate", 4, 2),  # the validation after step 2
+        ("policy", "decode", 4, 2),  # the validation after step 2
     ],
 )
 def test_stopped_run_resumes_after_its_last_complete_step(
@@ -939,7 +951,7 @@ def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoin
     run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
     go_until(run, run.policy, "save", 2, crash=True)
     again = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
-    go_until(again, again.policy, "generate", 1)
+    go_until(again, again.policy, "decode", 1)
     go(make_grpo(tmp_path, checkpoints, checkpoint_every=2))
     assert ends(tmp_path) == whole
 
@@ -980,10 +992,10 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
 @pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
     """Not only after the response: no forward pass runs after the run has left."""
-    run = make_grpo(tmp_path, checkpoints, one_step_off_policy=True)
+    run = make_grpo(tmp_path, checkpoints, max_off_policy_steps=1)
     forwards: list[None] = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
-    go_until(run, run.policy, "generate", 2)
+    go_until(run, run.policy, "decode", 2)
     counted = len(forwards)
     with pytest.raises(asyncio.CancelledError):
         run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
@@ -995,7 +1007,7 @@ LONG: list[tuple[Any, str]] = [
     (sample_metrics, "distinct_bigrams"),
     (rlhf_triton.actor.loop, "critic_payload"),
     (PPORun, "make_batch"),
-    (Policy, "generate"),
+    (Policy, "decode"),
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),
     (Scorer, "_text_inputs"),

@@ -125,7 +125,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
 def test_importance_correction_compares_the_policy_before_the_update_with_the_sampler(checkpoint: Path):
     """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
     correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
-    policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
+    policy = make_policy(checkpoint, max_off_policy_steps=1, algorithm_correction=correction)
     batch = make_batch(policy)
     older = batch.logprobs + batch.mask * torch.linspace(-1, 1, batch.mask.shape[1])
     batch = replace(batch, logprobs=older, sampled_logprobs=older)

@@ -21,7 +21,7 @@ from rlhf_triton.checkpoints.tokenization import encode_text
 from rlhf_triton.config import PromptFileSection
 from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
 from tests.support.messages import assistant, user
-from tests.support.prompts import bytewise, inputs_of, write_prompts
+from tests.support.prompts import bytewise, inputs_of, prompts_of, write_prompts
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 
@@ -389,8 +389,8 @@ def test_unreadable_prompt_files_and_folders_are_reported_by_path(tmp_path: Path
 # ---- the prompts of each step ----
 
 
-def drawn(inputs: StepInputs, *steps: int) -> list[str]:
-    return [prompt.prompt_id for step in steps for prompt in inputs.repeated(inputs.prompts_of(step))]
+def drawn(inputs: StepInputs, *steps: int, count: int = 4) -> list[str]:
+    return [prompt.prompt_id for step in steps for prompt in prompts_of(inputs, step, count)]
 
 
 def numbered(tmp_path: Path, name: str, count: int) -> Path:
@@ -399,6 +399,8 @@ def numbered(tmp_path: Path, name: str, count: int) -> Path:
 
 def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
     """Return `then`, continued from the checkpoint that `inputs` writes for `step`."""
+    if step not in inputs.positions:
+        prompts_of(inputs, step)
     then.restore(step, json.loads(json.dumps(inputs.state(step))))
     return then
 
@@ -406,22 +408,16 @@ def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
 @pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
 def test_single_file_is_permuted_once_per_epoch(tmp_path: Path, seed: int):
     """The rule of the first version, which read the whole file: position -> (epoch, index) -> permutation."""
-    inputs = inputs_of(numbered(tmp_path, "a", 7), per_step=3, seed=seed)
+    inputs = inputs_of(numbered(tmp_path, "a", 7), seed=seed)
     epochs = [[f"a{i}" for i in np.random.default_rng([seed, epoch]).permutation(7)] for epoch in range(5)]
-    assert drawn(inputs, *range(1, 11)) == [name for epoch in epochs for name in epoch][:30]
+    assert drawn(inputs, *range(1, 11), count=3) == [name for epoch in epochs for name in epoch][:30]
     assert [inputs.epoch(step) for step in (8, 9, 10)] == [3, 3, 4]
-    one, other, grouped = (
-        epochs[0][0],
-        epochs[0][1],
-        inputs_of(tmp_path / "a.jsonl", per_step=2, responses=3, seed=seed),
-    )
-    assert drawn(grouped, 1) == [one] * 3 + [other] * 3
 
 
 def test_prompt_file_weights_hold_over_every_window(tmp_path: Path):
     weights = {"a": 5.0, "b": 3.0, "c": 2.0}
     files = [PromptFileSection(path=numbered(tmp_path, name, 11), weight=weight) for name, weight in weights.items()]
-    prompts = drawn(inputs_of(*files, per_step=7), *range(1, 101))
+    prompts = drawn(inputs_of(*files), *range(1, 101), count=7)
     for name, weight in weights.items():
         for end in (10, 70, 333, 700):
             assert abs(sum(prompt[0] == name for prompt in prompts[:end]) - end * weight / 10) < 2
@@ -439,7 +435,7 @@ def test_resumed_prompt_stream_continues_where_its_checkpoint_was(tmp_path: Path
     for last in range(1, 12):
         first = inputs_of(*files, **limits)
         before = drawn(first, *range(1, last + 1))
-        first.prompts_of(last + 1)  # prefetched: the checkpoint is that of `last`
+        prompts_of(first, last + 1)  # in flight: the checkpoint is that of `last`
         second = resumed(first, last, inputs_of(*files, **limits))
         assert before + drawn(second, *range(last + 1, 13)) == whole
         assert second.state(12) == uninterrupted.state(12)
@@ -447,10 +443,12 @@ def test_resumed_prompt_stream_continues_where_its_checkpoint_was(tmp_path: Path
 
 def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path: Path):
     path = numbered(tmp_path, "a", 11)
-    first = inputs_of(path, per_step=4)
-    second = resumed(first, 2, inputs_of(path, per_step=32))
-    third = resumed(second, 3, inputs_of(path, per_step=1))
-    assert drawn(first, 1, 2) + drawn(second, 3) + drawn(third, 4) == drawn(inputs_of(path, per_step=41), 1)
+    first = inputs_of(path)
+    before = drawn(first, 1, 2)
+    second = resumed(first, 2, inputs_of(path))
+    between = drawn(second, 3, count=32)
+    third = resumed(second, 3, inputs_of(path))
+    assert before + between + drawn(third, 4, count=1) == drawn(inputs_of(path), 1, count=41)
     assert [inputs.positions_after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [
         8,
         40,
@@ -481,12 +479,12 @@ def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path: Path, caplog: pyte
     path = write_prompts(tmp_path / "a.jsonl", texts)
     rows = [texts[i] for i in np.random.default_rng([0, 0]).permutation(5)]
     short = {i: row for i, row in enumerate(rows, 1) if len(row) == 1}
-    inputs = inputs_of(path, per_step=1, max_tokens=2, too_long="skip")
-    assert drawn(inputs, 1, 2, 3) == [*short.values()]
+    inputs = inputs_of(path, max_tokens=2, too_long="skip")
+    assert drawn(inputs, 1, 2, 3, count=1) == [*short.values()]
     assert [inputs.positions_after(step).rows[str(path)] for step in (1, 2, 3)] == [*short]
     (message,) = caplog.messages  # the first one, not each
     assert "more than actor.prompts.max_tokens (2); 1 such prompts of this file were skipped" in message
     with pytest.raises(PromptError, match=re.escape(f"{path} has no prompts of at most 0 tokens")):
-        inputs_of(path, max_tokens=0, too_long="skip").prompts_of(1)
-    cut = inputs_of(path, per_step=5, max_tokens=2, too_long="truncate").prompts_of(1)
+        prompts_of(inputs_of(path, max_tokens=0, too_long="skip"), 1)
+    cut = prompts_of(inputs_of(path, max_tokens=2, too_long="truncate"), 1, 5)
     assert sorted(bytes(prompt.tokens.tolist()) for prompt in cut) == [b"a", b"b", b"c", b"er", b"ng"]

@@ -82,7 +82,7 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup: Setup, lora_ran
         here = setup(server, policy={"lora_rank": lora_rank})
         other = VllmGeneration(here.config, here.policy)  # which publishes nothing
         for version in range(1, 4):
-            ranked = asyncio.to_thread(other.run, PROMPTS, lambda row, response: None, seed=4)
+            ranked = asyncio.to_thread(other.run_rows, dict(enumerate(PROMPTS)), lambda row, response: None, seed=4)
             await asyncio.gather(run(here), ranked)
             assert [path.name for path in server.loaded] == [str(n + 1) for n in range(version)]
             here.update()
@@ -215,7 +215,9 @@ async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup: Setup
     async with FakeVllm() as one, FakeVllm() as two:
         one.silent = {"/version"}
         generation, many, responses = setup(one, two).generation, [*PROMPTS] * 20, list[int]()
-        await asyncio.to_thread(generation.run, many, lambda row, _: responses.append(row), seed=0, greedy=True)
+        await asyncio.to_thread(
+            generation.run_rows, dict(enumerate(many)), lambda row, _: responses.append(row), seed=0, greedy=True
+        )
         assert sorted(responses) == list(range(len(many)))
         assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
 
@@ -229,7 +231,9 @@ async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup: Setup):
         prompts = [Prompt(str(i), "", np.array([5 + i % 8, 5 + i // 8]), {"turns": 2}) for i in range(24)]
         found: dict[int, Conversation] = {}
         try:
-            await asyncio.to_thread(here.generation.run, prompts, lambda i, talk: found.update({i: talk}), seed=1)
+            await asyncio.to_thread(
+                here.generation.run_rows, dict(enumerate(prompts)), lambda i, talk: found.update({i: talk}), seed=1
+            )
         finally:
             here.generation.runner.close()
         assert all(server.requests for server in (one, two)), "conversations are balanced"

@@ -16,7 +16,7 @@ from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 
-from rlhf_triton.actor.data.compute import make_compute_thread
+from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
@@ -80,7 +80,7 @@ def test_decoding_step_synchronises_with_the_gpu_at_most_twice(
 
 def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint: Path):
     """In a copy that generates beside the policy: no weight changes or moves, and its texts are the policy's own."""
-    policy = make_policy(checkpoint, precision="float32", lora_rank=4, lr=1e-2, one_step_off_policy=True)
+    policy = make_policy(checkpoint, precision="float32", lora_rank=4, lr=1e-2, max_off_policy_steps=1)
     for _ in range(3):
         train(policy, generate(policy))
     policy.renew_sampler()
@@ -132,7 +132,7 @@ def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint: Path, m
 
     policy = make_policy(checkpoint)
     assert streams_of(lambda: policy.logprobs(generate(policy))) == {(GPU, 0)}
-    policy, waits = make_policy(checkpoint, one_step_off_policy=True), []
+    policy, waits = make_policy(checkpoint, max_off_policy_steps=1), []
     own = policy._stream._stream
     monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waits.append((self.stream_id, other.stream_id)))
     assert streams_of(lambda: generate(policy)) == {(GPU, own.stream_id)}
@@ -160,7 +160,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
 
 def test_actor_threads_use_the_policys_gpu(checkpoint: Path):
     policy = make_policy(checkpoint)
-    in_thread = make_compute_thread(1, policy.sampler.device)
+    in_thread = ComputeThread(1, policy.sampler.device)
 
     async def run() -> int:
         await in_thread(policy.generate, PROMPTS, seed=1)

@@ -218,8 +218,8 @@ def test_yaml_files_in_configs_are_valid(path: Path):
             "actor.update.epochs (2): rloo's loss is on-policy",
         ),
         (
-            "actor: {algorithm: {name: rloo, responses_per_prompt: 2}, one_step_off_policy: true}",
-            "actor.one_step_off_policy: rloo's loss is on-policy",
+            "actor: {algorithm: {name: rloo, responses_per_prompt: 2}, max_off_policy_steps: 1}",
+            "actor.max_off_policy_steps (1): rloo's loss is on-policy",
         ),
         *[
             (

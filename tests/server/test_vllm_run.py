@@ -174,7 +174,7 @@ def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) ->
     data["actor"]["generation"]["vllm"]["servers"] = config.actor.generation.vllm.servers
     changed = RunConfig.model_validate(data)
     theirs = VllmGeneration(changed, policy)
-    theirs.renew()
+    theirs.renew(0)
     found = responses(theirs)
     assert found == responses(own(changed.actor.generation))
     assert any(2 < len(tokens) < len(whole[row][0]) and ended for row, (tokens, ended) in found.items())
@@ -212,7 +212,7 @@ def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
         (sample,) = conversation
         found[row] = sample.tokens[sample.sampled].tolist(), sample.ended
 
-    generation.run(PROMPTS, finished, seed=0, greedy=True)
+    generation.run_rows(dict(enumerate(PROMPTS)), finished, seed=0, greedy=True)
     return found
 
 

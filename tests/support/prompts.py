@@ -1,12 +1,13 @@
 """Prompt files, and the inputs of a run that reads them, with one token per byte."""
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.data.prompt_reader import PromptReader
-from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader
+from rlhf_triton.actor.data.prompts import Positions, StepInputs
 from rlhf_triton.config import PromptFileSection
 from rlhf_triton.store.jsonl import write_jsonl
 
@@ -30,16 +31,25 @@ def write_prompts(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def inputs_of(
-    *files: PromptFileSection | Path, per_step: int = 4, responses: int = 1, seed: int = 0, **limits: Any
-) -> StepInputs:
+def inputs_of(*files: PromptFileSection | Path, seed: int = 0, **limits: Any) -> StepInputs:
     """Return the inputs of a run; `limits`: fields of PromptReader."""
     sources = [PromptFileSection(path=file) if isinstance(file, Path) else file for file in files]
     reader = PromptReader(bytewise, **{"max_tokens": 100, **limits})
-    return StepInputs(sources, reader, seed=seed, prompts_per_step=per_step, responses_per_prompt=responses)
+    return StepInputs(sources, reader, seed=seed)
+
+
+def prompts_of(inputs: StepInputs, step: int, count: int = 4) -> list[Prompt]:
+    """Read the `count` prompts of a step, after those of the steps before it, and record the positions."""
+    if step - 1 not in inputs.positions:
+        prompts_of(inputs, step - 1, count)
+    found = inputs.read(count, inputs.positions_after(step - 1))
+    inputs.record(step, found[-1][1])
+    return [prompt for prompt, _ in found]
 
 
 def one_prompt() -> StepInputs:
     """Return the inputs of a run with a single prompt, for tests of something else; the open file is deleted."""
     with tempfile.TemporaryDirectory() as folder:
-        return inputs_of(write_prompts(Path(folder) / "prompts.jsonl", ["a"]), per_step=1)
+        inputs = inputs_of(write_prompts(Path(folder) / "prompts.jsonl", ["a"]))
+    inputs.positions = defaultdict(Positions)
+    return inputs

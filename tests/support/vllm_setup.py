@@ -47,7 +47,7 @@ class VllmSetup:
     def update(self) -> None:
         """Make a new version of the policy, as an update does."""
         self.policy.trained.optimizer_step += 1
-        self.policy.renew_sampler()
+        self.policy.renew_sampler(self.policy.trained.optimizer_step)
 
     def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:
         """Generate a response to each of PROMPTS."""
@@ -58,5 +58,5 @@ class VllmSetup:
             logprobs = None if sample.logprobs is None else sample.logprobs[sample.sampled].tolist()
             found[row] = PolicyTurn(sample.tokens[sample.sampled].tolist(), sample.ended, logprobs)
 
-        self.generation.run(PROMPTS, finished, seed=seed, greedy=greedy)
+        self.generation.run_rows(dict(enumerate(PROMPTS)), finished, seed=seed, greedy=greedy)
         return found

@@ -1,0 +1,86 @@
+"""Samples the responses of several steps at once: an asyncio interface to the policy's decoding in a compute thread."""
+
+import asyncio
+from collections.abc import Mapping
+
+from rlhf_triton.actor.data.compute import ComputeThread, cancel_all
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.rollout_rows import Conversation
+from rlhf_triton.actor.generation.slots import SamplingJob
+from rlhf_triton.actor.policy.policy import Policy
+
+
+class Sampling:
+    """Conversations that the policy is sampling.
+
+    Decoding gives way to other calls in the compute thread, between two forward passes.
+    """
+
+    def __init__(self, policy: Policy, in_thread: ComputeThread) -> None:
+        self._policy = policy
+        self._in_thread = in_thread
+        self._unfinished = set[asyncio.Future[Conversation]]()
+        self._decoding: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    def start(
+        self, prompts: Mapping[int, Prompt], *, seed: int, greedy: bool = False
+    ) -> list[asyncio.Future[Conversation]]:
+        """Start to respond to the prompts; return a future for each one's conversation, in order.
+
+        Arguments as in `SamplingJob`. The futures have the error with which decoding fails, such as NotFinite.
+        """
+        loop = asyncio.get_running_loop()
+        ended = {index: loop.create_future() for index in prompts}
+        self._unfinished.update(ended.values())
+
+        def resolve(index: int, conversation: Conversation) -> None:
+            self._unfinished.discard(ended[index])
+            if not ended[index].done():
+                ended[index].set_result(conversation)
+
+        def finished(index: int, conversation: Conversation) -> None:
+            if self._is_over:
+                raise asyncio.CancelledError  # so that decoding stops
+            loop.call_soon_threadsafe(resolve, index, conversation)
+
+        self._policy.add(SamplingJob(dict(prompts), finished, seed, greedy))
+        if self._decoding is None or self._decoding.done():
+            self._decoding = asyncio.create_task(self._decode())
+        return [*ended.values()]
+
+    async def renew(self, version: int) -> None:
+        """Sample with the policy's current weights from now on; see `Policy.renew_sampler`."""
+        self._policy.generation.wake()
+        await self._in_thread(self._policy.renew_sampler, version)
+
+    async def settle(self) -> None:
+        """Wait until all conversations have ended."""
+        if self._decoding is not None:
+            await asyncio.wait([self._decoding])
+
+    async def cancel(self) -> None:
+        """End all conversations."""
+        self._is_over = True
+        self._policy.generation.wake()
+        await cancel_all([self._decoding] if self._decoding else [])
+        await self._in_thread(self._policy.abandon)
+        self._is_over = False
+
+    def _is_paused(self) -> bool:
+        return self._is_over or self._in_thread.is_awaited()
+
+    async def _decode(self) -> None:
+        try:
+            while self._policy.has_jobs:
+                await self._in_thread(self._policy.decode, self._is_paused)
+        except BaseException as error:  # task edge: who waits for the conversations raises it
+            for conversation in self._unfinished:
+                if isinstance(error, asyncio.CancelledError):
+                    conversation.cancel()
+                elif not conversation.done():
+                    conversation.set_exception(error)
+                    conversation.exception()  # retrieved, so that asyncio does not log it if nobody waits
+            self._unfinished.clear()
+            if not isinstance(error, Exception):
+                raise
