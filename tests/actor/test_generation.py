@@ -257,6 +257,46 @@ def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int,
                 row = [*row, *turn, *observed]
 
 
+def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
+    """Each token has the log-prob that a forward pass gives it, with the weights of the version that is recorded.
+
+    A second job is added while the first one is decoded; seeds make its responses those of a rollout of its own.
+    """
+    model, prompts = make_model("llama", eos_bias=-2.0), make_prompts(9)
+    alone = texts(generation(model), prompts[5:], seed=2)
+    weights = [model.lm_head.weight.detach().clone(), model.lm_head.weight.detach() * 0.7]
+    engine, found = generation(model), dict[int, RolloutRow]()
+
+    def given(numbers: range) -> dict[int, Prompt]:
+        return {number - numbers.start: Prompt(str(number), "", prompts[number]) for number in numbers}
+
+    def finished(index: int, rows: Conversation) -> None:
+        found[int(rows[0].prompt.prompt_id)] = rows[0]
+
+    for version, passes in ((0, 14), (1, 1000)):
+        remaining = iter([False] * passes)
+        model.lm_head.weight.data.copy_(weights[version])
+        engine.renew(version)
+        engine.add(SamplingJob(given((range(5), range(5, 9))[version]), finished, seed=1 + version))
+        engine.decode(lambda remaining=remaining: next(remaining, True))
+    assert not engine.has_jobs
+    versions = [row.versions[row.sampled].tolist() for _, row in sorted(found.items())]
+    assert any(0 < sum(of_row) < len(of_row) for of_row in versions), "some response has tokens of both"
+    assert all(of_row == sorted(of_row) for of_row in versions)
+    for row in found.values():
+        assert (row.versions[~row.sampled] == -1).all()
+        for version in (0, 1):
+            model.lm_head.weight.data.copy_(weights[version])
+            tokens = torch.from_numpy(row.tokens)
+            logits = model(tokens[None]).logits[0].detach()
+            logits[:, [0, 1]] = -torch.inf
+            expected = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0].numpy()
+            its = row.versions[1:] == version
+            np.testing.assert_allclose(row.logprobs[1:][its], expected[its], atol=1e-5)
+    assert texts(generation(model), prompts[5:], seed=2) == [responses([found[i]])[0] for i in range(5, 9)]
+    assert alone != [responses([found[i]])[0] for i in range(5, 9)]
+
+
 # ---- models that slots do not support, and lack of memory ----
 
 
