@@ -1,0 +1,248 @@
+"""The groups in flight, in simulated time: order, age, and what waits for what."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.prompts import Positions, StepInputs
+from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, conversations_of
+from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
+from rlhf_triton.client.served import ServedModel
+from rlhf_triton.wire.contract import VersionRange
+from tests.support.prompts import inputs_of, write_prompts
+from tests.support.settings import actor_section
+from tests.support.simulated_time import run_simulated
+
+MEDIAN_S = 10.0
+SIGMA = np.log(4) / 1.645  # one response in twenty takes four times the median
+PER_STEP, SIZE = 8, 4  # prompts, and responses to each
+
+
+@dataclass
+class GroupOfSimulation:
+    """What `Rollouts` uses of a `GroupInFlight`."""
+
+    versions: asyncio.Future[VersionRange | None]
+    scored: asyncio.Task[Group]
+    started: float = 0.0
+
+    async def cancel(self) -> None:
+        self.scored.cancel()
+
+
+@dataclass
+class Simulation:
+    """A collector whose responses take as long as `seconds` says, at most `slots` of them at a time."""
+
+    seconds: Callable[[Prompt, int, int], float]
+    reward: Callable[[Prompt], Sequence[float]] = lambda _: range(SIZE)
+    slots: int = PER_STEP * SIZE
+    version: int = 0
+    started: list[tuple[str, int, int]] = field(default_factory=list)  # prompt, seed, index of its first response
+    scorer: Any = field(default_factory=lambda: SimpleNamespace(has_critic=True, reward=ServedModel()))
+
+    def __post_init__(self) -> None:
+        self.sampling, self._free = self, asyncio.Semaphore(self.slots)
+
+    async def in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
+        return function(*given)
+
+    async def renew(self, version: int) -> None:
+        self.version = version
+
+    async def cancel(self) -> None:
+        pass
+
+    def start(self, prompts: Mapping[int, Prompt], *, seed: int, group_size: int) -> list[GroupOfSimulation]:
+        groups, items = [], [*prompts.items()]
+        for first in range(0, len(items), group_size):
+            index, prompt = items[first]
+            self.started.append((prompt.prompt_id, seed, index))
+            versions = asyncio.get_running_loop().create_future()
+            scored = asyncio.create_task(self._group(prompt, seed, range(index, index + group_size), versions))
+            groups.append(GroupOfSimulation(versions, scored))
+        return groups
+
+    async def complete(self, groups: Sequence[GroupOfSimulation], **_: Any) -> list[Group]:
+        return [await group.scored for group in groups]
+
+    async def _group(
+        self, prompt: Prompt, seed: int, indices: range, versions: asyncio.Future[VersionRange | None]
+    ) -> Group:
+        rows = await asyncio.gather(*(self._row(prompt, seed, index) for index in indices))
+        await versions
+        scores = [Score(reward=float(reward)) for reward in self.reward(prompt)]
+        return Group(tuple((RolloutRow(*row, score=score),) for row, score in zip(rows, scores, strict=True)))
+
+    async def _row(self, prompt: Prompt, seed: int, index: int) -> tuple[Any, ...]:
+        async with self._free:
+            first = self.version
+            await asyncio.sleep(self.seconds(prompt, seed, index))
+        versions = np.array([-1, first, self.version])
+        return prompt, np.array([5, 6, 7]), np.array([False, True, True]), True, None, versions
+
+
+class InstantCritic(RemoteCritic):
+    """A critic that serves each update as soon as it is sent; remembers what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, run_id="")  # type: ignore[arg-type]
+        self.awaited: list[tuple[int, int]] = []  # update, and the last one that was sent
+
+    def sent(self, step: int) -> None:
+        self._in_flight.clear()
+        self.send(step, {})
+
+    async def train(self, step: int, payload: object) -> int | None:
+        return step
+
+    async def wait_served(self, step: int) -> VersionRange | None:
+        self.awaited.append((step, self.last_sent))
+        return VersionRange(step) if step > 0 else None
+
+
+def log_normal(_: Prompt, seed: int, index: int) -> float:
+    return MEDIAN_S * float(np.exp(SIGMA * np.random.default_rng([seed, index]).standard_normal()))
+
+
+@dataclass
+class Trained:
+    """What the steps of a simulated run took, and when."""
+
+    groups: list[list[Group]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)  # seconds after which a step had its groups
+
+
+def make_rollouts(simulation: Any, inputs: StepInputs, critic: InstantCritic, **actor: Any) -> Rollouts:
+    given = {"algorithm_name": "grpo", "responses_per_prompt": SIZE, "rollout_size": PER_STEP * SIZE, **actor}
+    settings = actor_section(model=Path("policy"), **given)
+    return Rollouts(settings, inputs, simulation, critic, publish_every=1, truncated="score")
+
+
+async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range, *, train_s: float = MEDIAN_S) -> Trained:
+    """Take the groups of these steps, and train on them for `train_s`."""
+    found = Trained()
+    critic.last_sent = steps.start - 1
+    for step in steps:
+        rollout = await rollouts.take(step)
+        found.at.append(asyncio.get_running_loop().time())
+        found.groups.append(rollout.groups)
+        found.dropped.append(len(rollout.dropped))
+        found.staleness.append(rollout.metrics.get("train_rollouts/policy_staleness", 0.0))
+        critic.sent(step)
+        await asyncio.sleep(train_s)
+    await rollouts.cancel()
+    return found
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> StepInputs:
+    return inputs_of(write_prompts(tmp_path / "prompts.jsonl", [f"p{i}" for i in range(1000)]))
+
+
+def ids(groups: Sequence[Group]) -> list[str]:
+    return [group.conversations[0][0].prompt.prompt_id for group in groups]
+
+
+def simulated(
+    inputs: StepInputs,
+    steps: int,
+    *,
+    seconds: Callable[[Prompt, int, int], float] = log_normal,
+    reward: Callable[[Prompt], Sequence[float]] = lambda _: range(SIZE),
+    slots: int = PER_STEP * SIZE,
+    **actor: Any,
+) -> tuple[Trained, Simulation]:
+    """Run steps from the first one on; return what they took, and the collector."""
+    inputs.positions = {0: Positions()}
+
+    async def main() -> tuple[Trained, Simulation]:
+        simulation, critic = Simulation(seconds, reward, slots), InstantCritic()
+        rollouts = make_rollouts(simulation, inputs, critic, steps=steps, **actor)
+        return await trained(rollouts, critic, range(1, steps + 1)), simulation
+
+    return run_simulated(main())
+
+
+@pytest.mark.parametrize(("ahead", "gain"), [(1, 1.4), (2, 1.4), (4, 1.4)])
+def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs: StepInputs, ahead: int, gain: float):
+    """The groups of a run are those that were started, in the order of the prompts, none in vain."""
+    steps = 60
+    synchronous, _ = simulated(inputs, steps)
+    found, simulation = simulated(inputs, steps, max_off_policy_steps=ahead)
+    assert max(found.staleness) == ahead
+    rows = [row for groups in found.groups for (row,) in conversations_of(groups)]
+    assert len(rows) == steps * PER_STEP * SIZE
+    assert [name for groups in found.groups for name in ids(groups)] == [name for name, *_ in simulation.started]
+    assert simulation.started == [*dict.fromkeys(simulation.started)]
+    assert ids(found.groups[100]) == ids(synchronous.groups[100])
+    assert synchronous.at[-1] / found.at[-1] >= gain
+
+
+def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs: StepInputs):
+    """Its own step waits for it; the responses of the steps after it are complete by then."""
+
+    def found(slow: str) -> Trained:
+        def seconds(prompt: Prompt, seed: int, index: int) -> float:
+            return 100 * MEDIAN_S if prompt.prompt_id == slow else MEDIAN_S
+
+        return simulated(inputs, 12, seconds=seconds, slots=1000, max_off_policy_steps=3)[0]
+
+    even = found("")
+    delayed = found(ids(even.groups[5])[2])
+    assert delayed.at[:5] == even.at[:5]
+    assert delayed.at[5] == even.at[1] + MEDIAN_S + 100 * MEDIAN_S, "it was started when step 3 began"
+    assert delayed.at[8] - delayed.at[5] == even.at[8] - even.at[5]
+
+
+def test_groups_without_spread_are_replaced_by_the_next_ones(inputs: StepInputs):
+    """The steps take the same prompts whatever is in flight; as many prompts are started as are dropped."""
+
+    def reward(prompt: Prompt) -> Sequence[float]:
+        return [float(int(prompt.prompt_id[1:]) % 3 > 0 and i) for i in range(SIZE)]
+
+    on_policy, _ = simulated(inputs, 6, reward=reward, max_resampled=9)
+    found, simulation = simulated(inputs, 6, reward=reward, max_resampled=9, max_off_policy_steps=2)
+    assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in on_policy.groups]
+    assert found.dropped == on_policy.dropped
+    assert max(found.staleness) <= 2
+    assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "none is in flight at the end"
+
+
+def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: StepInputs):
+    """Also for updates that are sent after the group is generated; with resampling, a step takes groups early."""
+
+    async def main(**actor: Any) -> None:
+        critic = InstantCritic()
+        rollouts = make_rollouts(Simulation(lambda *_: 1.0), inputs, critic, steps=8, max_off_policy_steps=3, **actor)
+        await trained(rollouts, critic, range(1, 9))
+        assert {needed for needed, _ in critic.awaited if needed > 0} == set(range(1, 8 - actor["max_staleness"]))
+        assert all(sent >= needed for needed, sent in critic.awaited)
+
+    for max_staleness in (0, 2):
+        run_simulated(main(max_staleness=max_staleness))
+
+
+def test_resumed_run_starts_the_groups_in_flight_again_with_their_seeds(inputs: StepInputs, tmp_path: Path):
+    whole, simulation = simulated(inputs, 9, max_off_policy_steps=2)
+    state = inputs.state(7)
+    again = inputs_of(tmp_path / "prompts.jsonl")
+    again.restore(7, state)
+
+    async def main() -> Simulation:
+        resumed, critic = Simulation(log_normal), InstantCritic()
+        rollouts = make_rollouts(resumed, again, critic, steps=9, max_off_policy_steps=2)
+        found = await trained(rollouts, critic, range(8, 10))
+        assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in whole.groups[7:]]
+        return resumed
+
+    assert run_simulated(main()).started == simulation.started[7 * PER_STEP :]
