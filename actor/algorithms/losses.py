@@ -261,8 +261,8 @@ def kl_loss(
 ) -> Tensor:
     """Return sum_t w_t * kl_t / total, a differentiable scalar; the caller multiplies it by `kl_coef`.
 
-    The gradient treats the samples as fixed, except that of `unbiased`: kl_t = exp(log_ratio_t) * k3_t has the gradient
-    of the true KL in expectation, whichever policy sampled, because the ratio also carries that of the sampling.
+    The gradient treats the samples as fixed, except for `unbiased`: exp(log_ratio_t) * k3_t has the gradient of the
+    true KL in expectation, because the ratio corrects for the sampler and carries the gradient of the sampling.
 
     Args:
         log_ratio: `[B, S-1]`, differentiable log-ratio of the policy to the one that sampled, for `unbiased`.

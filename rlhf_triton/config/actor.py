@@ -173,12 +173,14 @@ class AlgorithmSection(Section):
     loss: LossName = "auto"
     """Policy loss: `auto`, the algorithm's, a built-in one by name, or your own, `path/to/file.py:name`."""
     responses_per_prompt: Count = 1
-    """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++`."""
+    """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++` and
+    `flash_reinforce`."""
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Lower clip range of the probability ratio (for `dppo`, of the difference of probabilities), and the upper one
     unless `clip_ratio_high` is set. Default: as published for the loss."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
+    """Upper clip range (clip-higher); for `flash_reinforce`, the largest mean binary KL of a response. Default:
+    `clip_ratio`, or as published for the loss."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """How the loss is averaged: `token`, over a minibatch's tokens; `sequence`, over its sequences' means; `constant`,
     sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does."""

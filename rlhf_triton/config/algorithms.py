@@ -182,7 +182,7 @@ LOSSES = {
     ),
     "dis": PolicyLoss("leaves out tokens with a ratio outside the range, weighs the others", _LOSSES + "dis", 0.8, 3.0),
     "flash_reinforce": PolicyLoss(
-        "leaves out responses whose mean binary KL exceeds the range, weighs the others' tokens by their ratio",
+        "leaves out responses whose mean binary KL exceeds the range, weighs the others by their ratios",
         _LOSSES + "flash_reinforce",
         3e-3,
         3e-3,
