@@ -481,8 +481,8 @@ def _check_ratios(actor: ActorSection) -> None:
 
 
 CORRECTION_CHOICES = (
-    "set actor.algorithm.correction.mode to clip, mask, binary_kl or binary_tv, or actor.algorithm.old_logprobs to "
-    "sampler (as sao and flash_reinforce do), or correction.mode to none to train without a correction"
+    "set actor.algorithm.correction.mode to clip, mask, binary_kl or binary_tv, or to none to train without a "
+    "correction, or set actor.algorithm.old_logprobs to sampler, as sao and flash_reinforce do"
 )
 
 

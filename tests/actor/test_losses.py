@@ -158,10 +158,11 @@ def test_gate_that_nothing_exceeds_leaves_the_plain_ratios(seed: int, batch: int
 
 
 @pytest.mark.parametrize("mode", GATES)
-def test_gates_are_finite_for_certain_and_impossible_tokens(mode: str):
-    sampled, logprobs = torch.tensor([[0.0, -200.0, -math.inf]]), torch.tensor([[-200.0, 0.0, math.nan]])
-    found = factors_of(sampled, logprobs, torch.tensor([[1.0, 1.0, 0.0]]), mode, 0.5)
-    assert found.tolist() == [[0.0, 0.0, 1.0]]
+def test_gates_mask_tokens_that_became_certain_or_impossible_and_keep_those_that_stayed_so(mode: str):
+    sampled = torch.tensor([[0.0, -200.0, 0.0, -200.0, -math.inf]])
+    logprobs = torch.tensor([[-200.0, 0.0, 0.0, -200.0, math.nan]])
+    found = factors_of(sampled, logprobs, torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]]), mode, 0.5)
+    assert found.tolist() == [[0.0, 0.0, 1.0, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
