@@ -1,5 +1,6 @@
 """Builds the training batch for policy and critic from scored rows."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -71,6 +72,7 @@ def make_batch(
     layout = ConversationLayout(conversations)
     inputs = AdvantageInputs(
         **_rewards(conversations, layout, in_groups=settings.defaults.needs_groups),
+        **_components(conversations),
         penalty=layout.gather(penalty),
         values=layout.gather(values),
         mask=layout.gather(mask),
@@ -125,6 +127,16 @@ def _rewards(
     ends = positions(rows, lambda row: _or_zeros(row, row.score.ends)).bool()
     outcomes = torch.tensor([score.outcome for score in scores])
     return {"rewards": outcomes, "process_rewards": layout.gather(steps), "process_ends": layout.gather(ends)}
+
+
+def _components(conversations: Sequence[Conversation]) -> dict[str, Tensor]:
+    """Return the component fields of `AdvantageInputs`; none unless at least two components count in the rewards."""
+    scores = [conversation[-1].score for conversation in conversations]
+    weights = {name: weight for score in scores for name, weight in score.weights.items() if weight}
+    if len(weights) < 2:
+        return {}
+    components = [[score.components.get(name, math.nan) for name in weights] for score in scores]
+    return {"components": torch.tensor(components), "component_weights": torch.tensor([*weights.values()])}
 
 
 def positions(rows: Sequence[RolloutRow], field: Callable[[RolloutRow], np.ndarray]) -> Tensor:

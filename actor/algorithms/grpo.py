@@ -30,6 +30,25 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return inputs.spread(advantages), inputs.spread(inputs.totals)
 
 
+def decoupled(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Standardise each component of the reward over all responses to the same prompt, and sum them by weight (GDPO).
+
+        A_i = sum_k w_k * (r_{i,k} - mean_k) / (std_k + 1e-6)
+
+    The algorithm then whitens the sums over the batch. A component that does not apply to a response adds 0 to it, and
+    is excluded from the statistics. Without components, the total reward is the only one.
+
+    Source: Liu et al. 2026 (arXiv 2601.05242).
+    """
+    if inputs.components is None or inputs.component_weights is None:
+        return advantage(inputs)
+    advantages = torch.zeros_like(inputs.rewards)
+    for component, weight in zip(inputs.components.unbind(1), inputs.component_weights, strict=True):
+        counted = inputs.counted & component.isfinite()
+        advantages = advantages + weight * group_standardise(component, inputs.groups, counted)
+    return inputs.spread(advantages), inputs.spread(inputs.totals)
+
+
 def centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the mean total reward of the prompt's responses from each total (Dr. GRPO, REINFORCE++-baseline)."""
     advantages = subtract_mean(inputs.totals, inputs.groups, inputs.counted)

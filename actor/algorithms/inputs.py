@@ -34,6 +34,8 @@ class AdvantageInputs:
     lam_length: float | None = None  # alpha in the policy's lambda, 1 - 1 / (alpha * length); None: lam
     process_rewards: Tensor | None = None  # float32 [B, S-1], rewards of steps; None without a process reward
     process_ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
+    components: Tensor | None = None  # float32 [B, C], terms of the score, NaN where one does not apply; None: only one
+    component_weights: Tensor | None = None  # float32 [C], weights of the components in the score
 
     @property
     def remainder(self) -> Tensor:

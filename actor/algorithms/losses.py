@@ -4,12 +4,14 @@ Each loss is a micro-batch's share of the minibatch mean, so the split into micr
 It is proportional to the advantages, so importance factors multiply the advantages.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape
 from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO, LossInputs
-from rlhf_triton.config.algorithms import KL_ESTIMATORS
+from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS
 from rlhf_triton.rewards.function import import_function
 
 
@@ -85,9 +87,26 @@ def dppo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _weighted(inputs, inputs.log_ratio.detach().exp().clamp(max=MOST_DPPO_RATIO) * kept)
 
 
+def flash_reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute FlashREINFORCE's loss, which excludes responses of too different policies and weights the others.
+
+        l_t = -sg(rho_t) * A_t * logprobs_t where mean_t(binary_kl_t) <= high, otherwise 0
+
+    The ratio is not clipped. Excluded responses count in the mean over responses.
+
+    Source: https://github.com/yifanzhang-pro/FlashREINFORCE, equation 11 of its paper. Meant for old log-probs of the
+        sampler (`old_logprobs: sampler`), and for one update with each rollout.
+    """
+    return _weighted(inputs, _factors(inputs, level="sequence", mode="binary_kl", low=0.0, high=inputs.clip.high))
+
+
 def _within(inputs: LossInputs, mode: str) -> Tensor:
-    log_ratio, clip = inputs.log_ratio.detach(), inputs.clip
-    return importance_factors(log_ratio, inputs.mask, level="token", mode=mode, low=1 - clip.low, high=1 + clip.high)
+    clip = inputs.clip
+    return _factors(inputs, level="token", mode=mode, low=1 - clip.low, high=1 + clip.high)
+
+
+def _factors(inputs: LossInputs, **correction: Any) -> Tensor:
+    return importance_factors(inputs.logprobs.detach(), inputs.old_logprobs, inputs.mask, **correction)
 
 
 def _weighted(inputs: LossInputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,7 +125,30 @@ def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return inputs.mean(-inputs.advantages * inputs.logprobs), {}
 
 
-# Importance correction: factors from log-ratios on one of three levels, clipped or masked to a range.
+# Importance correction: factors from log-ratios on one of three levels, clipped or masked to a range; or gates, which
+# mask tokens or responses by a divergence.
+
+
+PROBABILITY_RANGE = (1e-6, 1 - 1e-6)  # as in FlashREINFORCE's reference; at 0 or 1 the KL would be infinite
+
+
+def binary_kl(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
+    """Return KL(sampler || policy) of each token if all other tokens count as one, in nats, `[B, S-1]`.
+
+        p = exp(sampled_logprobs_t), q = exp(logprobs_t): p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+
+    Source: DPPO (arXiv 2602.04879), equation 14.
+    """
+    p, q = (x.exp().clamp(*PROBABILITY_RANGE) for x in (sampled_logprobs, logprobs))
+    return p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+
+
+def binary_tv(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
+    """Return the total variation distance of each token if all other tokens count as one, `[B, S-1]`, at most 1.
+
+    Source: DPPO (arXiv 2602.04879), equation 13.
+    """
+    return (logprobs.exp() - sampled_logprobs.exp()).abs()
 
 
 def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -125,23 +167,34 @@ def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
-def importance_factors(log_ratio: Tensor, mask: Tensor, *, level: str, mode: str, low: float, high: float) -> Tensor:
+def importance_factors(
+    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, *, level: str, mode: str, low: float, high: float
+) -> Tensor:
     """Return the importance factor of each token that another policy or engine sampled; 1 outside the mask.
 
-        rho = exp(log_ratio) at `level`
+        rho = exp(logprobs - sampled_logprobs) at `level`
         clip: clamp(rho, low, high); mask: rho where low <= rho <= high, otherwise 0
+        a gate: the token's own rho where the token's divergence, or the response's mean, is <= high, otherwise 0
 
     Args:
-        log_ratio: `[B, S-1]`, log-prob of token t+1 under the policy minus that under the sampler.
+        logprobs: `[B, S-1]`, log-prob of token t+1 under the policy.
+        sampled_logprobs: `[B, S-1]`, log-prob of token t+1 when it was sampled.
         mask: `[B, S-1]`, 1 where position t scores a response token.
-        level: `token`, `sequence` or `geometric`, see `aggregate_log_ratio`.
-        mode: `clip` or `mask`.
-        low, high: range of the ratio.
+        level: `token`, `sequence` or `geometric`, see `aggregate_log_ratio`; of a gate, one of the first two.
+        mode: `clip`, `mask`, or one of `GATES`.
+        low, high: range of the ratio; of a gate, `high` is the bound of the divergence.
 
     Returns: `[B, S-1]`.
     Source: truncation: https://fengyao.notion.site/off-policy-rl; mask: IcePop (arXiv 2510.18855); `sequence` and
-        `geometric`: Liu et al. 2025, "When speed kills stability", and TRL.
+        `geometric`: Liu et al. 2025, "When speed kills stability", and TRL; gates: DPPO (arXiv 2602.04879), and
+        OpenRLHF's `is_correction_gating`.
     """
+    log_ratio = logprobs - sampled_logprobs
+    if mode in GATES:
+        divergence = import_function(GATES[mode].function)(logprobs, sampled_logprobs)
+        bounded = aggregate_log_ratio(divergence, mask, "token" if level == "token" else "geometric") <= high
+        ratio = aggregate_log_ratio(log_ratio, mask, "token").exp()
+        return torch.where(mask > 0, torch.where(bounded, ratio, 0.0), 1.0)
     ratio = aggregate_log_ratio(log_ratio, mask, level).exp()
     inside = (ratio >= low) & (ratio <= high)
     factors = ratio.clamp(low, high) if mode == "clip" else ratio * inside
@@ -203,19 +256,27 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return estimate
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: str, total: float) -> Tensor:
+def kl_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor, weights: Tensor, *, kind: str, total: float
+) -> Tensor:
     """Return sum_t w_t * kl_t / total, a differentiable scalar; the caller multiplies it by `kl_coef`.
 
-    The gradient treats the samples as fixed.
+    The gradient treats the samples as fixed, except for `unbiased`: exp(log_ratio_t) * k3_t has the gradient of the
+    true KL in expectation, because the ratio corrects for the sampler and carries the gradient of the sampling.
 
     Args:
+        log_ratio: `[B, S-1]`, differentiable log-ratio of the policy to the one that sampled, for `unbiased`.
         kind: one of `KL_ESTIMATORS`.
 
     Raises: ValueError if the shapes differ.
-    Source: Shao et al. 2024 (arXiv 2402.03300), equation 4; Tang and Munos 2025 (arXiv 2506.09477) on the gradients.
+    Source: Shao et al. 2024 (arXiv 2402.03300), equation 4; Tang and Munos 2025 (arXiv 2506.09477) on the gradients;
+        `unbiased`: DeepSeek-V3.2 (arXiv 2512.02556).
     """
-    logprobs, ref_logprobs = (x.masked_fill(weights == 0, 0.0) for x in (logprobs, ref_logprobs))
-    return masked_sum(kl_estimate(logprobs, ref_logprobs, kind), weights) / (total or 1)
+    logprobs, ref_logprobs, log_ratio = (x.masked_fill(weights == 0, 0.0) for x in (logprobs, ref_logprobs, log_ratio))
+    estimate = kl_estimate(logprobs, ref_logprobs, kind)
+    if kind == "unbiased":
+        estimate = log_ratio.exp() * estimate
+    return masked_sum(estimate, weights) / (total or 1)
 
 
 class KLControl:

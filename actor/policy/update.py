@@ -97,13 +97,20 @@ class PolicyUpdate:
 
     def _corrected(self, batch: PPOBatch) -> PPOBatch:
         """Return the batch with the correction's importance factors, if any, and the old log-probs they refer to."""
-        correction = self._method.settings.correction
+        correction = self._method.settings.factors
         if self._recomputes:
             batch = dataclasses.replace(batch, logprobs=self._current_logprobs(batch))
         if correction is None or batch.logprobs is None or batch.sampled_logprobs is None:
             return batch
-        log_ratio = torch.where(batch.mask > 0, batch.logprobs - batch.sampled_logprobs, 0.0)
-        factors = importance_factors(log_ratio, batch.mask, **correction.model_dump())
+        factors = importance_factors(
+            batch.logprobs,
+            batch.sampled_logprobs,
+            batch.mask,
+            level=correction.level,
+            mode=correction.mode,
+            low=correction.low,
+            high=correction.upper,
+        )
         return dataclasses.replace(batch, importance=factors)
 
     @torch.no_grad()
@@ -204,7 +211,8 @@ class PolicyUpdate:
         if method.kl_in_loss and kl_coef:
             assert "ref_logprobs" in part, "a KL penalty needs the reference"
             ref = part["ref_logprobs"]
-            penalty = kl_coef * kl_loss(logprobs, ref, weights, kind=method.kl_estimator, total=total)
+            kl = kl_loss(logprobs, ref, inputs.log_ratio, weights, kind=method.kl_estimator, total=total)
+            penalty = kl_coef * kl
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
         stats["entropy"] = inputs.sum(entropies)

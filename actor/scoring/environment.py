@@ -31,8 +31,9 @@ def add_environment_rewards(conversation: Conversation) -> Conversation:
         )
     rows = [_with_rewards(row, rewards) for row, rewards in zip(conversation, turn_rewards, strict=True)]
     score = rows[-1].score
-    components = {**score.components, COMPONENT: total}
-    rows[-1] = replace(rows[-1], score=replace(score, reward=score.reward + total, components=components))
+    components, weights = {**score.components, COMPONENT: total}, {**score.weights, COMPONENT: 1.0}
+    reward = score.reward + total
+    rows[-1] = replace(rows[-1], score=replace(score, reward=reward, components=components, weights=weights))
     return tuple(rows)
 
 

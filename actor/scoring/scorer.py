@@ -309,6 +309,7 @@ class Scorer:
                 version=version,
                 components=components,
                 reward_version=reward_version,
+                weights=dict(zip(self.reward.components, self.reward.weights, strict=True)),
             )
             if STEP_REWARDS in answer:
                 score = self._with_steps(row, score, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])

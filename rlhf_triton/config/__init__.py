@@ -36,6 +36,7 @@ from rlhf_triton.config.rewards import (
     FunctionSpec,
     RewardTerm,
     Terms,
+    check_components,
     check_terms,
     check_token_rewards,
     check_weights,
@@ -165,6 +166,8 @@ class RunConfig(Section):
                 f"actor.algorithm.name is {algorithm.name}, which has no published form for process rewards "
                 f"(reward.process); choose {', '.join(others)}, or remove reward.process"
             )
+        if algorithm.defaults.needs_components and algorithm.advantage == "auto":
+            check_components(algorithm.name, self.rewards, self.environment)
         check_actor(self.actor)
         if self.environment is not None:
             check_environment(self.environment, self.actor)

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_triton.config.algorithms import (
     ALGORITHMS,
+    GATES,
     LOSSES,
     AdvantageName,
     Algorithm,
@@ -127,19 +128,36 @@ class CorrectionSection(Section):
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio per token, per response (the product over its tokens), or the geometric mean over a response's tokens."""
-    mode: Literal["clip", "mask"] = "clip"
-    """Clip ratios outside the range, or mask their tokens."""
+    mode: Literal["clip", "mask", "binary_kl", "binary_tv", "none"] = "clip"
+    """`clip` ratios outside the range, or `mask` their tokens; `binary_kl`, `binary_tv`: mask tokens, or with `level:
+    sequence` responses by their mean, whose KL divergence or total variation exceeds `high`; `none`: no factors."""
     low: Annotated[float, Field(ge=0)] = 0.0
     """Lower end of the range."""
-    high: Annotated[float, Field(gt=0)] = 2.0
-    """Upper end of the range."""
+    high: Annotated[float, Field(gt=0)] | None = None
+    """Upper end of the range; default: 2, for `binary_kl` 0.05 (`level: sequence`: 0.003), for `binary_tv` 0.2."""
+
+    @property
+    def upper(self) -> float:
+        """Upper end of the range: `high`, or its default for the mode."""
+        if self.high is not None:
+            return self.high
+        gate = GATES.get(self.mode)
+        if gate is None:
+            return 2.0
+        return gate.token if self.level == "token" else gate.sequence
 
     @model_validator(mode="after")
-    def _ordered(self) -> CorrectionSection:
-        if self.low > self.high:
+    def _consistent(self) -> CorrectionSection:
+        if self.low > self.upper:
             raise ValueError(
                 f"actor.algorithm.correction.low ({self.low:g}) is above actor.algorithm.correction.high "
-                f"({self.high:g}); lower it"
+                f"({self.upper:g}); lower it"
+            )
+        if self.mode in GATES and (self.low or self.level == "geometric"):
+            setting = f"low ({self.low:g})" if self.low else f"level ({self.level})"
+            raise ValueError(
+                f"actor.algorithm.correction.{setting} does not apply to mode: {self.mode}, which has only an upper "
+                "bound, per token or per response; set level: token or sequence, and no low"
             )
         return self
 
@@ -155,12 +173,14 @@ class AlgorithmSection(Section):
     loss: LossName = "auto"
     """Policy loss: `auto`, the algorithm's, a built-in one by name, or your own, `path/to/file.py:name`."""
     responses_per_prompt: Count = 1
-    """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++`."""
+    """Responses to each prompt; algorithms without critic need at least 2, except `reinforce++` and
+    `flash_reinforce`."""
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Lower clip range of the probability ratio (for `dppo`, of the difference of probabilities), and the upper one
     unless `clip_ratio_high` is set. Default: as published for the loss."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip range (clip-higher); default: `clip_ratio`, or as published for the loss."""
+    """Upper clip range (clip-higher); for `flash_reinforce`, the largest mean binary KL of a response. Default:
+    `clip_ratio`, or as published for the loss."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """How the loss is averaged: `token`, over a minibatch's tokens; `sequence`, over its sequences' means; `constant`,
     sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does."""
@@ -191,6 +211,11 @@ class AlgorithmSection(Section):
     def defaults(self) -> Algorithm:
         """The algorithm's requirements, and its choices for settings that are not set."""
         return ALGORITHMS[self.name]
+
+    @property
+    def factors(self) -> CorrectionSection | None:
+        """The correction if it gives importance factors, which its mode `none` does not."""
+        return None if self.correction is None or self.correction.mode == "none" else self.correction
 
     @property
     def loss_name(self) -> str:
@@ -224,7 +249,8 @@ class KLSection(Section):
     target: Annotated[float, Field(gt=0)] | None = None
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
     estimator: EstimatorName = "auto"
-    """Estimator of the per-token KL; `auto`: `k3` in the loss, `abs` (as in NeMo-Aligner) in the rewards."""
+    """Estimator of the per-token KL; `auto`: `k3` in the loss, `abs` (as in NeMo-Aligner) in the rewards. `unbiased`,
+    only in the loss: `k3` times the probability ratio, which has the gradient of the true KL."""
 
     @property
     def uses_reference(self) -> bool:
@@ -432,7 +458,7 @@ def _check_critic_settings(algorithm: AlgorithmSection) -> None:
 def _check_ratios(actor: ActorSection) -> None:
     """Reject probability-ratio settings without effect, and settings that make log-probs incomparable."""
     algorithm, generation = actor.algorithm, actor.generation
-    is_vllm, correction = generation.engine == "vllm", algorithm.correction
+    is_vllm, correction = generation.engine == "vllm", algorithm.factors
     uses_engine = algorithm.old_logprobs == "sampler" or correction is not None
     key = "old_logprobs: sampler" if algorithm.old_logprobs == "sampler" else "correction"
     if correction is not None and algorithm.old_logprobs == "sampler":
@@ -454,9 +480,36 @@ def _check_ratios(actor: ActorSection) -> None:
         )
 
 
+CORRECTION_CHOICES = (
+    "set actor.algorithm.correction.mode to clip, mask, binary_kl or binary_tv, or to none to train without a "
+    "correction, or set actor.algorithm.old_logprobs to sampler, as sao and flash_reinforce do"
+)
+
+
+def needs_correction(actor: ActorSection) -> bool:
+    """Return whether the user must choose a correction if older policies sample the responses.
+
+    With `old_logprobs: sampler` the loss's own ratio is to the policy that sampled each token. Otherwise it is to the
+    policy before the update, and only a correction limits how far the sampler may differ from that one; the explicit
+    choice `mode: none` counts as one.
+    """
+    algorithm = actor.algorithm
+    loss = LOSSES.get(algorithm.loss_name)
+    has_ratio = loss is None or not loss.is_on_policy
+    return algorithm.correction is None and not (has_ratio and algorithm.old_logprobs == "sampler")
+
+
 def _check_rewards(actor: ActorSection) -> None:
     """Reject penalties that would have no effect."""
     rewards, algorithm, kl = actor.rewards, actor.algorithm, actor.kl
+    kl_in = algorithm.defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in
+    if kl.uses_reference and kl_in == "reward" and kl.estimator == "unbiased":
+        raise ValueError(
+            "actor.kl.estimator: unbiased corrects the gradient of a KL in the loss, but the penalty is in the reward; "
+            "set actor.kl.penalty_in: loss, or another estimator"
+        )
+    if algorithm.defaults.needs_components:
+        _check_components(actor, kl_in)
     if rewards.overlong_tokens >= actor.generation.max_new_tokens:
         raise ValueError(
             f"actor.rewards.overlong_tokens ({rewards.overlong_tokens}) must be below actor.generation.max_new_tokens "
@@ -472,6 +525,19 @@ def _check_rewards(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.kl.target ({kl.target:g}) scales actor.kl.coef, which is 0 and stays 0; set actor.kl.coef above "
             "0, or remove actor.kl.target"
+        )
+
+
+def _check_components(actor: ActorSection, kl_in: str) -> None:
+    """Reject what changes only the total reward, for an algorithm that uses its components."""
+    rewards, usual = actor.rewards, RewardsSection()
+    names = ("normalization", "clip", "missing_eos_penalty", "overlong_tokens")
+    changed = [f"actor.rewards.{name}" for name in names if getattr(rewards, name) != getattr(usual, name)]
+    changed += ["actor.kl.penalty_in: reward"] * (actor.kl.uses_reference and kl_in == "reward")
+    if changed and actor.algorithm.advantage == "auto":
+        raise ValueError(
+            f"{changed[0]} changes the sum of the rewards, but actor.algorithm.name: {actor.algorithm.name} "
+            "standardises each of them; remove it, or add a function of your own to `rewards`"
         )
 
 

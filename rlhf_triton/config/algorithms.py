@@ -1,4 +1,4 @@
-"""Tables of algorithms, losses and KL estimators: their functions, and what an algorithm requires of a run.
+"""Tables of algorithms, losses, gates and KL estimators: their functions, and what an algorithm requires of a run.
 
 `actor.algorithms.method` imports the functions by name, like a user's own, so that this module does not import torch.
 """
@@ -23,6 +23,7 @@ class Algorithm:
     loss: str = "clipped"  # one of LOSSES
     needs_critic: bool = False
     needs_groups: bool = False  # several responses to each prompt
+    needs_components: bool = False  # a sum of several rewards, whose terms it standardises one by one
     takes_process_rewards: bool = True
     whitens: bool = False
     lam_values: float | None = None  # GAE's lambda in the critic's returns; None: `actor.algorithm.lam`
@@ -42,6 +43,15 @@ class PolicyLoss:
     low: float = 0.2
     high: float = 0.2
     is_on_policy: bool = False  # without probability ratios
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A divergence between sampler and policy, and its published upper bounds."""
+
+    function: str  # `package.module:name`
+    token: float
+    sequence: float  # mean over a response
 
 
 _PPO = Algorithm(
@@ -135,6 +145,31 @@ ALGORITHMS = {
         loss_mean="token",
         recipe=_NO_KL,
     ),
+    "gdpo": replace(
+        _GRPO,
+        source="Liu et al. 2026 (arXiv 2601.05242)",
+        meaning="each reward standardised within the responses to the prompt, then their weighted sum",
+        advantage="rlhf_triton.actor.algorithms.grpo:decoupled",
+        needs_components=True,
+        takes_process_rewards=False,
+        whitens=True,
+        loss_mean="token",
+    ),
+    "flash_reinforce": Algorithm(
+        "FlashREINFORCE 2026 (github.com/yifanzhang-pro/FlashREINFORCE)",
+        "total minus the mean of all responses of the step",
+        "rlhf_triton.actor.algorithms.flash_reinforce:advantage",
+        loss="flash_reinforce",
+        takes_process_rewards=False,
+        kl_in="loss",
+        loss_mean="sequence",
+        recipe={
+            **_NO_KL,
+            "actor.algorithm.old_logprobs": "sampler",
+            "actor.algorithm.mask_unfinished": False,
+            "actor.update.minibatch_size": 128,
+        },
+    ),
 }
 _LOSSES = "rlhf_triton.actor.algorithms.losses:"
 LOSSES = {
@@ -146,12 +181,23 @@ LOSSES = {
         "leaves out tokens whose probability moved further than the range", _LOSSES + "dppo", 0.15, 0.15
     ),
     "dis": PolicyLoss("leaves out tokens with a ratio outside the range, weighs the others", _LOSSES + "dis", 0.8, 3.0),
+    "flash_reinforce": PolicyLoss(
+        "leaves out responses whose mean binary KL exceeds the range, weighs the others by their ratios",
+        _LOSSES + "flash_reinforce",
+        3e-3,
+        3e-3,
+    ),
+}
+GATES = {  # mode of a correction -> its divergence
+    "binary_kl": Gate(_LOSSES + "binary_kl", token=0.05, sequence=3e-3),
+    "binary_tv": Gate(_LOSSES + "binary_tv", token=0.2, sequence=0.2),  # none is published for responses
 }
 KL_ESTIMATORS = {
     "k1": "rlhf_triton.actor.algorithms.losses:k1",
     "abs": "rlhf_triton.actor.algorithms.losses:absolute",
     "k2": "rlhf_triton.actor.algorithms.losses:k2",
     "k3": "rlhf_triton.actor.algorithms.losses:k3",
+    "unbiased": "rlhf_triton.actor.algorithms.losses:k3",  # in the loss times the probability ratio, see `kl_loss`
 }
 FILE = "path/to/file.py:name"
 

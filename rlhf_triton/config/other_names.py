@@ -92,18 +92,18 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.generation.stop_strings": "stop stop_token end_strings",
     "actor.algorithm.name": (
         "advantage_estimator normalize_advantages scale_rewards importance_sampling_level algo.advantage.estimator "
-        "adv_estimator norm_adv_by_std_in_grpo"
+        "adv_estimator norm_adv_by_std_in_grpo multi_objective_aggregation"
     ),
     "actor.algorithm.loss": "loss_mode policy_loss_type rollout_correction.loss_type",
     "actor.algorithm.loss_mean": "loss_type loss_agg_mode",
     "actor.algorithm.old_logprobs": "bypass_mode",
     "actor.algorithm.correction": "importance_cap vllm_importance_sampling_mode vllm_importance_sampling_correction",
     "actor.algorithm.correction.level": "is_correction_level rollout_is",
-    "actor.algorithm.correction.mode": "is_correction_mode rollout_rs",
+    "actor.algorithm.correction.mode": "is_correction_mode is_correction_gating rollout_rs",
     "actor.algorithm.correction.low": "vllm_importance_sampling_clip_min",
     "actor.algorithm.correction.high": (
         "vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_is_threshold rollout_rs_threshold "
-        "is_correction_threshold"
+        "is_correction_threshold tis_binary_kl_threshold"
     ),
     "actor.algorithm.max_resampled": (
         "dynamic_filtering dynamic_filtering_enable dynamic_sampling max_num_gen_batches filter_groups.enable"
@@ -125,7 +125,9 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     ),
     "actor.update.minibatch_size (OpenRLHF) or actor.rollout_size (verl)": "train_batch_size",
     "actor.kl.coef": "beta kl_coef init_kl_coef init_coef initial_policy_kl_penalty kl_loss_coef",
-    "actor.kl.estimator": "kl_estimator use_absolute_kl kl_penalty kl_loss_type",
+    "actor.kl.estimator": (
+        "kl_estimator use_absolute_kl kl_penalty kl_loss_type use_bias_correction_kl use_unbiased_kl"
+    ),
     "actor.kl.penalty_in": "use_kl_loss use_kl_in_reward algo.kl.use_loss",
     "actor.kl.target": "kl_target kl_ctrl.type kl_ctrl.target_kl",
     "actor.rewards.clip": "reward_clip_range reward.clip_range",
@@ -141,9 +143,9 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.optimizer.warmup_steps": ("warmup_steps warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_ratio"),
     "": (
         "min_p repetition_penalty sync_ref_model trt_llm pad_to_length offload_adam_states adam_offload "
-        "param_offload optimizer_offload multi_objective_aggregation top_entropy_quantile use_adaptive_entropy "
-        "entropy_coef_min entropy_coef_max off_policy_mask_threshold use_bias_correction_kl num_generations_eval "
-        "partial_rollout_enable image_key is_correction_gating no_std_norm attn_implementation kl_horizon horizon "
+        "param_offload optimizer_offload top_entropy_quantile use_adaptive_entropy "
+        "entropy_coef_min entropy_coef_max off_policy_mask_threshold num_generations_eval "
+        "partial_rollout_enable image_key no_std_norm attn_implementation kl_horizon horizon "
         "betas adam_beta1 adam_beta2 adam_betas adam_epsilon lora_dropout use_liger_kernel torch_compile "
         "use_torch_compile use_fused_kernels use_remove_padding packing_samples balance_batch val_only delta "
         "dual_clip clip_ratio_c aux_loss_coef router_aux_loss_coef callbacks model_init_kwargs do_train do_eval "

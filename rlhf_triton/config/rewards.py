@@ -71,6 +71,18 @@ def check_weights(terms: dict[str, RewardTerm] | None, environment: EnvironmentS
         )
 
 
+def check_components(
+    algorithm: str, terms: dict[str, RewardTerm] | None, environment: EnvironmentSection | None
+) -> None:
+    """Raise ValueError unless at least two rewards count, which `algorithm` needs."""
+    counted = [term for term in (terms or {}).values() if term.weight]
+    if len(counted) + (environment is not None) < 2:
+        raise ValueError(
+            f"actor.algorithm.name: {algorithm} standardises each of several rewards, but this run has one; add "
+            "another to `rewards`, or choose grpo"
+        )
+
+
 def check_terms(terms: dict[str, RewardTerm]) -> None:
     """Raise ValueError if a name is invalid, `model` sets more than a weight, or another term has no function."""
     for name, term in terms.items():

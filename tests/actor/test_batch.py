@@ -239,6 +239,60 @@ def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm: str):
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
+PLAIN_LOSS: dict[str, Any] = {"kl_coef": 0.0, "mask_unfinished": False, "whitens": False}
+TWO = {"right": (2.0, [1.0, 0.0, 0.0, 0.0]), "short": (0.5, [0.0, 8.0, 4.0, 4.0])}  # weight, and the terms of four rows
+
+
+def with_components(components: dict[str, tuple[float, list[float]]], **settings: Any) -> Tensor:
+    """Return the advantage of each of four responses to a prompt, whose scores are sums of components."""
+    rows = scored_samples()
+    for i, row in enumerate(rows):
+        terms = {name: values[i] for name, (_, values) in components.items()}
+        weights = {name: weight for name, (weight, _) in components.items()}
+        total = sum(weights[name] * term for name, term in terms.items() if weights[name] and not math.isnan(term))
+        rows[i] = row.with_score(reward=total, outcome=total, components=terms, weights=weights)
+    given = {"responses_per_prompt": 4, **PLAIN_LOSS, **settings}
+    batch = make_batch(rows, **given)
+    return torch.where(batch.mask > 0, batch.advantages, -math.inf).amax(-1)
+
+
+def test_gdpo_standardises_each_reward_before_the_weighted_sum():
+    """The totals are 2, 4, 2 and 2, so GRPO does not tell the first response, which alone is right, from the others."""
+    found = with_components(TWO, name="gdpo")
+    short = (16 * 2 / 3) ** 0.5  # sqrt((16 + 16) / 3)
+    expected = [2 * 1.5 - 0.5 * 4 / short, -1 + 0.5 * 4 / short, -1.0, -1.0]
+    close(found, torch.tensor(expected), atol=1e-5, rtol=0)
+    charted = {**TWO, "charted": (0.0, [5.0, 1.0, math.nan, 0.0])}  # weight 0: it does not count
+    close(with_components(charted, name="gdpo"), found)
+    lacking = {**TWO, "short": (0.5, [0.0, 8.0, math.nan, 4.0])}  # excluded from mean (4) and deviation (4)
+    expected = [2 * 1.5 - 0.5, -1 + 0.5, -1.0, -1.0]
+    close(with_components(lacking, name="gdpo"), torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("components", [{}, {"right": TWO["right"]}, {**TWO, "short": (0.0, TWO["short"][1])}])
+def test_gdpo_with_one_reward_that_counts_is_grpo(components: dict[str, tuple[float, list[float]]]):
+    close(with_components(components, name="gdpo"), with_components(components, name="grpo"))
+
+
+def test_gdpo_whitens_over_the_batch():
+    batch_of_all = with_components(TWO, name="gdpo", whitens=True)
+    plain = with_components(TWO, name="gdpo")
+    tokens = torch.tensor([size - prompt for size, prompt in zip(LENGTHS, PROMPT_LENGTHS, strict=True)])
+    mean = (plain * tokens).sum() / tokens.sum()
+    deviation = (((plain - mean) ** 2 * tokens).sum() / tokens.sum()).sqrt()
+    close(batch_of_all, (plain - mean) / deviation, atol=1e-5, rtol=0)
+
+
+def test_flash_reinforce_compares_all_responses_of_the_step():
+    """Scores 1, 2, -1 and 0.5 of four prompts; a response that does not count is excluded from the mean."""
+    batch = make_batch(scored_samples(), name="flash_reinforce", **PLAIN_LOSS)
+    mean = (1 + 2 - 1 + 0.5) / 4
+    assert batch.advantages.abs().amax(-1).tolist() == pytest.approx([1 - mean, 2 - mean, 1 + mean, mean - 0.5])
+    assert batch.policy_weights.sum(-1).tolist() == pytest.approx([1.0] * 4)
+    batch = make_batch(scored_samples(), name="flash_reinforce", **{**PLAIN_LOSS, "mask_unfinished": True})
+    assert batch.advantages.abs().amax(-1).tolist() == pytest.approx([5 / 6, 0, 7 / 6, 1 / 3])
+
+
 # ---- stages between scoring and advantages ----
 
 REWARDS = torch.tensor([1.0, 3.0, -2.0, 100.0])

@@ -361,7 +361,7 @@ def test_reward_functions_receive_all_messages_of_a_conversation(agents: Agents,
     assert len(found[0]) == num_rows
     ends = [conversation[-1] for conversation in found]
     scorer = Scorer(None, tokenizer)
-    scorer.reward = ServedModel(components=("a",))
+    scorer.reward = ServedModel(components=("a",), weights=(1.0,))
     scorer.sends_sentences = True
     (chat, text), sentences, _ = scorer._text_inputs(ends, 1)
     completion = [
@@ -622,7 +622,7 @@ def test_all_rows_of_a_conversation_share_its_advantage(name: str):
     """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
     scored, dropped = scored_of(ROWS[0], SECOND, served=0.5), scored_of(*ROWS, served=0.5)
     assert scored[1][1].score.reward == 7.5
-    assert scored[1][1].score.components == {"environment": 7.0}
+    assert (scored[1][1].score.components, scored[1][1].score.weights) == ({"environment": 7.0}, {"environment": 1.0})
     in_groups = name != "ppo"
     given = {"responses_per_prompt": 1 + in_groups, "num_dropped": 2 - in_groups, "lam": 1.0}
     batch = batch_of([*scored, *dropped], name, **given)
@@ -752,7 +752,7 @@ def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(age
     sample = row_of_response(prompt, PolicyTurn(tokens, ended=True))
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS)
-    scorer.reward = ServedModel(components=("a",))
+    scorer.reward = ServedModel(components=("a",), weights=(1.0,))
     assert scorer._text_inputs([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
     said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0]
     assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]

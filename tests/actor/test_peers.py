@@ -1,9 +1,12 @@
-"""Losses, advantages and importance factors against the output of the peers' own functions (verl, NeMo-RL, TRL).
+"""Losses, advantages and importance factors against the output of the peers' own functions.
 
-`peers.json` contains random inputs and what these functions returned for them in float64, to 12 digits.
+`peers.json` contains random inputs and what these functions returned for them in float64, to 12 digits. "Both signs":
+DPPO's masks let a token move back, so the two masks of an advantage of either sign, together, are the gate. "Molt":
+`PolicyLoss` of NVIDIA-NeMo/labs-molt, which has OpenRLHF's gates. "FlashREINFORCE": its authors' `loss.py`.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, ClipRange
-from rlhf_triton.actor.algorithms.losses import importance_factors
+from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
 from rlhf_triton.rewards.function import import_function
 from tests.support.masked_loss import loss_inputs, outcome
@@ -24,9 +27,9 @@ INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GO
 MASK = INPUTS["mask"]
 
 
-def close(found: Tensor, expected: Any) -> None:
+def close(found: Tensor, expected: Any, tolerance: float = 1e-6) -> None:
     """Compare to 1e-6: verl adds 1e-8 to some denominators, NeMo-RL computes lambda in float32."""
-    torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance)
 
 
 def cases(kind: str) -> Any:
@@ -75,10 +78,50 @@ def test_group_advantages_match_peers(case: dict[str, Any]):
     close(found, case["advantages"])
 
 
+@cases("gdpo")
+def test_gdpo_advantages_match_peers(case: dict[str, Any]):
+    """verl whitens over tokens, NeMo-RL and TRL over responses (here of one token), TRL with a larger epsilon."""
+    components = torch.tensor([[math.nan if x is None else x for x in row] for row in case["components"]]).T
+    mask = MASK if case["tokens"] == "mask" else torch.ones(len(components), 1)
+    all_rows, zeros = torch.ones(len(mask), dtype=torch.bool), torch.zeros_like(mask)
+    given = zeros[:, 0], zeros, zeros, mask, torch.tensor(case["groups"]), all_rows, all_rows, all_rows
+    inputs = AdvantageInputs(*given, components=components, component_weights=torch.tensor(case["weights"]))
+    advantages = import_function(ALGORITHMS["gdpo"].advantage)(inputs)[0]
+    n = float(mask.sum())  # the peers whiten with n - 1
+    close(masked_whiten(advantages, mask) * ((n - 1) / n) ** 0.5, case["advantages"], case["tolerance"])
+
+
+@cases("flash_reinforce")
+def test_flash_reinforce_matches_peers(case: dict[str, Any]):
+    """From rewards to the gradient. verl differentiates the ratio, which has the same gradient and another value."""
+    algorithm = ALGORITHMS["flash_reinforce"]
+    inputs = advantage_inputs(case["rewards"], [0, 1, 2, 3], torch.zeros_like(MASK))
+    advantages = import_function(algorithm.advantage)(inputs)[0]
+    weights = MASK / MASK.sum(-1, keepdim=True)
+    clip = ClipRange(case["delta"], case["delta"])
+    given = loss_inputs(INPUTS["logprobs"], INPUTS[case["old"]], advantages.double(), weights, clip=clip)
+    loss, _, (gradient,) = outcome(import_function(LOSSES[algorithm.loss].function), given)
+    close(gradient, case["gradient"])
+    if case["value"] is not None:
+        close(loss, case["value"])
+
+
+@cases("unbiased_kl")
+def test_unbiased_kl_and_its_gradient_match_peers(case: dict[str, Any]):
+    logprobs = INPUTS["logprobs"].clone().requires_grad_()
+    reference, log_ratio = INPUTS["logprobs"] - INPUTS["log_ratio"], logprobs - INPUTS["old_logprobs"]
+    loss = kl_loss(logprobs, reference, log_ratio, MASK, kind="unbiased", total=float(MASK.sum()))
+    loss.backward()
+    close(loss.detach(), case["value"])
+    close(logprobs.grad, case["gradient"])
+
+
 @cases("factors")
 def test_importance_factors_match_peers(case: dict[str, Any]):
     settings = {name: case[name] for name in ("level", "mode", "low", "high")}
-    close(importance_factors(INPUTS["log_ratio"], MASK, **settings) * MASK, case["factors"])
+    logprobs = INPUTS["logprobs"]
+    sampled = INPUTS[case["old"]] if "old" in case else logprobs - INPUTS["log_ratio"]
+    close(importance_factors(logprobs, sampled, MASK, **settings) * MASK, case["factors"])
 
 
 @pytest.mark.parametrize("case", GOLDEN["gae"]["cases"])

@@ -135,6 +135,45 @@ def test_importance_correction_compares_the_policy_before_the_update_with_the_sa
     assert found["ppo_ratio"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gate_masks_tokens_or_responses_that_moved_too_far(checkpoint: Path, level: str):
+    """The first two tokens of three of the six responses were almost certain when they were sampled."""
+    correction = {"mode": "binary_kl", "level": level, "high": 0.1}
+    policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
+    batch = make_batch(policy)
+    sampled = batch.logprobs.clone()
+    sampled[:3, PROMPT - 1 : PROMPT + 1] = -0.01
+    batch = replace(batch, logprobs=sampled, sampled_logprobs=sampled)
+    found, _ = updated(policy, batch)
+    masked = batch.mask.clone()
+    masked[3:] = 0
+    if level == "token":
+        masked[:, PROMPT + 1 :] = 0
+    assert found["importance_masked"] == pytest.approx(float(masked.sum() / batch.mask.sum()))
+
+
+def test_correction_of_mode_none_trains_on_the_plain_ratio(checkpoint: Path):
+    """One step off policy, the old log-probs are then those of the policy before the update, without any factor."""
+    policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction={"mode": "none"})
+    batch = make_batch(policy)
+    older = batch.logprobs - batch.mask
+    found, _ = updated(policy, replace(batch, logprobs=older, sampled_logprobs=older))
+    assert found["ppo_ratio"] == pytest.approx(1)
+    assert "importance" not in found
+
+
+def test_unbiased_kl_has_the_policys_ratio_to_the_sampler(checkpoint: Path):
+    """On policy its value is that of k3; where the sampler thought less of the tokens, e times as much."""
+    found = {}
+    for kind, shift in (("k3", 0.0), ("unbiased", 0.0), ("unbiased", -1.0)):
+        policy = make_policy(checkpoint, kl_penalty_in="loss", kl_estimator=kind, algorithm_name="reinforce++")
+        batch = make_batch(policy)
+        batch = replace(batch, logprobs=batch.logprobs + shift * batch.mask)
+        found[kind, shift] = updated(policy, batch)[0]["scaled_kl"]
+    assert found["unbiased", 0.0] == pytest.approx(found["k3", 0.0])
+    assert found["unbiased", -1.0] == pytest.approx(math.e * found["k3", 0.0], rel=1e-6)
+
+
 def test_constant_loss_mean_scales_the_mean_over_tokens(checkpoint: Path):
     """Dr. GRPO: by the number of tokens over sequences times the longest length, for all terms of the loss alike."""
     losses = {}

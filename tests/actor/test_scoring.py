@@ -178,7 +178,7 @@ def in_groups(
     client.refuses = settings.pop("refuses", None)
     client.rows = [[index] * (index + 2) for index in range(rows)]
     scorer = scorer_of(client, tokenizer, **settings)
-    scorer.reward = ServedModel(components=("a",), groupwise=groupwise)
+    scorer.reward = ServedModel(components=("a",), weights=(1.0,), groupwise=groupwise)
     return client, asyncio.run(scorer.score([one_row(index) for index in range(rows)], group_size))
 
 
@@ -277,6 +277,7 @@ def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer: Any):
     assert one.score.steps.nonzero()[0].tolist() == one.score.ends.nonzero()[0].tolist() == [first + 1, last]
     assert one.score.steps[one.score.ends].tolist() == [1.0, 0.5]  # times the model's weight
     assert (one.score.outcome, other.score.failure) == (6.0, "why")
+    assert (one.score.components, one.score.weights) == ({"model": 0.25, "length": 2.0}, {"model": 2.0, "length": 3.0})
     assert client.asked["prompt_lengths"] == [first]
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
     client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step

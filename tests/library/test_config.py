@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rlhf_triton.config import ConfigError, RewardTerm, RunConfig, keys_of, load_config
+from rlhf_triton.config.actor import CORRECTION_CHOICES, needs_correction
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
 from rlhf_triton.config.other_names import ADVICE, OTHER_NAMES, hint_at
 from rlhf_triton.config.without_effect import effect_line, without_effect
@@ -228,6 +229,37 @@ def test_yaml_files_in_configs_are_valid(path: Path):
             )
             for name in ("rloo", "grpo", "reinforce++")
         ],
+        (
+            "actor: {algorithm: {name: gdpo, responses_per_prompt: 2}}",
+            "gdpo standardises each of several rewards, but th",
+        ),
+        *(
+            (
+                "rewards: {model: {}, a: {function: a.py:f}}\n"
+                f"actor: {{algorithm: {{name: gdpo, responses_per_prompt: 2}}, {setting}}}",
+                f"{key} changes the sum of the rewards, but actor.algorithm.name: gdpo standardises each of them",
+            )
+            for setting, key in (
+                ("rewards: {clip: 1}", "actor.rewards.clip"),
+                ("kl: {penalty_in: reward}", "actor.kl.penalty_in: reward"),
+            )
+        ),
+        (
+            "actor: {kl: {estimator: unbiased}}",
+            "actor.kl.estimator: unbiased corrects the gradient of a KL in the loss",
+        ),
+        (
+            "actor: {algorithm: {correction: {mode: binary_kl, level: geometric}}}",
+            "actor.algorithm.correction.level (geometric) does not apply to mode: binary_kl, which has only an upper",
+        ),
+        (
+            "actor: {algorithm: {correction: {mode: binary_tv, low: 0.1}}}",
+            "actor.algorithm.correction.low (0.1) does not apply to mode: binary_tv",
+        ),
+        (
+            "actor: {algorithm: {correction: {low: 3}}}",
+            "correction.low (3) is above actor.algorithm.correction.high (2)",
+        ),
         ("actor: {kl: {coef: 0, target: 6}}", "actor.kl.target (6) scales actor.kl.coef, which is 0 and stays 0"),
         (
             "trainer: {optimizer: {max_steps: 9}}",
@@ -407,6 +439,51 @@ def test_settings_without_effect_are_listed_with_the_reason(tmp_path: Path, over
     assert why in found
     assert effect_line(config) == f"settings without effect in this run: {found}"
     assert without_effect(RunConfig.model_validate(config.model_dump(mode="json"))) == []  # not written by the user
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "needs"),
+    [
+        ("{name: ppo}", True),
+        ("{name: grpo, responses_per_prompt: 2}", True),
+        ("{name: grpo, responses_per_prompt: 2, loss: dppo}", True),
+        ("{name: rloo, responses_per_prompt: 2, old_logprobs: sampler}", True),  # its loss has no ratio
+        ("{name: ppo, loss: 'a.py:f'}", True),
+        ("{name: ppo, correction: {mode: none}}", False),
+        ("{name: sao}", False),
+        ("{name: sao, old_logprobs: recomputed}", True),
+        ("{name: flash_reinforce}", False),
+        ("{name: ppo, old_logprobs: sampler}", False),
+        ("{name: grpo, responses_per_prompt: 2, loss: dppo, old_logprobs: sampler}", False),
+    ],
+)
+def test_loss_without_a_ratio_to_the_sampler_needs_a_correction(tmp_path: Path, algorithm: str, needs: bool):
+    assert needs_correction(load(tmp_path, f"actor: {{algorithm: {algorithm}}}").actor) is needs
+
+
+def test_choosing_a_correction_is_enough_and_names_existing_choices(tmp_path: Path):
+    vllm = "generation: {engine: vllm, vllm: {servers: ['a:1']}}"
+    for mode in ("clip", "mask", "binary_kl", "binary_tv", "none"):
+        assert mode in CORRECTION_CHOICES
+        config = load(tmp_path, f"actor: {{{vllm}, algorithm: {{correction: {{mode: {mode}}}}}}}")
+        assert not needs_correction(config.actor)
+
+
+@pytest.mark.parametrize(
+    ("correction", "upper"),
+    [
+        ("{}", 2),
+        ("{mode: mask}", 2),
+        ("{mode: binary_kl}", 0.05),
+        ("{mode: binary_kl, level: sequence}", 0.003),
+        ("{mode: binary_tv}", 0.2),
+        ("{mode: binary_kl, high: 0.1}", 0.1),
+    ],
+)
+def test_upper_bound_of_a_correction_is_as_published_for_its_mode(tmp_path: Path, correction: str, upper: float):
+    vllm = "generation: {engine: vllm, vllm: {servers: ['a:1']}}"
+    found = load(tmp_path, f"actor: {{{vllm}, algorithm: {{correction: {correction}}}}}")
+    assert found.actor.algorithm.correction.upper == upper
 
 
 def test_an_unused_reward_model_is_refused(tmp_path: Path):
