@@ -21,7 +21,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
-from rlhf_triton.actor.run.sampling import Sampling
+from rlhf_triton.actor.run.sampling import PolicySampling
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config import ActorSection, AlgorithmSection
@@ -56,7 +56,7 @@ class Collector:
         self.policy = policy
         self.scorer = scorer
         self.in_thread = in_thread
-        self.sampling = Sampling(policy, in_thread)
+        self.sampling = PolicySampling(policy, in_thread)
         self._reference = reference if settings.kl.uses_reference else None
         self._old_logprobs = settings.algorithm.old_logprobs
         self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # requests; thousands of rows may be ready at once

@@ -10,7 +10,7 @@ from rlhf_triton.actor.generation.slots import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 
 
-class Sampling:
+class PolicySampling:
     """Conversations that the policy is sampling.
 
     Decoding gives way to other calls in the compute thread, between two forward passes.

@@ -471,6 +471,11 @@ def _check_ratios(actor: ActorSection) -> None:
             "actor.algorithm.correction has no effect, because the updated policy itself samples; remove it, or set "
             "actor.generation.engine: vllm or actor.max_off_policy_steps"
         )
+    if actor.max_off_policy_steps and needs_correction(actor):
+        raise ValueError(
+            f"actor.max_off_policy_steps ({actor.max_off_policy_steps}) trains on responses of older policies: "
+            f"{CORRECTION_CHOICES}"
+        )
     names = ("top_k", "top_p", "min_new_tokens")
     changed = [name for name in names if getattr(generation, name) != GenerationSection.model_fields[name].default]
     if uses_engine and is_vllm and changed:

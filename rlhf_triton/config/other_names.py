@@ -48,7 +48,10 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     ),
     "actor.checkpoint_every": "save_steps save_interval save_strategy save_freq",
     "actor.keep_checkpoints": "save_total_limit ckpt.max_num max_actor_ckpt_to_keep",
-    "actor.max_off_policy_steps": "async_train async_enable",
+    "actor.max_off_policy_steps": (
+        "one_step_off_policy async_train async_enable staleness_threshold max_head_offpolicyness "
+        "max_trajectory_age_steps"
+    ),
     "actor.trackers": "report_to wandb logger use_wandb create_wandb_logger logger.wandb.key",
     "actor.logged_texts": "log_completions num_completions_to_print rollout_data_dir",
     "actor.policy.model": "model pretrain restore_from_path policy_model model.path",

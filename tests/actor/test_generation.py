@@ -520,7 +520,7 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
 
 def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
     """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
-    policy = make_policy(checkpoint, max_off_policy_steps=1)
+    policy = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler")
     before = generate(policy)
     logprobs, ref_logprobs = logprobs_of(policy, before), logprobs_of(policy, before, reference=True)
     policy.model.lm_head.weight.data[20] += 5.0

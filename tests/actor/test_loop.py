@@ -422,7 +422,7 @@ def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints,
 def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
     """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
-    limits = {"max_minutes": 1e-6, "max_staleness": 0, "max_off_policy_steps": 1}
+    limits = {"max_minutes": 1e-6, "max_staleness": 0, "max_off_policy_steps": 1, "old_logprobs": "sampler"}
     summary = go(watched_run(tmp_path, checkpoints, critic, **limits))
     assert critic.trained == summary["steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
@@ -667,7 +667,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     return ends(folder)
 
 
-@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 1}, {"max_resampled": 20}])
+@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 1, "old_logprobs": "sampler"}, {"max_resampled": 20}])
 def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
     tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
 ):
@@ -728,7 +728,7 @@ def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
     run.policy_update._step = poisoned  # type: ignore[method-assign]
 
 
-OFF_POLICY = {"max_off_policy_steps": 1}
+OFF_POLICY = {"max_off_policy_steps": 1, "old_logprobs": "sampler"}
 ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
@@ -991,7 +991,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
 @pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
     """Not only after the response: no forward pass runs after the run has left."""
-    run = make_grpo(tmp_path, checkpoints, max_off_policy_steps=1)
+    run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards: list[None] = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
     go_until(run, run.policy, "decode", 2)

@@ -139,7 +139,7 @@ def test_importance_correction_compares_the_policy_before_the_update_with_the_sa
 def test_gate_masks_tokens_or_responses_that_moved_too_far(checkpoint: Path, level: str):
     """The first two tokens of three of the six responses were almost certain when they were sampled."""
     correction = {"mode": "binary_kl", "level": level, "high": 0.1}
-    policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction=correction)
+    policy = make_policy(checkpoint, max_off_policy_steps=1, algorithm_correction=correction)
     batch = make_batch(policy)
     sampled = batch.logprobs.clone()
     sampled[:3, PROMPT - 1 : PROMPT + 1] = -0.01
@@ -154,7 +154,7 @@ def test_gate_masks_tokens_or_responses_that_moved_too_far(checkpoint: Path, lev
 
 def test_correction_of_mode_none_trains_on_the_plain_ratio(checkpoint: Path):
     """One step off policy, the old log-probs are then those of the policy before the update, without any factor."""
-    policy = make_policy(checkpoint, one_step_off_policy=True, algorithm_correction={"mode": "none"})
+    policy = make_policy(checkpoint, max_off_policy_steps=1, algorithm_correction={"mode": "none"})
     batch = make_batch(policy)
     older = batch.logprobs - batch.mask
     found, _ = updated(policy, replace(batch, logprobs=older, sampled_logprobs=older))

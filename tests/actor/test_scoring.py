@@ -102,7 +102,7 @@ async def test_row_or_group_is_sent_as_soon_as_it_has_ended(
     ready = loop.create_future()
     ready.set_result(None)
     ended = [loop.create_future() for _ in order]
-    scoring = GroupScoring(asked, None, ready, group_size=group_size)  # type: ignore[arg-type]
+    scoring = GroupScoring(asked, None, ready, asyncio.Semaphore(16), group_size=group_size)  # type: ignore[arg-type]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
     groups = [asyncio.create_task(scoring.score_group(part)) for part in parts]
     for index in order:
@@ -381,7 +381,7 @@ async def test_group_that_mixes_reward_versions_is_scored_again(answers: Any, ve
     ready.set_result(None)
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
-    scoring = GroupScoring(scorer, None, ready, group_size=2)  # type: ignore[arg-type]
+    scoring = GroupScoring(scorer, None, ready, asyncio.Semaphore(16), group_size=2)  # type: ignore[arg-type]
     rows = [row for (row,) in await scoring.score_group(ended)]
     assert not scorer.left
     assert [None if row.score.failure else row.score.reward_version for row in rows] == versions

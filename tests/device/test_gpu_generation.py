@@ -80,7 +80,9 @@ def test_decoding_step_synchronises_with_the_gpu_at_most_twice(
 
 def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint: Path):
     """In a copy that generates beside the policy: no weight changes or moves, and its texts are the policy's own."""
-    policy = make_policy(checkpoint, precision="float32", lora_rank=4, lr=1e-2, max_off_policy_steps=1)
+    policy = make_policy(
+        checkpoint, precision="float32", lora_rank=4, lr=1e-2, max_off_policy_steps=1, old_logprobs="sampler"
+    )
     for _ in range(3):
         train(policy, generate(policy))
     policy.renew_sampler()
@@ -132,7 +134,7 @@ def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint: Path, m
 
     policy = make_policy(checkpoint)
     assert streams_of(lambda: policy.logprobs(generate(policy))) == {(GPU, 0)}
-    policy, waits = make_policy(checkpoint, max_off_policy_steps=1), []
+    policy, waits = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler"), []
     own = policy._stream._stream
     monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waits.append((self.stream_id, other.stream_id)))
     assert streams_of(lambda: generate(policy)) == {(GPU, own.stream_id)}

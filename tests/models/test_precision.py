@@ -29,7 +29,7 @@ from tests.support.settings import actor_section
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 
 
-LORA_COPY = {"lora_rank": 2, "max_off_policy_steps": 1}
+LORA_COPY = {"lora_rank": 2, "max_off_policy_steps": 1, "old_logprobs": "sampler"}
 
 
 EXACT = ("norm", "ln_", "lm_head", "embed_tokens", "wte", "wpe", ".gate.", ".experts.", "lora_")
@@ -72,7 +72,7 @@ def by_hand(model: Any, rows: list[RolloutRow], banned: list[int]) -> torch.Tens
     ("family", "settings"),
     [
         *((family, settings) for family in FAMILIES for settings in ({"lora_rank": 2}, {})),
-        *(("llama", settings) for settings in ({"max_off_policy_steps": 1}, LORA_COPY)),
+        *(("llama", settings) for settings in ({"max_off_policy_steps": 1, "old_logprobs": "sampler"}, LORA_COPY)),
     ],
     ids=str,
 )
@@ -116,7 +116,7 @@ def test_equivalence_checks_run_in_float32(tmp_path: Path):
 
 
 def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path: Path):
-    policy = make_policy(save_policy(tmp_path), max_off_policy_steps=1, kl_coef=0)
+    policy = make_policy(save_policy(tmp_path), max_off_policy_steps=1, old_logprobs="sampler", kl_coef=0)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     before = logprobs_of(policy, rollout)
     with torch.no_grad():

@@ -82,7 +82,7 @@ def test_memory_table_cache_matches_the_slot_decoders(tmp_path: Path, precision:
     ("settings", "copies"),
     [
         ({}, 1),
-        ({"max_off_policy_steps": 1}, 2),
+        ({"max_off_policy_steps": 1, "old_logprobs": "sampler"}, 2),
         ({"lora_rank": 2}, 0),
         ({"kl_coef": 0.0}, 0),
         ({"kl_reference": "triton"}, 0),
