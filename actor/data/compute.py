@@ -23,6 +23,8 @@ class ComputeThread:
             device: the current device of the new thread.
         """
         self._waiting = set[object]()  # calls that have not started
+        self.interrupt: Callable[[], None] = lambda: None
+        """Called when a call begins to wait, so that the current one can return early."""
 
         def begin() -> None:
             torch.set_num_threads(threads)
@@ -42,6 +44,7 @@ class ComputeThread:
             return function(*args, **kwargs)
 
         self._waiting.add(this_call)
+        self.interrupt()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, start)
         finally:  # cancelled before it started

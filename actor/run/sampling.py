@@ -19,6 +19,7 @@ class PolicySampling:
     def __init__(self, policy: Policy, in_thread: ComputeThread) -> None:
         self._policy = policy
         self._in_thread = in_thread
+        in_thread.interrupt = policy.generation.wake
         self._unfinished = set[asyncio.Future[Conversation]]()
         self._decoding: asyncio.Task[None] | None = None
         self._is_over = False
@@ -51,7 +52,6 @@ class PolicySampling:
 
     async def renew(self, version: int) -> None:
         """Sample with the policy's current weights from now on; see `Policy.renew_sampler`."""
-        self._policy.generation.wake()
         await self._in_thread(self._policy.renew_sampler, version)
 
     async def settle(self) -> None:

@@ -264,7 +264,8 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
     """
     model, prompts = make_model("llama", eos_bias=-2.0), make_prompts(9)
     alone = texts(generation(model), prompts[5:], seed=2)
-    weights = [model.lm_head.weight.detach().clone(), model.lm_head.weight.detach() * 0.7]
+    layer = model.model.layers[0].self_attn.v_proj.weight
+    weights = [layer.detach().clone(), layer.detach() * 0.5]
     engine, found = generation(model), dict[int, RolloutRow]()
 
     def given(numbers: range) -> dict[int, Prompt]:
@@ -275,7 +276,7 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
 
     for version, passes in ((0, 14), (1, 1000)):
         remaining = iter([False] * passes)
-        model.lm_head.weight.data.copy_(weights[version])
+        layer.data.copy_(weights[version])
         engine.renew(version)
         engine.add(SamplingJob(given((range(5), range(5, 9))[version]), finished, seed=1 + version))
         engine.decode(lambda remaining=remaining: next(remaining, True))
@@ -286,7 +287,7 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
     for row in found.values():
         assert (row.versions[~row.sampled] == -1).all()
         for version in (0, 1):
-            model.lm_head.weight.data.copy_(weights[version])
+            layer.data.copy_(weights[version])
             tokens = torch.from_numpy(row.tokens)
             logits = model(tokens[None]).logits[0].detach()
             logits[:, [0, 1]] = -torch.inf

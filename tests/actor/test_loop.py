@@ -398,15 +398,18 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
     return run
 
 
-@pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (3, 1), (4, 3)])
-def test_no_row_is_staler_than_allowed(tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int):
+@pytest.mark.parametrize(("max_staleness", "every", "ahead"), [(0, 1, 0), (3, 1, 0), (4, 3, 0), (0, 1, 2)])
+def test_no_row_is_staler_than_allowed(
+    tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int, ahead: int
+):
     """The critic lags as far as allowed; the actor logs the staleness that the critic saw.
 
     Each request demands the version of the update that the actor has awaited. Otherwise a second server that swaps late
     would score rows with older weights.
     """
     critic, steps = SlowCritic(every=every), 8
-    go(watched_run(tmp_path, checkpoints, critic, steps=steps, max_staleness=max_staleness, checkpoint_every=5))
+    limits = {"max_staleness": max_staleness, "max_off_policy_steps": ahead, "old_logprobs": "sampler"}
+    go(watched_run(tmp_path, checkpoints, critic, steps=steps, checkpoint_every=5, **limits))
     seen = [dict(sorted(critic.scored[sent].items())) for sent in range(steps)]
     assert max(max(rows) for rows in seen) <= max(max_staleness, every - 1)
     if every == 1:

@@ -77,8 +77,9 @@ class Simulation:
         self, prompt: Prompt, seed: int, indices: range, versions: asyncio.Future[VersionRange | None]
     ) -> Group:
         rows = await asyncio.gather(*(self._row(prompt, seed, index) for index in indices))
-        await versions
-        scores = [Score(reward=float(reward)) for reward in self.reward(prompt)]
+        demanded = await versions
+        version = 0 if demanded is None else demanded.least
+        scores = [Score(reward=float(reward), version=version) for reward in self.reward(prompt)]
         return Group(tuple((RolloutRow(*row, score=score),) for row, score in zip(rows, scores, strict=True)))
 
     async def _row(self, prompt: Prompt, seed: int, index: int) -> tuple[Any, ...]:
@@ -230,7 +231,10 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: S
     async def main(**actor: Any) -> None:
         critic = InstantCritic()
         rollouts = make_rollouts(Simulation(lambda *_: 1.0), inputs, critic, steps=8, max_off_policy_steps=3, **actor)
-        await trained(rollouts, critic, range(1, 9))
+        found = await trained(rollouts, critic, range(1, 9))
+        for step, groups in enumerate(found.groups, 1):
+            versions = {row.score.version for (row,) in conversations_of(groups)}
+            assert versions == {max(0, step - 1 - actor["max_staleness"])}
         assert {needed for needed, _ in critic.awaited if needed > 0} == set(range(1, 8 - actor["max_staleness"]))
         assert all(sent >= needed for needed, sent in critic.awaited)
 

@@ -14,6 +14,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.conversations import ConversationRunner
+from rlhf_triton.actor.generation.slots import SamplingJob
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed
@@ -73,6 +74,43 @@ async def test_vllm_loads_each_new_policy_version_before_generating(setup: Setup
         assert server.calls.count("/resume") == server.calls.count("/pause") == 3
         server.answer = lambda request: {"token_ids": [5] * 8, "finish_reason": "length"}
         assert await run(here) == [PolicyTurn([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
+async def test_responses_in_progress_go_on_with_new_weights_or_with_their_adapters(setup: Setup, lora_rank: int):
+    """Each token has the step of the weights that sampled it; later requests wait for the new ones."""
+    ahead = {"max_off_policy_steps": 1, "algorithm": {"old_logprobs": "sampler"}}
+    async with FakeVllm() as server:
+        here = setup(server, policy={"lora_rank": lora_rank}, actor=ahead)
+        versions: dict[int, list[int]] = {}
+
+        def finished(index: int, conversation: Conversation) -> None:
+            versions[index] = conversation[0].versions[conversation[0].sampled].tolist()
+
+        server.is_hanging = True
+        running = asyncio.create_task(
+            asyncio.to_thread(here.generation.run_rows, dict(enumerate(PROMPTS)), finished, seed=0)
+        )
+        await until(lambda: len(server.requests) == 3)
+        first = server.weights
+        here.update()
+        await until(lambda: server.weights != first)
+        here.generation.add(SamplingJob({3: PROMPTS[0]}, finished, seed=1))
+        await until(lambda: len(server.requests) == 4)
+
+        def spans(request: dict[str, Any]) -> dict[str, Any]:
+            if request is server.requests[3]:
+                return {}
+            both = [{"version": first, "start": 0, "end": 1}, {"version": server.weights, "start": 1, "end": 4}]
+            return {"weight_versions": both}
+
+        server.answer = spans
+        server.is_hanging = False
+        await running
+        expected = [0] * 4 if lora_rank else [0, 1, 1, 1]
+        assert versions == {0: expected, 1: expected, 2: expected, 3: [1] * 4}
+        assert server.pause_mode == ("" if lora_rank else "keep")
+        assert len(server.adapters) == (2 if lora_rank else 0), "the responses in progress used the first ones"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])

@@ -30,6 +30,8 @@ class FakeVllm(FakeServer):
         """Number of generation requests whose connection is broken."""
         self.is_hanging = False
         """Generation requests get no response."""
+        self.pause_mode = ""
+        """Of the last request to pause."""
         self.silent: set[str] = set()
         """Paths that never respond."""
 
@@ -49,6 +51,8 @@ class FakeVllm(FakeServer):
             return await self._generate(request, body)
         if "lora" in request.path:
             return self._adapter(request.path, body)
+        if request.path == "/pause":
+            self.pause_mode = request.query["mode"]
         if request.path == "/collective_rpc":
             self.loaded.append(Path(body["kwargs"]["weights_path"]))
         elif request.path == "/update_weight_version":

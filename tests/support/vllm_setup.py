@@ -37,6 +37,7 @@ class VllmSetup:
             "policy": {"model": str(checkpoint), **changes.pop("policy", {})},
             "generation": generation,
             "prompts": {"max_tokens": 8},
+            **changes.pop("actor", {}),
             "client": {"max_outage_s": 120, **changes},
         }
         self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
