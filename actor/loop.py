@@ -137,6 +137,7 @@ class PPORun:
             self.critic.send(step, await self.in_thread(critic_payload, batch))
         rows = rows_of(conversations_of(rollout.groups))
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
+        await self.rollouts.start_ahead(step)
         update: dict[str, float] = {}
         if trains_policy := step > self.settings.algorithm.critic_warmup_steps:
             seed = self.inputs.seed_of(step)

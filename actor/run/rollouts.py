@@ -132,8 +132,9 @@ class Rollouts:
         self._collector = collector
         self._critic = critic
         self._truncated = truncated
-        # On several ranks, decoding is not interrupted, so further steps would only delay new weights.
-        self._most_ahead = min(settings.max_off_policy_steps, 1 if settings.ranks > 1 else settings.steps)
+        # On several ranks other calls wait until the job in decoding is done, so there is one, during the update.
+        self._is_interruptible = settings.ranks == 1
+        self._most_ahead = min(settings.max_off_policy_steps, settings.steps if self._is_interruptible else 1)
         self._in_flight = deque[tuple[GroupInFlight, Positions]]()  # with the positions after its prompt
         self._taken = list[GroupInFlight]()
         self._demands = dict[int, asyncio.Task[VersionRange | None]]()  # by the critic update that is waited for
@@ -149,8 +150,7 @@ class Rollouts:
         settings, timers = self._settings, Timers(step)
         algorithm, started = settings.algorithm, time.monotonic()
         await self._collector.sampling.renew(step - 1)
-        last_started = min(step + self._most_ahead, max(step, settings.steps))
-        await self._start((last_started - step + 1) * settings.prompts_per_step - len(self._in_flight), step)
+        await self._start_steps(step, ahead=self._most_ahead if self._is_interruptible else 0)
         useful = list[Group]()
         useless = list[Group]()
         dropped = list[Group]()
@@ -169,6 +169,14 @@ class Rollouts:
         timers.add_span("rollout_time", started, time.monotonic())
         # A group that `max_resampled` attempts could not replace stays, so that the step is full.
         return Rollout([*useful, *useless], dropped, timers, self._metrics([*useful, *useless], dropped, step))
+
+    async def start_ahead(self, step: int) -> None:
+        """Start the groups that may be in flight during the update of `step`, except those that `take` has started."""
+        await self._start_steps(step + 1, ahead=self._most_ahead - 1)
+
+    async def _start_steps(self, step: int, *, ahead: int) -> None:
+        last = min(step + ahead, self._settings.steps)
+        await self._start((last - step + 1) * self._settings.prompts_per_step - len(self._in_flight), step)
 
     async def _start(self, count: int, step: int, repeat: int = 0) -> None:
         """Start groups for the next `count` prompts; `repeat`: number of the resampling within the step."""

@@ -146,6 +146,7 @@ async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range, *, tr
         found.dropped.append(len(rollout.dropped))
         found.staleness.append(rollout.metrics.get("train_rollouts/policy_staleness", 0.0))
         critic.sent(step)
+        await rollouts.start_ahead(step)
         await asyncio.sleep(train_s)
     await rollouts.cancel()
     return found
@@ -256,3 +257,20 @@ def test_resumed_run_starts_the_groups_in_flight_again_with_their_seeds(inputs: 
         return resumed
 
     assert run_simulated(main()).started == simulation.started[7 * PER_STEP :]
+
+
+def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(inputs: StepInputs):
+    """Their decoding gives way to no other call."""
+
+    async def main() -> None:
+        simulation, critic = Simulation(log_normal), InstantCritic()
+        rollouts = make_rollouts(simulation, inputs, critic, steps=3, max_off_policy_steps=2, ranks=2)
+        for step in (1, 2, 3):
+            await rollouts.take(step)
+            assert len(simulation.started) == step * PER_STEP
+            critic.sent(step)
+            await rollouts.start_ahead(step)
+            assert len(simulation.started) == min(step + 1, 3) * PER_STEP
+        await rollouts.cancel()
+
+    run_simulated(main())
