@@ -58,7 +58,8 @@ class Collector:
         self.in_thread = in_thread
         self.sampling = PolicySampling(policy, in_thread)
         self._reference = reference if settings.kl.uses_reference else None
-        self._old_logprobs = settings.algorithm.old_logprobs
+        # Otherwise the update computes old log-probs itself, or takes the sampler's.
+        self._computes_old = settings.algorithm.old_logprobs == "recomputed" and not settings.max_off_policy_steps
         self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # requests; thousands of rows may be ready at once
 
     def start(
@@ -100,7 +101,7 @@ class Collector:
         try:
             with timers.phase("generate"):
                 rows = rows_of(await asyncio.gather(*(future for group in groups for future in group.ended)))
-            has_old = self._old_logprobs == "sampler" and all(row.logprobs is not None for row in rows)
+            has_old = not self._computes_old and all(row.logprobs is not None for row in rows)
             if self._reference is not None or (with_logprobs and not has_old):
                 with timers.phase("logprobs"):
                     logprobs = await self.in_thread(self.policy.sampled_logprobs, rows)

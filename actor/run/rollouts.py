@@ -188,10 +188,11 @@ class Rollouts:
         check_columns(self._collector.scorer.reward, [prompt for prompt, _ in prompts])
         jobs = dict[int, dict[int, Prompt]]()  # seed -> prompts by index
         for i, (prompt, after) in enumerate(prompts):
-            # One step at a time, seeds are those of the step. Several ones share the order of prompts alone.
-            of_step, index = divmod(after.prompts - 1, self._settings.prompts_per_step)
-            seed = self.inputs.seed_of(of_step + 1)
-            if not self._settings.max_off_policy_steps:
+            if self._settings.max_off_policy_steps:
+                # A step may take a group early. Its seed follows from the prompt's number, also in a resumed run.
+                home, index = divmod(after.prompts - 1, self._settings.prompts_per_step)
+                seed = self.inputs.seed_of(home + 1)
+            else:
                 seed, index = self.inputs.seed_of(step, *([repeat] if repeat else [])), i
             jobs.setdefault(seed, {}).update({index * size + k: prompt for k in range(size)})
         started = [

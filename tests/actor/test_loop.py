@@ -33,6 +33,7 @@ from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
 from rlhf_triton.actor.generation.slots import SamplingJob
 from rlhf_triton.actor.loop import PPORun
@@ -956,6 +957,24 @@ def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoin
     go_until(again, again.policy, "decode", 1)
     go(make_grpo(tmp_path, checkpoints, checkpoint_every=2))
     assert ends(tmp_path) == whole
+
+
+@pytest.mark.parametrize(("name", "call", "crash"), [("decode", 9, True), ("decode", 14, False), ("logprobs", 4, True)])
+def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(
+    tmp_path: Path, checkpoints: Checkpoints, name: str, call: int, crash: bool
+):
+    """None is lost or repeated, however many of later steps were in flight, and no token is older than allowed."""
+    ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
+    settings = {**SHORT, **ahead, "steps": 8, "checkpoint_every": 2, "logged_texts": 4}
+    run = make_grpo(tmp_path, checkpoints, **settings)
+    go_until(run, run.policy, name, call, crash=crash)
+    go(make_grpo(tmp_path, checkpoints, **settings))
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 9)]
+    assert max(line["train_rollouts/policy_staleness"] for line in lines) <= 2
+    assert any(line["train_optim/importance"] != 1.0 for line in lines)
+    in_order = [prompt.text for prompt, _ in run.inputs.read(8 * 2, Positions()) for _ in range(2)]
+    assert [line["prompt"] for line in read_jsonl(tmp_path / "rollouts.jsonl")] == in_order
 
 
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}

@@ -24,9 +24,10 @@ from random_models import random_llama, word_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.slots import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
@@ -162,6 +163,45 @@ def test_vllm_generates_with_the_weights_of_the_policy(
         theirs = padded([row.logprobs for row in rows])
         assert float((padded(policy.sampled_logprobs(rows)) - theirs).abs().max()) <= MOST_GAP
         stops_as_our_own(data, config, policy)
+
+
+def test_responses_in_progress_take_up_each_update_with_exact_logprobs(
+    tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A forward pass of each version gives the log-probs of its tokens, also behind tokens of older versions."""
+    ahead = {"max_off_policy_steps": 2, "algorithm": {"old_logprobs": "sampler"}, "prompts": {"max_tokens": 8}}
+    data = configuration(models, tmp_path, vllm)
+    data["actor"] |= {**ahead, "prompts": {**data["actor"]["prompts"], "max_tokens": 8}}
+    data["actor"]["generation"]["max_new_tokens"] = 56
+    with served(RunConfig.model_validate(data), monkeypatch) as config:
+        policy = Policy(config.actor)
+        policy.generation = VllmGeneration(config, policy)
+        found, weights = list[RolloutRow](), list[dict[str, torch.Tensor]]()
+        job = SamplingJob(dict(enumerate([*PROMPTS] * 50)), lambda _, rows: found.extend(rows), seed=3)
+        for version in range(5):
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            policy.trained.optimizer_step += 1
+            policy.renew_sampler(version)
+            weights.append({name: tensor.clone() for name, tensor in policy.sampler.state_dict().items()})
+            if not version:
+                policy.add(job)
+            begun = len(found)
+            while len(found) < begun + 20:
+                time.sleep(0.01)
+        policy.decode()
+    changes = [len({*row.versions[row.sampled].tolist()}) - 1 for row in found]
+    assert len(found) == 200
+    assert max(changes) >= 1
+    gaps = []
+    for version, tensors in enumerate(weights):
+        policy.sampler.load_state_dict(tensors)
+        for row, logprobs in zip(found, policy.logprobs(found), strict=True):
+            gaps += abs(logprobs - row.logprobs)[row.versions == version].tolist()
+    assert len(gaps) == sum(int(row.sampled.sum()) for row in found)
+    print(f"{sum(changes)} changes of weights within {len(found)} responses, largest gap {max(gaps):.1e}")
+    assert max(gaps) <= MOST_GAP
 
 
 def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) -> None:
