@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +40,6 @@ class GroupInFlight:
     """When it completes, scoring may start; its result is the critic versions that requests demand, None for any."""
     scoring: "GroupScoring"
     scored: asyncio.Task[list[Conversation]]
-    started: float = field(default_factory=time.monotonic)
 
     async def cancel(self) -> None:
         """Stop scoring."""

@@ -7,7 +7,6 @@ policy of that moment. A run thus waits for a slow group while the groups of the
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,25 +147,23 @@ class Rollouts:
         """
         set_log_position(step=step)
         settings, timers = self._settings, Timers(step)
-        algorithm, started = settings.algorithm, time.monotonic()
-        await self._collector.sampling.renew(step - 1)
-        await self._start_steps(step, ahead=self._most_ahead if self._is_interruptible else 0)
+        algorithm = settings.algorithm
         useful = list[Group]()
         useless = list[Group]()
         dropped = list[Group]()
-        for repeat in range(algorithm.max_resampled + 1):
-            if repeat:
-                dropped += useless
-                await self._start(len(useless), step, repeat)
-            groups, first_started = await self._complete(settings.prompts_per_step - len(useful), step, timers)
-            started = min(started, first_started)
-            useless = []
-            for group in groups:
-                is_kept = not algorithm.max_resampled or has_spread(group, algorithm, self._truncated)
-                (useful if is_kept else useless).append(group)
-            if not useless:
-                break
-        timers.add_span("rollout_time", started, time.monotonic())
+        with timers.phase("rollout_time"):
+            await self._collector.sampling.renew(step - 1)
+            await self._start_steps(step, ahead=self._most_ahead if self._is_interruptible else 0)
+            for repeat in range(algorithm.max_resampled + 1):
+                if repeat:
+                    dropped += useless
+                    await self._start(len(useless), step, repeat)
+                useless = []
+                for group in await self._complete(settings.prompts_per_step - len(useful), step, timers):
+                    is_kept = not algorithm.max_resampled or has_spread(group, algorithm, self._truncated)
+                    (useful if is_kept else useless).append(group)
+                if not useless:
+                    break
         # A group that `max_resampled` attempts could not replace stays, so that the step is full.
         return Rollout([*useful, *useless], dropped, timers, self._metrics([*useful, *useless], dropped, step))
 
@@ -202,8 +199,8 @@ class Rollouts:
         ]
         self._in_flight += zip(started, (after for _, after in prompts), strict=True)
 
-    async def _complete(self, count: int, step: int, timers: Timers) -> tuple[list[Group], float]:
-        """Return the first `count` groups in flight once they are scored, and when the first one was started."""
+    async def _complete(self, count: int, step: int, timers: Timers) -> list[Group]:
+        """Return the first `count` groups in flight once they are scored."""
         for position, (group, _) in enumerate(self._in_flight):
             self._demand(group, step + position // self._settings.prompts_per_step)
         pairs = [self._in_flight.popleft() for _ in range(count)]
@@ -211,7 +208,7 @@ class Rollouts:
         with_logprobs = not self._settings.is_one_update
         groups = await self._collector.complete(self._taken, timers=timers, with_logprobs=with_logprobs)
         self.inputs.record(step, pairs[-1][1])
-        return groups, min(group.started for group in self._taken)
+        return groups
 
     def _demand(self, group: GroupInFlight, step: int) -> None:
         """Let a group be scored as soon as the critic's weights are new enough for `step`."""

@@ -31,7 +31,6 @@ class GroupOfSimulation:
 
     versions: asyncio.Future[VersionRange | None]
     scored: asyncio.Task[Group]
-    started: float = 0.0
 
     async def cancel(self) -> None:
         self.scored.cancel()
