@@ -205,15 +205,20 @@ def read_records(folder: Path, number: int) -> Iterator[tuple[int, Record]]:
             yield position, decode(payload)
 
 
-def opening_of(folder: Path, number: int) -> Mapping[str, Any] | None:
-    """Return the header of a segment's first record; None if a crash has left none. Raises as `read_records`."""
+def record_at(folder: Path, number: int, position: int = len(START)) -> Record | None:
+    """Return the record at a position of a segment, by default its opening; None if a crash has left none.
+
+    Raises as `read_records`.
+    """
     path = path_of(folder, number)
     with path.open("rb") as file:
-        data = file.read(len(START) + PREFIX.size)
+        data = file.read(len(START))
+        file.seek(position)
+        data += file.read(PREFIX.size)
         frame = _frame_at(data, len(START))
         data += file.read(0 if frame is None else frame.end - len(data))
     for _, payload in _payloads(path, data, is_newest=number == segments(folder)[-1]):
-        return decode(payload).header
+        return decode(payload)
     return None
 
 

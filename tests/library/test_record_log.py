@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import record_log
-from rlhf_triton.store.record_log import DamagedRecord, Record, RecordLog, opening_of, path_of, read_records, segments
+from rlhf_triton.store.record_log import DamagedRecord, Record, RecordLog, path_of, read_records, record_at, segments
 
 KINDS = sorted(record_log.NAMES)
 
@@ -60,7 +60,8 @@ def test_appended_records_are_read_in_order_from_segments_of_bounded_size(
     assert len(segments(tmp_path)) > 3
     write(tmp_path, 20, 21)
     assert numbers_in(tmp_path) == [*range(22)]
-    assert [opening_of(tmp_path, number) for number in segments(tmp_path)][-2:] == [{"opening": 0}, {"opening": 20}]
+    openings = [record_at(tmp_path, number) for number in segments(tmp_path)]
+    assert [opening and opening.header for opening in openings][-2:] == [{"opening": 0}, {"opening": 20}]
     log = RecordLog(tmp_path, dict)
     log.remove_before(segments(tmp_path)[-1])
     log.close()
@@ -90,7 +91,7 @@ def test_segment_whose_opening_a_crash_has_cut_is_removed(size: int, tmp_path: P
     write(tmp_path, 1)
     write(tmp_path, 2)
     path_of(tmp_path, 2).write_bytes(path_of(tmp_path, 2).read_bytes()[:size])
-    assert opening_of(tmp_path, 2) is None
+    assert record_at(tmp_path, 2) is None
     write(tmp_path, 3)
     assert numbers_in(tmp_path) == [1, 3]
 
