@@ -45,7 +45,7 @@ class DamagedRecord(RlhfError):
     def __init__(self, path: Path, position: int, problem: str, payload: bytes = b"") -> None:
         """`payload`: the frame's bytes, if only they are damaged."""
         super().__init__(f"{path} is damaged at byte {position}: {problem}; {REMEDY.format(folder=path.parent)}")
-        self.path, self.position, self.payload = path, position, payload
+        self.path, self.position, self.problem, self.payload = path, position, problem, payload
 
 
 @dataclass(frozen=True)

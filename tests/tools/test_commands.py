@@ -45,6 +45,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "bench": ["trl", "--environment", "{folder}", "--out", "{folder}/bench"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
+    "replay": ["{folder}", "--step", "1"],
     "example-model": ["{folder}/file"],
     "init": ["models", "--reward", "{folder}", "--no-load"],
 }

@@ -1,0 +1,84 @@
+"""Finds the steps in a run's journal of samples. Imports no torch.
+
+    <run.dir>/samples/    a log (see `record_log`) of openings, groups and steps
+
+An opening has the settings and the environment of the records after it; the number of groups before it, the last step
+that has any, and the step after which its process resumed: what earlier processes have recorded of later steps is void.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.record_log import Record, read_records, record_at, segments
+
+GROUP = "group"
+STEP = "step"
+Place = tuple[int, int]  # segment and position of a record
+
+
+def samples_of(run_dir: Path) -> Path:
+    """Return the folder of a run's journal of samples."""
+    return run_dir / "samples"
+
+
+def openings_of(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the opening of each segment. Raises DamagedRecord, or RlhfError for another format."""
+    found = {number: record_at(folder, number) for number in segments(folder)}
+    return {number: record.header for number, record in found.items() if record is not None}
+
+
+def describe_samples(folder: Path, step: int) -> str:
+    """Return how many groups are kept, and how many steps ago the oldest one was trained, for a run after `step`."""
+    openings = openings_of(folder)
+    if not openings:
+        return "none are kept"
+    first, last = min(openings), max(openings)
+    newest = sum(record.header["kind"] == GROUP for _, record in read_records(folder, last))
+    num_groups = openings[last]["groups"] + newest - openings[first]["groups"]
+    return f"{num_groups} groups are kept, of the last {max(0, step - openings[first]['step'])} steps"
+
+
+@dataclass
+class RecordedSteps:
+    """The complete steps of a range, and where they and their groups are."""
+
+    folder: Path
+    openings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by step
+    steps: dict[int, Place] = field(default_factory=dict)
+    groups: dict[tuple[int, int], Place] = field(default_factory=dict)  # by step and number
+
+    def step(self, step: int) -> Record:
+        """Return the record of a step."""
+        return self._read(self.steps[step])
+
+    def group(self, step: int, number: int) -> Record:
+        """Return the record of a group. Raises RlhfError if it is missing."""
+        place = self.groups.get((step, number))
+        if place is None:
+            raise RlhfError(f"{self.folder} lacks group {number} of step {step}; restore its segments (*.log)")
+        return self._read(place)
+
+    def _read(self, place: Place) -> Record:
+        record = record_at(self.folder, *place)
+        assert record is not None, "`find_steps` has read it"
+        return record
+
+
+def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
+    """Find the complete steps from `first` to `last`. Raises DamagedRecord, or RlhfError for another format."""
+    found, openings = RecordedSteps(folder), openings_of(folder)
+    start = max((number for number, opening in openings.items() if opening["step"] < first), default=0)
+    for number, opening in openings.items():
+        later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
+        for position, record in read_records(folder, number) if number >= start else ():
+            step = record.header["step"]
+            if record.header["kind"] == "opening" or not first <= step <= min([last, *later]):
+                continue
+            if record.header["kind"] == STEP:
+                found.steps[step], found.openings[step] = (number, position), opening
+            else:
+                found.groups[step, record.header["number"]] = (number, position)
+    return found

@@ -1,0 +1,198 @@
+"""Writes a run's journal of samples: what each step trained on, and what came of it, so that it can be replayed.
+
+A step's groups are on disk before its update starts. The record of the step holds digests: of the training batch for
+each row, and of the trained weights and the optimizer's state for each parameter.
+"""
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.rollout_rows import Group
+from rlhf_triton.actor.data.sample_records import record_of
+from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.recorded_steps import GROUP, STEP, openings_of, samples_of
+from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.config import RunConfig
+from rlhf_triton.digests import short_digest
+from rlhf_triton.store.record_log import Record, RecordLog, read_records
+from rlhf_triton.store.sealed_folder import saved_steps
+
+PACKAGES = ("torch", "transformers", "peft", "numpy")
+VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
+KEPT = "advantages"  # the batch's tensor whose values are in the journal, besides its digests
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """What a step has computed."""
+
+    batch: PPOBatch  # of the rows that the policy learned from
+    num_dropped: int  # groups at the end that only the critic learned from
+    payload: Mapping[str, np.ndarray] | None  # from `critic_payload`; None without a critic
+    update: Mapping[str, float]  # metrics of the policy's update; {} if only the critic was trained
+
+
+class SampleJournal:
+    """The journal of one run, written by rank 0."""
+
+    def __init__(self, config: RunConfig, state: RunState) -> None:
+        self._folder, self._state = samples_of(config.run.dir), state
+        self._checkpoints = actor_checkpoints(config.run.dir)
+        self._settings, self._keep = config.model_dump(mode="json"), config.actor.keep_checkpoints
+        self._environment = environment_of(config)
+        self._pending: list[Future[None]] = []
+        self._log: RecordLog | None = None
+
+    def resume(self, step: int) -> None:
+        """Continue after `step`; what is recorded of later steps is void.
+
+        Raises:
+            RlhfError: the newest segment is damaged, or not of this format.
+        """
+        openings = openings_of(self._folder)
+        last = max(openings, default=0)
+        opening = openings.get(last, {"session": 0, "groups": 0})
+        self._resumed, self._step, self._session = step, step, opening["session"] + 1
+        self._num_groups = opening["groups"]
+        if last:
+            self._num_groups += sum(record.header["kind"] == GROUP for _, record in read_records(self._folder, last))
+        self._log = RecordLog(self._folder, self._opening)
+
+    def _opening(self) -> Mapping[str, Any]:
+        return {
+            "kind": "opening",
+            "session": self._session,
+            "resumed": self._resumed,
+            "step": self._step,
+            "groups": self._num_groups,
+            "settings": self._settings,
+            "environment": self._environment,
+        }
+
+    def add_groups(self, step: int, groups: Sequence[Group], *, first: int) -> None:
+        """Record the groups of a step, before its batch is made.
+
+        `first`: number of the first group; groups are numbered in the order of their prompts.
+        """
+        self._before = self._state_now()
+        self._numbers = [*range(first, first + len(groups))]
+        self._seed = self._state.inputs.seed_of(step)
+        for number, group in zip(self._numbers, groups, strict=True):
+            self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
+        self._step = step
+        self._num_groups += len(groups)
+
+    def add_step(self, step: int, results: "StepResults") -> None:
+        """Record a step after its update. The weights must not change meanwhile."""
+        about = {"groups": self._numbers, "seed": self._seed, "before": self._before, "after": self._state_now()}
+        record = step_record(self._state.policy, step, results, **about)
+        self._append(lambda: record)
+
+    def _state_now(self) -> dict[str, Any]:
+        return state_of(self._state.policy, self._state.shaper, self._state.kl)
+
+    def _append(self, encode: Callable[[], Record]) -> None:
+        assert self._log is not None, "call `resume` first"
+        self._pending.append(self._log.append(encode))
+
+    async def durable(self) -> None:
+        """Wait until all records are on disk. Raises OSError if the disk has refused one."""
+        pending, self._pending = self._pending, []
+        await asyncio.gather(*map(asyncio.wrap_future, pending))
+
+    def prune(self) -> None:
+        """Begin a segment after a checkpoint; remove those before the oldest checkpoint, which no replay needs."""
+        assert self._log is not None, "call `resume` first"
+        self._log.rotate()
+        checkpoints = saved_steps(self._checkpoints)
+        oldest = min(checkpoints) if len(checkpoints) >= self._keep else 0
+        needed = [number for number, opening in openings_of(self._folder).items() if opening["step"] <= oldest]
+        self._log.remove_before(max(needed, default=0))
+
+    def close(self) -> None:
+        """Wait until all records are on disk, or have failed."""
+        if self._log is not None:
+            self._log.close()
+
+
+def state_of(policy: Policy, shaper: RewardShaper, kl: KLControl) -> dict[str, Any]:
+    """Return the numbers among the state that a step changes, named as in a checkpoint."""
+    return {
+        "optimizer_step": policy.trained.optimizer_step,
+        "kl_coef": kl.coef,
+        "reward_moments": shaper.moments.state(),
+    }
+
+
+def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> Record:
+    """Return the record of a step, `about` in its header; a replay makes it again and compares the two."""
+    batch, trained = results.batch, policy.trained
+    rows = {name: rows_of_tensor(batch, name) for name, tensor in vars(batch).items() if tensor is not None}
+    header = {
+        "kind": STEP,
+        "step": step,
+        **about,
+        "num_dropped": results.num_dropped,
+        "tensors": [*rows],
+        "payload": None if results.payload is None else digests_of_payload(results.payload),
+        "update": {name: value for name, value in results.update.items() if name.startswith("train_optim/")},
+    }
+    digests = {
+        "digests": [list(map(short_digest, parts)) for parts in rows.values()],
+        "weights": _digests_of(trained.weights()),
+        "optimizer": _digests_of(trained.state()),
+    }
+    arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
+    return Record(header, {KEPT: np.concatenate(rows[KEPT]), **arrays})
+
+
+def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:
+    """Return a tensor of the batch as one array per row, without padding."""
+    array: np.ndarray = getattr(batch, name).numpy()
+    if array.ndim == 1:
+        return [*array[:, None]]
+    return [row[: length - (name != "tokens")] for row, length in zip(array, batch.lengths.tolist(), strict=True)]
+
+
+def digests_of_payload(payload: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return the digest of each field of a critic_train payload."""
+    return {name: short_digest(np.ascontiguousarray(array)) for name, array in payload.items()}
+
+
+def environment_of(config: RunConfig) -> dict[str, Any]:
+    """Return what results may depend on besides the settings, by name."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    return {
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "Python": platform.python_version(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "CPUs": os.cpu_count(),
+        **dict(sorted(variables.items())),
+    }
+
+
+def _digests_of(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the digest of each tensor, in the order of their names.
+
+    None if they are sharded, or on a GPU, from which copying them takes long.
+    """
+    if any(tensor.device.type != "cpu" or isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return []
+    ordered = (tensors[name].reshape(-1) for name in sorted(tensors))
+    return [short_digest(tensor.contiguous().view(torch.uint8).numpy()) for tensor in ordered]
