@@ -4,6 +4,7 @@ Scoring overlaps with generation; the critic trains and reloads while the policy
 their `Method` (an advantage function and a loss) and in whether they use a critic.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -103,7 +104,7 @@ class PPORun:
             await self.rollouts.cancel()
             await self.critic.cancel()
             await cancel_all(self.recorder.saves)
-            self.samples.close()
+            await asyncio.to_thread(self.samples.close)
 
     async def all_steps(self) -> dict[str, Any]:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
@@ -114,7 +115,7 @@ class PPORun:
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
         self.last.record(await self.stop.or_done(self.recorder.resume()))
-        self.samples.resume(self.done)
+        await asyncio.to_thread(self.samples.resume, self.done)
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
@@ -126,7 +127,7 @@ class PPORun:
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.recorder.checkpoint(self.done)
-                self.samples.prune()
+                await asyncio.to_thread(self.samples.prune)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout has started
         await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after")

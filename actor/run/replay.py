@@ -173,12 +173,10 @@ def first_difference(
     if different := _different_entry(old["before"], new["before"]):
         return f"before the step, {different}"
     for name, was, now in zip(old["tensors"], recorded.arrays["digests"], replayed.arrays["digests"], strict=True):
+        if name == KEPT and (different := _different_value(recorded.arrays[name], replayed.arrays[name], rows)):
+            return f"`{name}` of {different}"
         if len(differing := np.flatnonzero(was != now)):
-            row = int(differing[0])
-            values = ", by its digest"
-            if name == KEPT:
-                values = _first_value(recorded.arrays[KEPT], replayed.arrays[KEPT], rows, row)
-            return f"`{name}` of sample {row} (prompt {rows[row].prompt.prompt_id}){values}"
+            return f"`{name}` of {_sample(rows, int(differing[0]))}, by its digest"
     for name in ("payload", "update"):
         if different := _different_entry(old[name] or {}, new[name] or {}):
             return f"in the {name}, {different}"
@@ -195,8 +193,17 @@ def _different_entry(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"`{names[0]}`: {was.get(names[0])} in the run, {now.get(names[0])} here" if names else ""
 
 
-def _first_value(was: np.ndarray, now: np.ndarray, rows: Sequence[RolloutRow], row: int) -> str:
-    """Return the first position and both values of a row in which two columns `[N]` differ."""
-    begin = sum(len(other.tokens) - 1 for other in rows[:row])
-    index = int(np.flatnonzero(was[begin:].view(np.uint32) != now[begin:].view(np.uint32))[0])
-    return f" at token {index + 1}: {was[begin + index]} in the run, {now[begin + index]} here"
+def _different_value(was: np.ndarray, now: np.ndarray, rows: Sequence[RolloutRow]) -> str:
+    """Return the first position and both values where two columns `[N]` differ in a bit; "" if they do not."""
+    differing = np.flatnonzero(was.view(np.uint32) != now.view(np.uint32))
+    if not len(differing):
+        return ""
+    index = int(differing[0])
+    ends = np.cumsum([len(row.tokens) - 1 for row in rows])
+    row = int(np.searchsorted(ends, index, side="right"))
+    token = index - int(ends[row]) + len(rows[row].tokens)
+    return f"{_sample(rows, row)} at token {token}: {was[index]} in the run, {now[index]} here"
+
+
+def _sample(rows: Sequence[RolloutRow], row: int) -> str:
+    return f"sample {row} (prompt {rows[row].prompt.prompt_id})"
