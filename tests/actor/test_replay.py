@@ -217,6 +217,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
             samples.add_groups(step, groups, first=2 * step)
             samples._append(lambda step=step: Record({"kind": "step", "step": step}))
             if step % 10 == 0:
+                asyncio.run(samples.durable())
                 for kept in range(max(10, step - 10), step + 1, 10):
                     make_folder(tmp_path / "checkpoints" / "actor" / str(kept))
                     (tmp_path / "checkpoints" / "actor" / str(kept) / "state.json").touch()
