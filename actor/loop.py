@@ -127,7 +127,7 @@ class PPORun:
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.recorder.checkpoint(self.done)
-                await asyncio.to_thread(self.samples.prune)
+                await asyncio.to_thread(self.samples.prune, self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout has started
         await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after")
@@ -141,8 +141,7 @@ class PPORun:
         timers.include(rollout.timers)
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
-        first = self.inputs.positions_after(step - 1).prompts
-        self.samples.add_groups(step, [*rollout.groups, *rollout.dropped], first=first)
+        self.samples.add_groups(step, [*rollout.groups, *rollout.dropped])
         batch = await self.in_thread(self.make_batch, rollout.groups, rollout.dropped)
         payload = await self.in_thread(critic_payload, batch) if self.scorer.has_critic else None
         await self.samples.durable()

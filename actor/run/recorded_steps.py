@@ -2,8 +2,8 @@
 
     <run.dir>/samples/    a log (see `record_log`) of openings, groups and steps
 
-An opening has the settings and the environment of the records after it; the number of groups before it, the last step
-that has any, and the step after which its process resumed: what earlier processes have recorded of later steps is void.
+An opening has the settings and the environment of the records after it, the last checkpoint's step, the number of the
+first group after it, and the step after which its process resumed: what earlier processes have of later steps is void.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,22 @@ def openings_of(folder: Path) -> dict[int, Mapping[str, Any]]:
     return {number: record.header for number, record in found.items() if record is not None}
 
 
+def first_segment(openings: Mapping[int, Mapping[str, Any]], step: int) -> int:
+    """Return the first segment with records after `step` that are not void; 0 if all segments are needed."""
+    last = max((number for number, opening in openings.items() if opening["step"] <= step), default=0)
+    marks = {number: (opening["session"], opening["step"]) for number, opening in openings.items()}
+    return min((number for number, mark in marks.items() if mark == marks[last]), default=0) if last else 0
+
+
 def describe_samples(folder: Path, step: int) -> str:
-    """Return how many groups are kept, and how many steps ago the oldest one was trained, for a run after `step`."""
+    """Return how many groups are kept, and how many steps ago the oldest was trained, for a run after `step`."""
     openings = openings_of(folder)
     if not openings:
-        return "none are kept"
+        return "none"
     first, last = min(openings), max(openings)
-    newest = sum(record.header["kind"] == GROUP for _, record in read_records(folder, last))
-    num_groups = openings[last]["groups"] + newest - openings[first]["groups"]
-    return f"{num_groups} groups are kept, of the last {max(0, step - openings[first]['step'])} steps"
+    numbers = [record.header["number"] for _, record in read_records(folder, last) if record.header["kind"] == GROUP]
+    num_groups = max(numbers, default=openings[last]["first"] - 1) + 1 - openings[first]["first"]
+    return f"{num_groups} groups, of the last {max(0, step - openings[first]['step'])} steps"
 
 
 @dataclass
@@ -70,7 +77,7 @@ class RecordedSteps:
 def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
     """Find the complete steps from `first` to `last`. Raises DamagedRecord, or RlhfError for another format."""
     found, openings = RecordedSteps(folder), openings_of(folder)
-    start = max((number for number, opening in openings.items() if opening["step"] < first), default=0)
+    start = first_segment(openings, first - 1)
     for number, opening in openings.items():
         later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
         for position, record in read_records(folder, number) if number >= start else ():

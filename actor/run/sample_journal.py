@@ -26,11 +26,11 @@ from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import record_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.recorded_steps import GROUP, STEP, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import STEP, first_segment, openings_of, samples_of
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import Record, RecordLog, read_records
+from rlhf_triton.store.record_log import Record, RecordLog
 from rlhf_triton.store.sealed_folder import saved_steps
 
 PACKAGES = ("torch", "transformers", "peft", "numpy")
@@ -54,8 +54,12 @@ class SampleJournal:
     def __init__(self, config: RunConfig, state: RunState) -> None:
         self._folder, self._state = samples_of(config.run.dir), state
         self._checkpoints = actor_checkpoints(config.run.dir)
-        self._settings, self._keep = config.model_dump(mode="json"), config.actor.keep_checkpoints
-        self._environment = environment_of(config)
+        self._keep = config.actor.keep_checkpoints
+        self._fixed: dict[str, Any] = {
+            "kind": "opening",
+            "settings": config.model_dump(mode="json"),
+            "environment": environment_of(config),
+        }
         self._pending: list[Future[None]] = []
         self._log: RecordLog | None = None
 
@@ -65,38 +69,21 @@ class SampleJournal:
         Raises:
             RlhfError: the newest segment is damaged, or not of this format.
         """
-        openings = openings_of(self._folder)
-        last = max(openings, default=0)
-        opening = openings.get(last, {"session": 0, "groups": 0})
-        self._resumed, self._step, self._session = step, step, opening["session"] + 1
-        self._num_groups = opening["groups"]
-        if last:
-            self._num_groups += sum(record.header["kind"] == GROUP for _, record in read_records(self._folder, last))
-        self._log = RecordLog(self._folder, self._opening)
+        sessions = [opening["session"] for opening in openings_of(self._folder).values()]
+        self._fixed |= {"session": max(sessions, default=0) + 1, "resumed": step}
+        self._log = RecordLog(self._folder, self._opening(step))
 
-    def _opening(self) -> Mapping[str, Any]:
-        return {
-            "kind": "opening",
-            "session": self._session,
-            "resumed": self._resumed,
-            "step": self._step,
-            "groups": self._num_groups,
-            "settings": self._settings,
-            "environment": self._environment,
-        }
+    def _opening(self, step: int) -> Mapping[str, Any]:
+        return {**self._fixed, "step": step, "first": self._state.inputs.positions_after(step).prompts}
 
-    def add_groups(self, step: int, groups: Sequence[Group], *, first: int) -> None:
-        """Record the groups of a step, before its batch is made.
-
-        `first`: number of the first group; groups are numbered in the order of their prompts.
-        """
+    def add_groups(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the groups of a step, in the order of their prompts, before its batch is made."""
+        first = self._state.inputs.positions_after(step - 1).prompts
         self._before = self._state_now()
         self._numbers = [*range(first, first + len(groups))]
         self._seed = self._state.inputs.seed_of(step)
         for number, group in zip(self._numbers, groups, strict=True):
             self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
-        self._step = step
-        self._num_groups += len(groups)
 
     def add_step(self, step: int, results: "StepResults") -> None:
         """Record a step after its update. The weights must not change meanwhile."""
@@ -116,14 +103,16 @@ class SampleJournal:
         pending, self._pending = self._pending, []
         await asyncio.gather(*map(asyncio.wrap_future, pending))
 
-    def prune(self) -> None:
-        """Begin a segment after a checkpoint; remove those before the oldest checkpoint, which no replay needs."""
+    def prune(self, step: int) -> None:
+        """Begin a segment after the checkpoint of `step`; remove the segments before the oldest checkpoint.
+
+        Until there are more checkpoints than the run keeps, the oldest one is the start of the run.
+        """
         assert self._log is not None, "call `resume` first"
-        self._log.rotate()
+        self._log.rotate(self._opening(step))
         checkpoints = saved_steps(self._checkpoints)
         oldest = min(checkpoints) if len(checkpoints) >= self._keep else 0
-        needed = [number for number, opening in openings_of(self._folder).items() if opening["step"] <= oldest]
-        self._log.remove_before(max(needed, default=0))
+        self._log.remove_before(first_segment(openings_of(self._folder), oldest))
 
     def close(self) -> None:
         """Wait until all records are on disk, or have failed."""

@@ -69,12 +69,11 @@ class Frame:
 class RecordLog:
     """Appends to the log in a folder, of which there must be only one writer."""
 
-    def __init__(self, folder: Path, opening: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, folder: Path, opening: Mapping[str, Any]) -> None:
         """Cut off what a crash has left of records that were not on disk.
 
         Args:
-            opening: returns the first record of a new segment, such as the settings that its records depend on; called
-                in the writer thread.
+            opening: the first record of each new segment, such as the settings that its other records depend on.
 
         Raises:
             RlhfError: the newest segment is damaged, or not a log of this format.
@@ -97,9 +96,14 @@ class RecordLog:
         """
         return self._put(encode)
 
-    def rotate(self) -> None:
-        """Begin a new segment with the next record."""
-        self._put(self._end_segment)
+    def rotate(self, opening: Mapping[str, Any]) -> None:
+        """Begin a new segment with the next record; `opening`: of this segment and of later ones."""
+
+        def end() -> None:
+            self._end_segment()
+            self._opening = opening
+
+        self._put(end)
 
     def remove_before(self, number: int) -> None:
         """Delete the segments before `number`."""
@@ -155,7 +159,7 @@ class RecordLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         write_all(self._file, [START])
         self._size, self._synced = len(START), 0
-        self._write(Record(self._opening()))
+        self._write(Record(self._opening))
         self._sync()
         sync_directory(self._folder)
 

@@ -14,6 +14,7 @@ import pytest
 from live_system import Checkpoints, make_run
 from test_loop import PPO, go, make_ppo
 
+from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, openings_of, samples_of
 from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.store import record_log
@@ -31,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "minibatch_size": 2,
     "lora_rank": 2,
     "checkpoint_every": 2,
+    "keep_checkpoints": 3,
     "validation_size": 0,
     "lr": 1e-2,
     "kl_coef": 0.1,
@@ -87,7 +89,7 @@ def rewrite(folder: Path, change: Callable[[Record], Record]) -> None:
     samples_of(folder).rename(old)
     for number in segments(old):
         (opening, *records) = [record for _, record in read_records(old, number)]
-        log = RecordLog(samples_of(folder), lambda opening=opening: opening.header)
+        log = RecordLog(samples_of(folder), opening.header)
         for record in records:
             log.append(lambda record=record: change(record))
         log.close()
@@ -200,13 +202,13 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
 ):
     """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept; segments of any size."""
     monkeypatch.setattr(record_log, "SEGMENT_BYTES", 20_000)
-    config = make_run(tmp_path, checkpoints).config
+    config = make_run(tmp_path, checkpoints, actor={"keep_checkpoints": 2}).config
     moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
     state: Any = SimpleNamespace(
         policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0)),
         shaper=SimpleNamespace(moments=moments),
         kl=SimpleNamespace(coef=0.0),
-        inputs=SimpleNamespace(seed_of=lambda step: step),
+        inputs=SimpleNamespace(seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step)),
     )
     groups = groups_of(scored_samples(), 2)
     sizes = []
@@ -214,7 +216,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
         samples = SampleJournal(config, state)
         samples.resume(session * 100)
         for step in range(session * 100 + 1, session * 100 + 101):
-            samples.add_groups(step, groups, first=2 * step)
+            samples.add_groups(step, groups)
             samples._append(lambda step=step: Record({"kind": "step", "step": step}))
             if step % 10 == 0:
                 asyncio.run(samples.durable())
@@ -222,11 +224,11 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
                     make_folder(tmp_path / "checkpoints" / "actor" / str(kept))
                     (tmp_path / "checkpoints" / "actor" / str(kept) / "state.json").touch()
                 shutil.rmtree(tmp_path / "checkpoints" / "actor" / str(step - 20), ignore_errors=True)
-                samples.prune()
+                samples.prune(step)
                 sizes.append(sum(path.stat().st_size for path in samples_of(tmp_path).iterdir()))
         samples.close()
     folder = samples_of(tmp_path)
     assert max(sizes) < 3 * sizes[0], sizes
-    assert [*find_steps(folder, 1, 300).steps] == [*range(281, 301)]
-    assert min(opening["step"] for opening in openings_of(folder).values()) == 280
-    assert describe_samples(folder, 300) == "40 groups are kept, of the last 20 steps"
+    assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
+    assert min(opening["step"] for opening in openings_of(folder).values()) == 290
+    assert describe_samples(folder, 300) == "20 groups, of the last 10 steps"

@@ -117,7 +117,7 @@ def a_group() -> Group:
 
 @pytest.mark.parametrize(("row", "name"), [(0, "tokens"), (1, "logprobs"), (2, "score.values"), (1, "sampled")])
 def test_one_flipped_bit_names_the_step_the_sample_and_the_field(row: int, name: str, tmp_path: Path):
-    log = RecordLog(tmp_path, dict)
+    log = RecordLog(tmp_path, {})
     record = record_of(a_group(), step=4, number=9)
     log.append(lambda: record).result()
     log.close()

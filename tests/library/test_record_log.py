@@ -24,7 +24,7 @@ def a_record(number: int) -> Record:
 
 def write(folder: Path, *numbers: int, apart: bool = True) -> None:
     """Append records; `apart`: each is on disk before the next is appended."""
-    log = RecordLog(folder, lambda: {"opening": numbers[0]})
+    log = RecordLog(folder, {"opening": numbers[0]})
     futures = []
     for number in numbers:
         futures.append(log.append(lambda number=number: a_record(number)))
@@ -62,7 +62,7 @@ def test_appended_records_are_read_in_order_from_segments_of_bounded_size(
     assert numbers_in(tmp_path) == [*range(22)]
     openings = [record_at(tmp_path, number) for number in segments(tmp_path)]
     assert [opening and opening.header for opening in openings][-2:] == [{"opening": 0}, {"opening": 20}]
-    log = RecordLog(tmp_path, dict)
+    log = RecordLog(tmp_path, {})
     log.remove_before(segments(tmp_path)[-1])
     log.close()
     assert numbers_in(tmp_path) == [20, 21]
@@ -80,7 +80,7 @@ def test_crash_at_any_byte_of_an_append_loses_only_records_that_were_not_on_disk
             path.write_bytes(data[:size] + end)
             kept = [1, 2] if is_complete else [1]
             assert numbers_in(tmp_path / "log") == kept
-            RecordLog(tmp_path / "log", dict).close()
+            RecordLog(tmp_path / "log", {}).close()
             assert numbers_in(tmp_path / "log") == kept
     write(tmp_path / "log", 3)
     assert numbers_in(tmp_path / "log") == [1, 2, 3]
@@ -107,7 +107,7 @@ def test_every_flipped_bit_of_a_record_on_disk_is_an_error_that_names_file_and_p
         ):
             numbers_in(tmp_path)
     with pytest.raises(DamagedRecord):
-        RecordLog(tmp_path, dict)
+        RecordLog(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_foreign_future_and_truncated_segments_are_refused(
 
 
 def test_full_disk_fails_the_record_and_all_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    log = RecordLog(tmp_path, dict)
+    log = RecordLog(tmp_path, {})
     log.append(lambda: a_record(1)).result()
 
     def full(*_: object) -> None:
