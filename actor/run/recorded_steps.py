@@ -41,11 +41,11 @@ def describe_samples(folder: Path, step: int) -> str:
     """Return how many groups are kept, and how many steps ago the oldest was trained, for a run after `step`."""
     openings = openings_of(folder)
     if not openings:
-        return "none"
+        return "none are kept"
     first, last = min(openings), max(openings)
     numbers = [record.header["number"] for _, record in read_records(folder, last) if record.header["kind"] == GROUP]
     num_groups = max(numbers, default=openings[last]["first"] - 1) + 1 - openings[first]["first"]
-    return f"{num_groups} groups, of the last {max(0, step - openings[first]['step'])} steps"
+    return f"{num_groups} groups are kept, of the last {max(0, step - openings[first]['step'])} steps"
 
 
 @dataclass

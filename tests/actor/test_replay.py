@@ -231,4 +231,4 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
     assert max(sizes) < 3 * sizes[0], sizes
     assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
     assert min(opening["step"] for opening in openings_of(folder).values()) == 290
-    assert describe_samples(folder, 300) == "20 groups, of the last 10 steps"
+    assert describe_samples(folder, 300) == "20 groups are kept, of the last 10 steps"

@@ -286,6 +286,7 @@ def test_status_describes_a_run_in_each_phase(
         "sidecar   has not begun; 0 of the journal's entries pending, last step 0",
         f"reward    {run.config.reward.model}, without versions",
         "critic    no version yet",
+        "samples   none are kept",
     ]
     settings = ["actor.steps=77", "reward.token_budget=512", "reward.instances=2", "reward.threads=3"]
     write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
