@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rlhf_triton.config import RunConfig
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import REPORTED, RlhfError, reason_of
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.tools.arguments import parse
+
+if TYPE_CHECKING:
+    from rlhf_triton.trainer.critic_replay import CriticReplay
 
 
 @reporting
@@ -39,11 +44,31 @@ def replay(run_dir: Path, first: int, last: int) -> int:
     quiet_transformers()
     run = Replay(run_dir, first, last)
     print(f"from {f'the checkpoint of step {run.start}' if run.start else 'the start of the run'}", flush=True)
+    critic: CriticReplay | None = None
     for step in run.run():
-        result = step.difference or ("identical" if step.has_weights else "identical, but for the weights: no digests")
+        if step.payload is not None and step.step == run.start + 1:
+            critic = _critic_of(run.config, run_dir, run.start)
+        difference = step.difference
+        if critic is not None and step.payload is not None and not difference:
+            difference = critic.train(step.step, step.payload)
+        result = difference or f"identical{', the critic too' if critic else ''}"
+        if not (difference or step.has_weights):
+            result += " (the run kept no digests of the weights)"
         print(f"step {step.step}: {result} ({step.seconds:.1f} s)", flush=True)
-        if step.difference:
+        if difference:
             lines = run.differing_environment() or ["nothing: the code, the processor, or a file has changed"]
             print("\n  ".join(["what differs in the environment:", *lines]))
             return 1
     return 0
+
+
+def _critic_of(config: RunConfig, run_dir: Path, step: int) -> CriticReplay | None:
+    """Return the critic after `step`; None, with a line that says why, if it is not kept."""
+    from rlhf_triton.trainer.critic_replay import CriticReplay
+
+    here = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
+    try:
+        return CriticReplay(here, step)
+    except REPORTED as error:  # the policy is replayed without it
+        print(f"the critic is not replayed: {reason_of(error)}", flush=True)
+        return None

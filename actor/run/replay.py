@@ -27,6 +27,8 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.record_log import DamagedRecord, Record
 from rlhf_triton.store.sealed_folder import saved_steps
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ReplayedStep:
 
     step: int
     difference: str  # the first difference from the run; "" if there is none
-    payload: Mapping[str, np.ndarray] | None  # inputs of the critic's update; None without a critic
+    payload: TrainPayload | None  # of the critic's update; None without a critic
     has_weights: bool  # whether the trained weights were compared
     seconds: float
 
@@ -88,7 +90,8 @@ class Replay:
             names = {"weights": sorted(trained.weights()), "optimizer": sorted(trained.state())}
             difference = first_difference(recorded, replayed, rows, names)
             has_weights = bool(recorded.arrays["weights"].size)
-            yield ReplayedStep(step, difference, payload, has_weights, time.monotonic() - start)
+            packed = None if payload is None else train_payload(payload, Limits(self._policy.vocab_size))
+            yield ReplayedStep(step, difference, packed, has_weights, time.monotonic() - start)
             if difference:
                 return
 
