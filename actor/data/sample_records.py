@@ -14,7 +14,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, rows_of
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import Record, decode
+from rlhf_triton.store.record_log import StoredRecord, decode
 
 SCORE = "score."
 DIGESTS = "digests"
@@ -23,7 +23,7 @@ PROMPT_TOKENS = "prompt_tokens"
 PROMPT_LENGTHS = "prompt_lengths"
 
 
-def record_of(group: Group, **about: Any) -> Record:
+def record_of(group: Group, **about: Any) -> StoredRecord:
     """Return the record of a group; `about`: further entries of its header."""
     rows = rows_of(group.conversations)
     prompts = list({id(row.prompt): row.prompt for row in rows}.values())
@@ -61,7 +61,7 @@ def record_of(group: Group, **about: Any) -> Record:
         ],
     }
     lengths = {LENGTHS: [len(row.tokens) for row in rows], PROMPT_LENGTHS: [len(prompt.tokens) for prompt in prompts]}
-    return Record(
+    return StoredRecord(
         header,
         {
             **arrays,
@@ -72,7 +72,7 @@ def record_of(group: Group, **about: Any) -> Record:
     )
 
 
-def group_of(record: Record) -> Group:
+def group_of(record: StoredRecord) -> Group:
     """Return the group that `record_of` has stored."""
     header, arrays = record.header, record.arrays
     tokens = _split(arrays[PROMPT_TOKENS], arrays[PROMPT_LENGTHS])

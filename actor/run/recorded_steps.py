@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.record_log import Record, read_records, record_at, segments
+from rlhf_triton.store.record_log import StoredRecord, read_records, record_at, segments
 
 GROUP = "group"
 STEP = "step"
@@ -57,18 +57,18 @@ class RecordedSteps:
     steps: dict[int, Place] = field(default_factory=dict)
     groups: dict[tuple[int, int], Place] = field(default_factory=dict)  # by step and number
 
-    def step(self, step: int) -> Record:
+    def step(self, step: int) -> StoredRecord:
         """Return the record of a step."""
         return self._read(self.steps[step])
 
-    def group(self, step: int, number: int) -> Record:
+    def group(self, step: int, number: int) -> StoredRecord:
         """Return the record of a group. Raises RlhfError if it is missing."""
         place = self.groups.get((step, number))
         if place is None:
             raise RlhfError(f"{self.folder} lacks group {number} of step {step}; restore its segments (*.log)")
         return self._read(place)
 
-    def _read(self, place: Place) -> Record:
+    def _read(self, place: Place) -> StoredRecord:
         record = record_at(self.folder, *place)
         assert record is not None, "`find_steps` has read it"
         return record

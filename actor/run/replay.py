@@ -25,7 +25,7 @@ from rlhf_triton.actor.run.sample_journal import KEPT, StepResults, environment_
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.record_log import DamagedRecord, Record
+from rlhf_triton.store.record_log import DamagedRecord, StoredRecord
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -131,7 +131,7 @@ class Replay:
     def _state(self) -> dict[str, Any]:
         return state_of(self._policy, self._shaper, self._kl)
 
-    def _train(self, header: Mapping[str, Any]) -> tuple[Record, list[RolloutRow], dict[str, np.ndarray] | None]:
+    def _train(self, header: Mapping[str, Any]) -> tuple[StoredRecord, list[RolloutRow], dict[str, np.ndarray] | None]:
         """Train on the groups of a step; return its record, the rows that the policy learned from, and the payload.
 
         `header`: of the recorded step. As `PPORun.one_step`.
@@ -164,7 +164,7 @@ class Replay:
 
 
 def first_difference(
-    recorded: Record, replayed: Record, rows: Sequence[RolloutRow], names: Mapping[str, Sequence[str]]
+    recorded: StoredRecord, replayed: StoredRecord, rows: Sequence[RolloutRow], names: Mapping[str, Sequence[str]]
 ) -> str:
     """Return the first value of a step, in the order of its computation, that differs in a replay; "" if none does.
 

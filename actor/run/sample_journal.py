@@ -30,7 +30,7 @@ from rlhf_triton.actor.run.recorded_steps import STEP, first_segment, openings_o
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import Record, RecordLog
+from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.sealed_folder import saved_steps
 
 PACKAGES = ("torch", "transformers", "peft", "numpy")
@@ -94,7 +94,7 @@ class SampleJournal:
     def _state_now(self) -> dict[str, Any]:
         return state_of(self._state.policy, self._state.shaper, self._state.kl)
 
-    def _append(self, encode: Callable[[], Record]) -> None:
+    def _append(self, encode: Callable[[], StoredRecord]) -> None:
         assert self._log is not None, "call `resume` first"
         self._pending.append(self._log.append(encode))
 
@@ -129,7 +129,7 @@ def state_of(policy: Policy, shaper: RewardShaper, kl: KLControl) -> dict[str, A
     }
 
 
-def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> Record:
+def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:
     """Return the record of a step, `about` in its header; a replay makes it again and compares the two."""
     batch, trained = results.batch, policy.trained
     rows = {name: rows_of_tensor(batch, name) for name, tensor in vars(batch).items() if tensor is not None}
@@ -148,7 +148,7 @@ def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -
         "optimizer": _digests_of(trained.state()),
     }
     arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
-    return Record(header, {KEPT: np.concatenate(rows[KEPT]), **arrays})
+    return StoredRecord(header, {KEPT: np.concatenate(rows[KEPT]), **arrays})
 
 
 def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:

@@ -49,7 +49,7 @@ class DamagedRecord(RlhfError):
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredRecord:
     """A record of a log. Arrays have one of the types in DTYPES."""
 
     header: Mapping[str, Any]
@@ -85,11 +85,13 @@ class RecordLog:
         self._file: int | None = None  # None: the next record begins a segment
         self._size = self._synced = 0
         self._failure: BaseException | None = None
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Record | None], Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], StoredRecord | None], Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="record-log", daemon=True)
         self._thread.start()
 
-    def append(self, encode: Callable[[], Record]) -> Future[None]:
+    def append(self, encode: Callable[[], StoredRecord]) -> Future[None]:
         """Append the record that `encode` returns in the writer thread; the future completes once it is on disk.
 
         It raises OSError if the disk refuses the record; all later records are then refused as well.
@@ -116,7 +118,7 @@ class RecordLog:
         self._queue.put(None)
         self._thread.join()
 
-    def _put(self, encode: Callable[[], Record | None]) -> Future[None]:
+    def _put(self, encode: Callable[[], StoredRecord | None]) -> Future[None]:
         future = Future[None]()
         self._queue.put((encode, future))
         return future
@@ -133,7 +135,7 @@ class RecordLog:
             with contextlib.suppress(OSError):  # the records are on disk; the mark of the end helps, but is not needed
                 self._end_segment()
 
-    def _commit(self, items: Sequence[tuple[Callable[[], Record | None], Future[None]]]) -> None:
+    def _commit(self, items: Sequence[tuple[Callable[[], StoredRecord | None], Future[None]]]) -> None:
         """Write the items' records, sync once, and complete their futures."""
         try:
             if self._failure is not None:
@@ -159,7 +161,7 @@ class RecordLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         write_all(self._file, [START])
         self._size, self._synced = len(START), 0
-        self._write(Record(self._opening))
+        self._write(StoredRecord(self._opening))
         self._sync()
         sync_directory(self._folder)
 
@@ -172,7 +174,7 @@ class RecordLog:
             os.close(self._file)
             self._file = None
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: StoredRecord) -> None:
         assert self._file is not None
         parts = _framed(_payload(record), self._synced)
         write_all(self._file, parts)
@@ -194,7 +196,7 @@ def path_of(folder: Path, number: int) -> Path:
     return folder / f"{number}{SUFFIX}"
 
 
-def read_records(folder: Path, number: int) -> Iterator[tuple[int, Record]]:
+def read_records(folder: Path, number: int) -> Iterator[tuple[int, StoredRecord]]:
     """Yield (position, record) of a segment; the first record is its opening.
 
     Ends before what a crash has left at the end of the newest segment.
@@ -209,7 +211,7 @@ def read_records(folder: Path, number: int) -> Iterator[tuple[int, Record]]:
             yield position, decode(payload)
 
 
-def record_at(folder: Path, number: int, position: int = len(START)) -> Record | None:
+def record_at(folder: Path, number: int, position: int = len(START)) -> StoredRecord | None:
     """Return the record at a position of a segment, by default its opening; None if a crash has left none.
 
     Raises as `read_records`.
@@ -226,7 +228,7 @@ def record_at(folder: Path, number: int, position: int = len(START)) -> Record |
     return None
 
 
-def decode(payload: bytes) -> Record:
+def decode(payload: bytes) -> StoredRecord:
     """Return the record in a frame's payload. Raises ValueError, LookupError or TypeError if it is damaged."""
     begin = 8 + int.from_bytes(payload[:8], "little")
     items = json.loads(payload[8:begin])
@@ -236,10 +238,10 @@ def decode(payload: bytes) -> Record:
         first, last = item["data_offsets"]
         array = np.frombuffer(payload[begin + first : begin + last], DTYPES[item["dtype"]])
         arrays[name] = array.reshape(item["shape"]).copy()
-    return Record(header, arrays)
+    return StoredRecord(header, arrays)
 
 
-def _payload(record: Record) -> list[bytes | memoryview]:
+def _payload(record: StoredRecord) -> list[bytes | memoryview]:
     arrays = {name: np.ascontiguousarray(array) for name, array in record.arrays.items()}
     described = {name: (NAMES[array.dtype.name], array.shape) for name, array in arrays.items()}
     head = encode_header(described, {"record": json.dumps(record.header)})

@@ -19,7 +19,7 @@ from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, o
 from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.store import record_log
 from rlhf_triton.store.durable import make_folder
-from rlhf_triton.store.record_log import Record, RecordLog, path_of, read_records, segments
+from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.tools.replay import main, replay
 from tests.support.samples import groups_of, scored_samples
@@ -83,7 +83,7 @@ def test_other_methods_replay_identically(
     assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
 
 
-def rewrite(folder: Path, change: Callable[[Record], Record]) -> None:
+def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> None:
     """Write the samples again with changed records."""
     old = folder / "old"
     samples_of(folder).rename(old)
@@ -115,7 +115,7 @@ def with_next_value(array: np.ndarray, index: int) -> np.ndarray:
     ],
 )
 def test_first_difference_is_named(kind: str, name: str, told: str, copy: Path, capsys: pytest.CaptureFixture[str]):
-    def change(record: Record) -> Record:
+    def change(record: StoredRecord) -> StoredRecord:
         if record.header["kind"] != kind or record.header["step"] != 1:
             return record
         array = record.arrays[name]
@@ -139,7 +139,8 @@ def test_differing_environment_is_named(
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     rewrite(
-        copy, lambda record: Record(record.header | {"seed": 1}, record.arrays) if "seed" in record.header else record
+        copy,
+        lambda record: StoredRecord(record.header | {"seed": 1}, record.arrays) if "seed" in record.header else record,
     )
     assert replay(copy, 1, 1) == 1
     assert "what differs in the environment:\n  OMP_NUM_THREADS: " in capsys.readouterr().out
@@ -217,7 +218,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
         samples.resume(session * 100)
         for step in range(session * 100 + 1, session * 100 + 101):
             samples.add_groups(step, groups)
-            samples._append(lambda step=step: Record({"kind": "step", "step": step}))
+            samples._append(lambda step=step: StoredRecord({"kind": "step", "step": step}))
             if step % 10 == 0:
                 asyncio.run(samples.durable())
                 for kept in range(max(10, step - 10), step + 1, 10):

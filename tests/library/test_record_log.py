@@ -13,13 +13,21 @@ from hypothesis.extra import numpy as hnp
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import record_log
-from rlhf_triton.store.record_log import DamagedRecord, Record, RecordLog, path_of, read_records, record_at, segments
+from rlhf_triton.store.record_log import (
+    DamagedRecord,
+    RecordLog,
+    StoredRecord,
+    path_of,
+    read_records,
+    record_at,
+    segments,
+)
 
 KINDS = sorted(record_log.NAMES)
 
 
-def a_record(number: int) -> Record:
-    return Record({"number": number}, {"tokens": np.arange(number), "empty": np.zeros((0, 3), np.float32)})
+def a_record(number: int) -> StoredRecord:
+    return StoredRecord({"number": number}, {"tokens": np.arange(number), "empty": np.zeros((0, 3), np.float32)})
 
 
 def write(folder: Path, *numbers: int, apart: bool = True) -> None:
@@ -44,7 +52,7 @@ def numbers_in(folder: Path) -> list[int]:
     st.lists(st.sampled_from(KINDS).flatmap(lambda kind: hnp.arrays(kind, hnp.array_shapes(min_side=0))), max_size=3),
 )
 def test_records_are_restored_bit_for_bit(header: dict[str, Any], arrays: list[np.ndarray]):
-    record = Record(header, {f"a {i}": array for i, array in enumerate(arrays)})
+    record = StoredRecord(header, {f"a {i}": array for i, array in enumerate(arrays)})
     found = record_log.decode(b"".join(map(bytes, record_log._payload(record))))
     assert repr(found.header) == repr(header)
     for name, array in record.arrays.items():
