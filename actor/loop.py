@@ -126,6 +126,7 @@ class PPORun:
             self.last.record(self.done + 1)
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
+                await self.samples.durable()
                 await self.recorder.checkpoint(self.done)
                 await asyncio.to_thread(self.samples.prune, self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout has started

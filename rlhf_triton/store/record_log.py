@@ -149,6 +149,8 @@ class RecordLog:
         except BaseException as error:  # thread edge: whoever waits for a record gets the error
             self._failure = error
         for _, future in items:
+            if not future.set_running_or_notify_cancel():
+                continue
             if self._failure is None:
                 future.set_result(None)
             else:
@@ -244,7 +246,7 @@ def decode(payload: bytes) -> StoredRecord:
 def _payload(record: StoredRecord) -> list[bytes | memoryview]:
     arrays = {name: np.ascontiguousarray(array) for name, array in record.arrays.items()}
     described = {name: (NAMES[array.dtype.name], array.shape) for name, array in arrays.items()}
-    head = encode_header(described, {"record": json.dumps(record.header)})
+    head = encode_header(described, {"record": json.dumps(record.header, default=np.generic.item)})
     return [head, *(array.data for array in arrays.values() if array.size)]
 
 

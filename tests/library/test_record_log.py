@@ -1,6 +1,7 @@
 """The log of records: durability, torn ends, damage, and files that are not its own."""
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,16 @@ def test_foreign_future_and_truncated_segments_are_refused(
     path_of(tmp_path, 1).write_bytes(change(path_of(tmp_path, 1).read_bytes()))
     with pytest.raises(RlhfError, match=f"^{path_of(tmp_path, 1)} {message}"):
         numbers_in(tmp_path)
+
+
+def test_record_whose_caller_no_longer_waits_is_written_like_any_other(tmp_path: Path):
+    log, go_on = RecordLog(tmp_path, {}), threading.Event()
+    log.append(lambda: (go_on.wait(60), a_record(1))[1])
+    assert log.append(lambda: a_record(2)).cancel()
+    go_on.set()
+    log.append(lambda: StoredRecord({"number": np.int64(3)})).result(60)
+    log.close()
+    assert numbers_in(tmp_path) == [1, 2, 3]
 
 
 def test_full_disk_fails_the_record_and_all_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
