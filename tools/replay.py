@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_triton.config import RunConfig
+import yaml
+
+from rlhf_triton.actor.run.settings import actor_checkpoints, flat_settings, started_with, write_settings
+from rlhf_triton.config import RunConfig, parse_config
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.errors import REPORTED, RlhfError, reason_of
+from rlhf_triton.store.durable import write_folder
 from rlhf_triton.store.run_lock import in_progress
-from rlhf_triton.tools.arguments import parse
+from rlhf_triton.tools.arguments import parse, program
 
 if TYPE_CHECKING:
     from rlhf_triton.trainer.critic_replay import CriticReplay
@@ -26,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
     parser.add_argument("--to", type=int, metavar="M", help="the last step; default: N")
+    parser.add_argument("--fork", type=Path, metavar="DIR", help="make a new run that goes on before step N instead")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --fork: its settings")
     arguments = parse(parser, argv)
     interrupt_on_signals()
     first, last = arguments.step, arguments.step if arguments.to is None else arguments.to
@@ -33,11 +42,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RlhfError(f"--step {first} --to {last}: steps are counted from 1, and --to is not before --step")
     if in_progress(arguments.run):
         raise RlhfError(f"{arguments.run} is the folder of a run in progress; stop it, or wait for its end")
+    if arguments.fork is not None:
+        return fork(arguments.run, first, arguments.fork, arguments.overrides)
     return replay(arguments.run, first, last)
 
 
-def replay(run_dir: Path, first: int, last: int) -> int:
-    """Replay the steps from the newest checkpoint before `first` to `last`; print and return as `main`."""
+def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> int:
+    """Write a new run in `folder`, with the policy of `run_dir` before `step` and changed settings; return as `main`.
+
+    Raises:
+        RlhfError: `folder` exists, the run has a critic, its steps up to `step` are not kept, or a setting is wrong.
+    """
+    old = started_with(run_dir)
+    if old is None:
+        raise RlhfError(f"{run_dir} is not the folder of a run: it has no settings.json")
+    if old.serves_critic:
+        raise RlhfError(f"--fork: {run_dir} trains a critic, whose state a fork cannot take over; start a new run")
+    if folder.exists():
+        raise RlhfError(f"--fork: {folder} exists; choose another folder")
+    sections = old.model_dump(mode="json", exclude_defaults=True)
+    sections["run"] = {**sections["run"], "dir": str(folder), "run_id": None}
+    config = parse_config(sections, "--fork", overrides)
+    checkpoint = actor_checkpoints(run_dir) / str(step - 1)
+    if checkpoint.exists():
+        copy = actor_checkpoints(folder) / checkpoint.name
+        write_folder(copy, partial(_copy_files, checkpoint))
+    elif step > 1 and replay(run_dir, step - 1, step - 1, new=config):
+        return 1
+    folder.mkdir(exist_ok=True)
+    was, now = flat_settings(old), flat_settings(config)
+    write_settings(config, {key: [was.get(key), now[key]] for key in now if was.get(key) != now[key]})
+    written = folder / "run.yaml"
+    written.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    print(f"{program()} run --config {shlex.quote(str(written))} continues with step {step}")
+    return 0
+
+
+def _copy_files(folder: Path, to: Path) -> None:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+
+
+def replay(run_dir: Path, first: int, last: int, new: RunConfig | None = None) -> int:
+    """Replay the steps from the newest checkpoint before `first` to `last`; print and return as `main`.
+
+    `new`: settings of a new run, which gets a checkpoint of the last step if all are identical.
+    """
     from rlhf_triton.actor.run.replay import Replay  # torch: slow to import
     from rlhf_triton.models.modeling import quiet_transformers
 
@@ -59,6 +108,8 @@ def replay(run_dir: Path, first: int, last: int) -> int:
             lines = run.differing_environment() or ["nothing: the code, the processor, or a file has changed"]
             print("\n  ".join(["what differs in the environment:", *lines]))
             return 1
+    if new is not None:
+        run.save(new)
     return 0
 
 

@@ -8,6 +8,7 @@ import torch
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.journal import JournalState
 from rlhf_triton.store.journal_entry import Entry, read_training_file
+from rlhf_triton.store.record_log import first_difference
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import load_update
@@ -64,9 +65,7 @@ def _different_value(was: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray
     for name, array in was.items():
         if array.shape != now[name].shape:
             return f"`{name}` has the shape {list(array.shape)} in the run, {list(now[name].shape)} here"
-        bits = f"u{array.itemsize}"
-        differing = np.flatnonzero(array.view(bits) != now[name].view(bits))
-        if len(differing):
-            index = int(differing[0])
+        index = first_difference(array, now[name])
+        if index is not None:
             return f"`{name}` at position {index}: {array[index]} in the run, {now[name][index]} here"
     return ""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, conversations_of, rows_of
 from rlhf_triton.actor.data.sample_records import describe_damage, group_of
-from rlhf_triton.actor.policy.checkpoint import check_checkpoint_of
+from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, reference_fingerprint, save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.recorded_steps import find_steps, openings_of, samples_of
@@ -25,7 +26,7 @@ from rlhf_triton.actor.run.sample_journal import KEPT, StepResults, environment_
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.record_log import DamagedRecord, StoredRecord
+from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -88,12 +89,27 @@ class Replay:
             replayed, rows, payload = self._train(recorded.header)
             trained = self._policy.trained
             names = {"weights": sorted(trained.weights()), "optimizer": sorted(trained.state())}
-            difference = first_difference(recorded, replayed, rows, names)
+            difference = difference_of(recorded, replayed, rows, names)
             has_weights = bool(recorded.arrays["weights"].size)
             packed = None if payload is None else train_payload(payload, Limits(self._policy.vocab_size))
             yield ReplayedStep(step, difference, packed, has_weights, time.monotonic() - start)
             if difference:
                 return
+
+    def save(self, config: RunConfig) -> None:
+        """Write the state after the last step as a checkpoint of a new run, whose settings are `config`."""
+        step = self._steps[-1]
+        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
+        about = {
+            "step": step,
+            "run_id": config.run.identity,
+            "critic_step": step,
+            "weights_version": 0,
+            "reference": str(config.reference.model),
+            "reference_fingerprint": reference_fingerprint(config, self._policy),
+        }
+        state = RunState(self._policy, self._shaper, self._kl, inputs)
+        save_checkpoint(actor_checkpoints(config.run.dir), state, about, keep=1)
 
     def differing_environment(self) -> list[str]:
         """Return a line for each part of the environment that is not as it was in the run."""
@@ -163,7 +179,7 @@ class Replay:
         return step_record(self._policy, step, results, **about), rows, payload
 
 
-def first_difference(
+def difference_of(
     recorded: StoredRecord, replayed: StoredRecord, rows: Sequence[RolloutRow], names: Mapping[str, Sequence[str]]
 ) -> str:
     """Return the first value of a step, in the order of its computation, that differs in a replay; "" if none does.
@@ -178,15 +194,15 @@ def first_difference(
     for name, was, now in zip(old["tensors"], recorded.arrays["digests"], replayed.arrays["digests"], strict=True):
         if name == KEPT and (different := _different_value(recorded.arrays[name], replayed.arrays[name], rows)):
             return f"`{name}` of {different}"
-        if len(differing := np.flatnonzero(was != now)):
-            return f"`{name}` of {_sample(rows, int(differing[0]))}, by its digest"
+        if (row := first_difference(was, now)) is not None:
+            return f"`{name}` of {_sample(rows, row)}, by its digest"
     for name in ("payload", "update"):
         if different := _different_entry(old[name] or {}, new[name] or {}):
             return f"in the {name}, {different}"
     for part, tensors in names.items():
         was, now = recorded.arrays[part], replayed.arrays[part]
-        if len(was) == len(now) and len(differing := np.flatnonzero(was != now)):
-            return f"in the {part} after the step, `{tensors[differing[0]]}`, by its digest"
+        if len(was) == len(now) and (index := first_difference(was, now)) is not None:
+            return f"in the {part} after the step, `{tensors[index]}`, by its digest"
     different = _different_entry(old["after"], new["after"])
     return different and f"after the step, {different}"
 
@@ -197,11 +213,10 @@ def _different_entry(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _different_value(was: np.ndarray, now: np.ndarray, rows: Sequence[RolloutRow]) -> str:
-    """Return the first position and both values where two columns `[N]` differ in a bit; "" if they do not."""
-    differing = np.flatnonzero(was.view(np.uint32) != now.view(np.uint32))
-    if not len(differing):
+    """Return the first position and both values where two columns `[N]` of all rows differ; "" if they do not."""
+    index = first_difference(was, now)
+    if index is None:
         return ""
-    index = int(differing[0])
     ends = np.cumsum([len(row.tokens) - 1 for row in rows])
     row = int(np.searchsorted(ends, index, side="right"))
     token = index - int(ends[row]) + len(rows[row].tokens)

@@ -87,8 +87,16 @@ class SampleJournal:
 
     def add_step(self, step: int, results: "StepResults") -> None:
         """Record a step after its update. The weights must not change meanwhile."""
-        about = {"groups": self._numbers, "seed": self._seed, "before": self._before, "after": self._state_now()}
-        record = step_record(self._state.policy, step, results, **about)
+        record = step_record(
+            self._state.policy,
+            step,
+            results,
+            groups=self._numbers,
+            seed=self._seed,
+            before=self._before,
+            after=self._state_now(),
+            inputs=self._state.inputs.state(step),
+        )
         self._append(lambda: record)
 
     def _state_now(self) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def state_of(policy: Policy, shaper: RewardShaper, kl: KLControl) -> dict[str, A
 
 def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:
     """Return the record of a step, `about` in its header; a replay makes it again and compares the two."""
-    batch, trained = results.batch, policy.trained
+    batch, payload, trained = results.batch, results.payload, policy.trained
     rows = {name: rows_of_tensor(batch, name) for name, tensor in vars(batch).items() if tensor is not None}
     header = {
         "kind": STEP,
@@ -139,7 +147,9 @@ def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -
         **about,
         "num_dropped": results.num_dropped,
         "tensors": [*rows],
-        "payload": None if results.payload is None else digests_of_payload(results.payload),
+        "payload": None
+        if payload is None
+        else {name: short_digest(np.ascontiguousarray(array)) for name, array in payload.items()},
         "update": {name: value for name, value in results.update.items() if name.startswith("train_optim/")},
     }
     digests = {
@@ -148,7 +158,7 @@ def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -
         "optimizer": _digests_of(trained.state()),
     }
     arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
-    return StoredRecord(header, {KEPT: np.concatenate(rows[KEPT]), **arrays})
+    return StoredRecord(header, arrays | {KEPT: np.concatenate(rows[KEPT])})
 
 
 def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:
@@ -157,11 +167,6 @@ def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:
     if array.ndim == 1:
         return [*array[:, None]]
     return [row[: length - (name != "tokens")] for row, length in zip(array, batch.lengths.tolist(), strict=True)]
-
-
-def digests_of_payload(payload: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Return the digest of each field of a critic_train payload."""
-    return {name: short_digest(np.ascontiguousarray(array)) for name, array in payload.items()}
 
 
 def environment_of(config: RunConfig) -> dict[str, Any]:

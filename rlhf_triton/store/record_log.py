@@ -243,6 +243,13 @@ def decode(payload: bytes) -> StoredRecord:
     return StoredRecord(header, arrays)
 
 
+def first_difference(was: np.ndarray, now: np.ndarray) -> int | None:
+    """Return the index of the first element of two arrays `[N]` that differs in a bit; None if none does."""
+    bits = f"u{was.itemsize}"
+    differing = np.flatnonzero(was.view(bits) != now.view(bits))
+    return int(differing[0]) if len(differing) else None
+
+
 def _payload(record: StoredRecord) -> list[bytes | memoryview]:
     arrays = {name: np.ascontiguousarray(array) for name, array in record.arrays.items()}
     described = {name: (NAMES[array.dtype.name], array.shape) for name, array in arrays.items()}

@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from live_system import Checkpoints, make_run
-from test_loop import PPO, go, make_ppo
+from test_loop import PPO, Server, go, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
+from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, openings_of, samples_of
 from rlhf_triton.actor.run.sample_journal import SampleJournal
+from rlhf_triton.actor.run.settings import find_changes, write_settings
+from rlhf_triton.config import load_config
 from rlhf_triton.store import record_log
 from rlhf_triton.store.durable import make_folder
+from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.tools.replay import main, replay
@@ -42,7 +46,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def train(folder: Path, checkpoints: Checkpoints, *, steps: int, **settings: Any) -> None:
-    go(make_ppo(folder, checkpoints, **{**SETTINGS, "steps": steps, **settings}))
+    run = make_ppo(folder, checkpoints, **{**SETTINGS, "steps": steps, **settings})
+    write_settings(run.recorder._config, {})
+    go(run)
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +239,38 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
     assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
     assert min(opening["step"] for opening in openings_of(folder).values()) == 290
     assert describe_samples(folder, 300) == "20 groups are kept, of the last 10 steps"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_fork_with_another_setting_differs_only_from_its_step_on(
+    step: int, grpo: Path, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+):
+    """From a checkpoint, from a step without one, and from the start; unchanged, it does the same as the run."""
+    for name, change in (("same", []), ("other", ["actor.algorithm.clip_ratio=0.001"])):
+        folder = tmp_path / name
+        assert (
+            main(
+                [
+                    str(grpo),
+                    "--step",
+                    str(step),
+                    "--fork",
+                    str(folder),
+                    "actor.steps=3",
+                    "actor.optimizer.lr=1e-2",
+                    *change,
+                ]
+            )
+            == 0
+        )
+        assert capsys.readouterr().out.endswith(f"run.yaml continues with step {step}\n")
+        run = PPORun(config := load_config(folder / "run.yaml"), Server())
+        assert find_changes(config, accepted=False) == {}
+        run.recorder._client.tokenizer = run.policy.tokenizer
+        go(run)
+    runs = [read_jsonl(folder / "metrics.jsonl") for folder in (grpo, tmp_path / "same", tmp_path / "other")]
+    old, same, other = ([line["train_optim/loss"] for line in lines] for lines in runs)
+    assert len(same) == 4 - step
+    if step < 3:  # the run's own third step was repeated with another learning rate
+        assert same[: 3 - step] == old[step - 1 : 2]
+    assert other != same
