@@ -5,7 +5,6 @@ An array `[n]` of all rows is stored as one column. Its digest for each row name
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ def record_of(group: Group, **about: Any) -> StoredRecord:
     numbers = {id(prompt): number for number, prompt in enumerate(prompts)}
     fields = [_fields_of(row) for row in rows]
     defaults = _fields_of(RolloutRow(prompts[0], rows[0].tokens, rows[0].sampled, False, score=Score()))
+    lengths = np.array([len(row.tokens) for row in rows])
     columns: dict[str, dict[str, Any]] = {}
     arrays: dict[str, np.ndarray] = {}
     digests: list[int] = []
@@ -37,13 +37,13 @@ def record_of(group: Group, **about: Any) -> StoredRecord:
         having = [i for i, row in enumerate(fields) if isinstance(row[name], np.ndarray)]
         if not having:
             continue
-        column = [fields[i][name] for i in having]
-        columns[name] = {"rows": None if len(having) == len(rows) else having, "dtype": column[0].dtype.name}
+        parts = [fields[i][name] for i in having]
+        columns[name] = {"rows": having, "dtype": parts[0].dtype.name}
         if name == "policy_logprobs" and all(fields[i][name] is fields[i]["logprobs"] for i in having):
             columns[name]["same"] = "logprobs"
-            continue
-        arrays[name] = _narrowed(np.concatenate(column))
-        digests += map(short_digest, _narrowed_parts(column, arrays[name].dtype))
+        else:
+            arrays[name] = _narrowed(np.concatenate(parts))
+            digests += map(short_digest, _split(arrays[name], lengths[having]))
     header = {
         "kind": "group",
         **about,
@@ -60,13 +60,13 @@ def record_of(group: Group, **about: Any) -> StoredRecord:
             for row, values in zip(rows, fields, strict=True)
         ],
     }
-    lengths = {LENGTHS: [len(row.tokens) for row in rows], PROMPT_LENGTHS: [len(prompt.tokens) for prompt in prompts]}
     return StoredRecord(
         header,
         {
             **arrays,
-            **{name: np.array(sizes, np.int64) for name, sizes in lengths.items()},
+            LENGTHS: lengths,
             PROMPT_TOKENS: np.concatenate([prompt.tokens for prompt in prompts]),
+            PROMPT_LENGTHS: np.array([len(prompt.tokens) for prompt in prompts]),
             DIGESTS: np.array(digests, np.uint64),
         },
     )
@@ -79,7 +79,7 @@ def group_of(record: StoredRecord) -> Group:
     prompts = [Prompt(**{**fields, "tokens": part}) for fields, part in zip(header["prompts"], tokens, strict=True)]
     rows: list[dict[str, Any]] = [{**fields, "prompt": prompts[fields["prompt"]]} for fields in header["rows"]]
     for name, column in header["columns"].items():
-        having = _rows_of(column, len(rows))
+        having = column["rows"]
         if "same" in column:
             parts = [rows[i][column["same"]] for i in having]
         else:
@@ -97,7 +97,7 @@ def describe_damage(payload: bytes) -> str:
         header, arrays = record.header, record.arrays
         digests = iter(arrays[DIGESTS].tolist())
         for name, column in header["columns"].items():
-            having = _rows_of(column, len(header["rows"]))
+            having = column["rows"]
             parts = [] if "same" in column else _split(arrays[name], arrays[LENGTHS][having])
             for i, part in zip(having, parts, strict=False):
                 if short_digest(part) != next(digests):
@@ -129,15 +129,6 @@ def _narrowed(array: np.ndarray) -> np.ndarray:
     """Return token ids as int32, in half the space."""
     narrow = array.astype(np.int32) if array.dtype == np.int64 else array
     return narrow if narrow is array or np.array_equal(narrow, array) else array
-
-
-def _narrowed_parts(column: Sequence[np.ndarray], kind: np.dtype[Any]) -> list[np.ndarray]:
-    return [np.ascontiguousarray(part, kind) for part in column]
-
-
-def _rows_of(column: dict[str, Any], num_rows: int) -> list[int]:
-    having: list[int] | None = column["rows"]
-    return [*range(num_rows)] if having is None else having
 
 
 def _split(array: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

@@ -113,7 +113,7 @@ class Replay:
 
     def differing_environment(self) -> list[str]:
         """Return a line for each part of the environment that is not as it was in the run."""
-        now = environment_of(self.config)
+        now = environment_of()
         return [
             f"{name}: {self.environment.get(name)} in the run, {now.get(name)} here"
             for name in {**self.environment, **now}

@@ -58,7 +58,7 @@ class SampleJournal:
         self._fixed: dict[str, Any] = {
             "kind": "opening",
             "settings": config.model_dump(mode="json"),
-            "environment": environment_of(config),
+            "environment": environment_of(),
         }
         self._pending: list[Future[None]] = []
         self._log: RecordLog | None = None
@@ -85,7 +85,7 @@ class SampleJournal:
         for number, group in zip(self._numbers, groups, strict=True):
             self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
 
-    def add_step(self, step: int, results: "StepResults") -> None:
+    def add_step(self, step: int, results: StepResults) -> None:
         """Record a step after its update. The weights must not change meanwhile."""
         record = step_record(
             self._state.policy,
@@ -169,7 +169,7 @@ def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:
     return [row[: length - (name != "tokens")] for row, length in zip(array, batch.lengths.tolist(), strict=True)]
 
 
-def environment_of(config: RunConfig) -> dict[str, Any]:
+def environment_of() -> dict[str, Any]:
     """Return what results may depend on besides the settings, by name."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
