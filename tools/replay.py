@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,6 @@ from rlhf_triton.actor.run.settings import actor_checkpoints, flat_settings, sta
 from rlhf_triton.config import RunConfig, parse_config
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.errors import REPORTED, RlhfError, reason_of
-from rlhf_triton.store.durable import write_folder
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.tools.arguments import parse, program
 
@@ -32,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
-    parser.add_argument("--to", type=int, metavar="M", help="the last step; default: N")
-    parser.add_argument("--fork", type=Path, metavar="DIR", help="make a new run that goes on before step N instead")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--to", type=int, metavar="M", help="the last step; default: N")
+    kinds.add_argument("--fork", type=Path, metavar="DIR", help="instead, make a new run that goes on before step N")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --fork: its settings")
     arguments = parse(parser, argv)
     interrupt_on_signals()
@@ -42,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RlhfError(f"--step {first} --to {last}: steps are counted from 1, and --to is not before --step")
     if in_progress(arguments.run):
         raise RlhfError(f"{arguments.run} is the folder of a run in progress; stop it, or wait for its end")
+    if arguments.overrides and arguments.fork is None:
+        raise RlhfError(f"{arguments.overrides[0]}: a replay keeps the run's settings; only --fork changes them")
     if arguments.fork is not None:
         return fork(arguments.run, first, arguments.fork, arguments.overrides)
     return replay(arguments.run, first, last)
@@ -65,8 +65,7 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
     config = parse_config(sections, "--fork", overrides)
     checkpoint = actor_checkpoints(run_dir) / str(step - 1)
     if checkpoint.exists():
-        copy = actor_checkpoints(folder) / checkpoint.name
-        write_folder(copy, partial(_copy_files, checkpoint))
+        shutil.copytree(checkpoint, actor_checkpoints(folder) / checkpoint.name)
     elif step > 1 and replay(run_dir, step - 1, step - 1, new=config):
         return 1
     folder.mkdir(exist_ok=True)
@@ -74,12 +73,8 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
     write_settings(config, {key: [was.get(key), now[key]] for key in now if was.get(key) != now[key]})
     written = folder / "run.yaml"
     written.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
-    print(f"{program()} run --config {shlex.quote(str(written))} continues with step {step}")
+    print(f"{program()} run --config {written} continues with step {step}")
     return 0
-
-
-def _copy_files(folder: Path, to: Path) -> None:
-    shutil.copytree(folder, to, dirs_exist_ok=True)
 
 
 def replay(run_dir: Path, first: int, last: int, new: RunConfig | None = None) -> int:

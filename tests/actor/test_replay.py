@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from test_loop import PPO, Server, go, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, openings_of, samples_of
 from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import find_changes, write_settings
@@ -87,6 +91,29 @@ def test_other_methods_replay_identically(
 ):
     train(tmp_path, checkpoints, steps=2, **settings)
     assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
+
+
+def test_groups_are_on_disk_before_their_update(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    """A slow disk delays the update; a crash within it leaves the groups of the step, without the step."""
+    sync = os.fsync
+
+    def slowly(descriptor: int) -> None:
+        if threading.current_thread().name == "record-log":
+            time.sleep(0.3)
+        sync(descriptor)
+
+    def crash(*_: object, **__: object) -> None:
+        shutil.copytree(tmp_path / "run", tmp_path / "crashed")
+        raise OSError("crash")
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    monkeypatch.setattr(PolicyUpdate, "run", crash)
+    with pytest.raises(OSError, match="crash"):
+        train(tmp_path / "run", checkpoints, steps=1)
+    found = find_steps(samples_of(tmp_path / "crashed"), 1, 1)
+    assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
 
 
 def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> None:
@@ -171,6 +198,14 @@ def test_one_flipped_bit_is_an_error_that_names_step_sample_and_field(copy: Path
     [
         ("--step 0", None, "--step 0 --to 0: steps are counted from 1"),
         ("--step 3 --to 2", None, "--step 3 --to 2: steps are counted from 1, and --to is not before --step"),
+        ("--step 1 actor.steps=2", None, "actor.steps=2: a replay keeps the run's settings; only --fork changes them"),
+        ("--step 1 --fork {run}", None, "--fork: {run} exists; choose another folder"),
+        (
+            "--step 9 --fork {run}/new",
+            None,
+            "lacks step 5, which a replay of step 8 needs (from the checkpoint of step 4)",
+        ),
+        ("--step 2 --fork {run}/new actor.stps=2", None, "unknown key actor.stps"),
         ("--step 5", None, "lacks step 5, which a replay of step 5 needs (from the checkpoint of step 4)"),
         ("--step 1", lambda run: path_of(samples_of(run), 1).unlink(), "lacks step 1, which a replay of step 1 needs"),
         (
@@ -191,9 +226,9 @@ def test_what_cannot_be_replayed_is_refused_in_one_sentence(
     if prepare is not None:
         prepare(copy)
     before = [*copy.rglob("*")]
-    assert main([str(copy), *arguments.split()]) == 2
+    assert main([str(copy), *arguments.format(run=copy).split()]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert told.format(run=copy) in error
     assert error.count("\n") == 1
     assert [*copy.rglob("*")] == before
 
