@@ -116,6 +116,15 @@ def test_groups_are_on_disk_before_their_update(
     assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
 
 
+def test_steps_before_a_resume_are_void(tmp_path: Path):
+    for session, resumed, steps in ((1, 0, (1, 2, 3)), (2, 1, (2,))):
+        log = RecordLog(tmp_path, {"kind": "opening", "session": session, "resumed": resumed, "step": resumed})
+        for step in steps:
+            log.append(lambda step=step: StoredRecord({"kind": "step", "step": step}))
+        log.close()
+    assert {step: segment for step, (segment, _) in find_steps(tmp_path, 1, 3).steps.items()} == {1: 1, 2: 2}
+
+
 def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> None:
     """Write the samples again with changed records."""
     old = folder / "old"
