@@ -168,7 +168,7 @@ class PPORun:
         if trains_policy and kl_per_sequence is not None:
             self.kl.update(kl_per_sequence, len(conversations_of(rollout.groups)))
         results = StepResults(batch, len(rollout.dropped), payload, update)
-        await self.in_thread(self.samples.add_step, step, results)
+        await self.in_update_thread(self.samples.add_step, step, results)
 
     def make_batch(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> PPOBatch:
         """Return the training batch of a step's groups; the critic alone learns from the `dropped` ones."""

@@ -13,7 +13,7 @@ from rlhf_triton.actor.run.settings import last_step, started_with
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_run_arguments, reporting
 from rlhf_triton.config.live_models import live_models
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
 from rlhf_triton.store.durable import read_json
@@ -110,8 +110,8 @@ def _actor(config: RunConfig) -> str:
 def _samples(config: RunConfig) -> str:
     try:
         return describe_samples(samples_of(config.run.dir), _last_step(config))
-    except RlhfError as error:  # damage is part of the state
-        return str(error)
+    except REPORTED as error:  # damage is part of the state
+        return reason_of(error)
 
 
 def _sidecar(config: RunConfig) -> str:

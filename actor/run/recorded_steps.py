@@ -32,9 +32,9 @@ def openings_of(folder: Path) -> dict[int, Mapping[str, Any]]:
 
 def first_segment(openings: Mapping[int, Mapping[str, Any]], step: int) -> int:
     """Return the first segment with records after `step` that are not void; 0 if all segments are needed."""
-    last = max((number for number, opening in openings.items() if opening["step"] <= step), default=0)
     marks = {number: (opening["session"], opening["step"]) for number, opening in openings.items()}
-    return min((number for number, mark in marks.items() if mark == marks[last]), default=0) if last else 0
+    newest = max((number for number, (_, start) in marks.items() if start <= step), default=0)
+    return min((number for number, mark in marks.items() if mark == marks.get(newest)), default=0)
 
 
 def describe_samples(folder: Path, step: int) -> str:

@@ -208,7 +208,8 @@ def read_records(folder: Path, number: int) -> Iterator[tuple[int, StoredRecord]
         RlhfError: the file is not a log of this format.
     """
     path = path_of(folder, number)
-    for position, payload in _payloads(path, path.read_bytes(), is_newest=number == segments(folder)[-1]):
+    is_newest = number == segments(folder)[-1]  # first: the writer may begin another one meanwhile
+    for position, payload in _payloads(path, path.read_bytes(), is_newest=is_newest):
         if payload:
             yield position, decode(payload)
 
@@ -219,13 +220,14 @@ def record_at(folder: Path, number: int, position: int = len(START)) -> StoredRe
     Raises as `read_records`.
     """
     path = path_of(folder, number)
+    is_newest = number == segments(folder)[-1]
     with path.open("rb") as file:
         data = file.read(len(START))
         file.seek(position)
         data += file.read(PREFIX.size)
         frame = _frame_at(data, len(START))
         data += file.read(0 if frame is None else frame.end - len(data))
-    for _, payload in _payloads(path, data, is_newest=number == segments(folder)[-1]):
+    for _, payload in _payloads(path, data, is_newest=is_newest):
         return decode(payload)
     return None
 
