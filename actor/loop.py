@@ -4,6 +4,7 @@ Scoring overlaps with generation; the critic trains and reloads while the policy
 their `Method` (an advantage function and a loss) and in whether they use a critic.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.policies import make_policy
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
+from rlhf_triton.actor.run.sample_journal import SampleJournal, StepResults
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
 from rlhf_triton.actor.run.validation import validate
 from rlhf_triton.actor.scoring.reference import make_reference
@@ -60,6 +62,7 @@ class PPORun:
         )
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
+        self.samples = SampleJournal(config, state)
         device = self.policy.sampler.device
         self.in_thread = ComputeThread(actor.threads, device)
         # A second thread, so that the update can run while the policy samples.
@@ -97,6 +100,7 @@ class PPORun:
             await self.rollouts.cancel()
             await self.critic.cancel()
             await cancel_all(self.recorder.saves)
+            await asyncio.to_thread(self.samples.close)
 
     async def all_steps(self) -> dict[str, Any]:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
@@ -108,6 +112,7 @@ class PPORun:
         self.policy.generation.check_prompts(prompts)
         self.last.record(await self.stop.or_done(self.recorder.resume()))
         self.critic.last_sent = self.done
+        await asyncio.to_thread(self.samples.resume, self.done)
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
@@ -118,7 +123,9 @@ class PPORun:
             self.last.record(self.done + 1)
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
+                await self.samples.durable()
                 await self.recorder.checkpoint(self.done)
+                await asyncio.to_thread(self.samples.prune, self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run while groups of later steps are in flight
         await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after")
@@ -132,9 +139,12 @@ class PPORun:
         timers.include(rollout.timers)
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
+        self.samples.add_groups(step, [*rollout.groups, *rollout.dropped])
         batch = await self.in_thread(self.make_batch, rollout.groups, rollout.dropped)
-        if self.scorer.has_critic:
-            self.critic.send(step, await self.in_thread(critic_payload, batch))
+        payload = await self.in_thread(critic_payload, batch) if self.scorer.has_critic else None
+        await self.samples.durable()
+        if payload is not None:
+            self.critic.send(step, payload)
         rows = rows_of(conversations_of(rollout.groups))
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
         await self.rollouts.start_ahead(step)
@@ -150,6 +160,8 @@ class PPORun:
         self.recorder.log_timeline(step, timers.spans)
         if trains_policy and kl_per_sequence is not None:
             self.kl.update(kl_per_sequence, len(conversations_of(rollout.groups)))
+        results = StepResults(batch, len(rollout.dropped), payload, update)
+        await self.in_update_thread(self.samples.add_step, step, results)
 
     def make_batch(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> PPOBatch:
         """Return the training batch of a step's groups; the critic alone learns from the `dropped` ones."""

@@ -28,6 +28,11 @@ class Hasher:
         return f"xxh3:{self._state.hexdigest()}"
 
 
+def short_digest(data: Any) -> int:
+    """Return the 64-bit digest of a buffer, for the many small parts of a record."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 def json_digest(content: Mapping[str, Any]) -> str:
     """Return the digest of a JSON object; the order of its keys does not matter."""
     return Hasher(json.dumps(content, sort_keys=True).encode()).digest()

@@ -23,6 +23,7 @@ RlhfError                    the user can fix it; the message names what is wron
   WeightsError               a version in the store
     VersionRejected          ... that failed verification or that an instance rejected; the previous one serves
   DamagedEntry               an entry of the journal
+  DamagedRecord              a record of the journal of samples
   NotFinite                  NaN or infinity
   OutOfMemory                a GPU too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait

@@ -24,6 +24,10 @@ COMMANDS = {
         "rlhf_triton.tools.export",
         "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter",
     ),
+    "replay": (
+        "rlhf_triton.tools.replay",
+        "compute steps of a run again from its samples, and compare each bit",
+    ),
     "weights": (
         "rlhf_triton.tools.weights",
         "manage the weights versions of critic and reward model: list, publish, rollback …",

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_triton.actor.run.recorded_steps import describe_samples, samples_of
 from rlhf_triton.actor.run.settings import last_step, started_with
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_run_arguments, reporting
 from rlhf_triton.config.live_models import live_models
+from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
 from rlhf_triton.store.durable import read_json
@@ -53,6 +55,8 @@ def status(config: RunConfig) -> Iterator[str]:
             yield from _versions(role, WeightsStore(live[role].store))
         else:
             yield f"{role:<9} {section.model}, without versions"
+    if config.has_actor:
+        yield f"samples   {_samples(config)}"
     for name in ("actor", "sidecar", "tritonserver"):
         problem = _last_problem(config.run.logs_dir / f"{name}.log")
         if problem:
@@ -65,13 +69,18 @@ def _state(config: RunConfig) -> str:
     if in_progress(folder):
         phase = read_phase(folder)
         return f"running{phase and ': '}{phase}"
-    last = (_last_line(folder / "metrics.jsonl") or {}).get("step")
-    if last is None:
+    last = _last_step(config)
+    if not last:
         return "not running; no step has ended"
     if (read_json(folder / "actor_summary.json") or {}).get("steps") == last:
         steps = config.actor.steps  # `actor.max_minutes` ends a run earlier
         return f"finished after step {last}" + (f" of {steps}; the next start continues" if last < steps else "")
     return f"not running; the next start begins with step {last_step(folder) + 1}"
+
+
+def _last_step(config: RunConfig) -> int:
+    """Return the last complete step; 0 before the first."""
+    return int((_last_line(config.run.dir / "metrics.jsonl") or {"step": 0})["step"])
 
 
 def _server(config: RunConfig) -> str:
@@ -96,6 +105,13 @@ def _actor(config: RunConfig) -> str:
     known = {spec.status: line.get(spec.key) for spec in ACTOR if spec.status}
     numbers = ", ".join(f"{name} {value:.3g}" for name, value in known.items() if value is not None)
     return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}{_memory(line)}"
+
+
+def _samples(config: RunConfig) -> str:
+    try:
+        return describe_samples(samples_of(config.run.dir), _last_step(config))
+    except REPORTED as error:  # damage is part of the state
+        return reason_of(error)
 
 
 def _sidecar(config: RunConfig) -> str:

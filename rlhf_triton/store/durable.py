@@ -72,11 +72,11 @@ def staged_file(
     """
     path, descriptor = _locked_temporary(folder, mode)
     try:
-        _write_all(descriptor, parts)
+        write_all(descriptor, parts)
         if first is not None:
             os.fsync(descriptor)  # the slow sync runs before `first`; the one below then flushes a single block
             os.lseek(descriptor, 0, os.SEEK_SET)
-            _write_all(descriptor, [first()])
+            write_all(descriptor, [first()])
         if durable:
             os.fsync(descriptor)
         yield path
@@ -322,7 +322,7 @@ def _locked_temporary(folder: Path, mode: int) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
+def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
     """Write `parts` at the current file position with writev, without concatenating them in memory."""
     not_empty = filter(len, parts)
     while left := [memoryview(part).cast("B") for part in itertools.islice(not_empty, MOST_PARTS)]:

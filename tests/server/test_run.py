@@ -269,6 +269,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
             # each process sends its spans every 5 s
             last = [(CRITIC_TRAIN, "tritonserver"), ("critic_train: journal", CRITIC_TRAIN), ("reload", "sidecar")]
             wait_for(lambda: all(len({s.trace for s in received.named(*each) if s.parent}) >= 3 for each in last))
+            wait_for(lambda: {span.parent for span in received.spans} <= {"", *(span.id for span in received.spans)})
             yield Served(run, system.server, system.sidecar, received)
         finally:
             system.stop()

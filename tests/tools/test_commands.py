@@ -26,8 +26,8 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.run_lock import only_run
 from rlhf_triton.store.weights import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
+from rlhf_triton.tools import replay, status, weights
 from rlhf_triton.tools import run as tools_run
-from rlhf_triton.tools import status, weights
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.progress import RunProgress
@@ -45,6 +45,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "bench": ["trl", "--environment", "{folder}", "--out", "{folder}/bench"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
+    "replay": ["{folder}", "--step", "1"],
     "example-model": ["{folder}/file"],
     "init": ["models", "--reward", "{folder}", "--no-load"],
 }
@@ -285,6 +286,7 @@ def test_status_describes_a_run_in_each_phase(
         "sidecar   has not begun; 0 of the journal's entries pending, last step 0",
         f"reward    {run.config.reward.model}, without versions",
         "critic    no version yet",
+        "samples   none are kept",
     ]
     settings = ["actor.steps=77", "reward.token_budget=512", "reward.instances=2", "reward.threads=3"]
     write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
@@ -329,6 +331,15 @@ def test_status_shows_a_running_server_and_a_silent_remote_instance(live: System
     critic = lines.index(f"critic    CURRENT is version {current} (step {store.manifest(current).step})")
     assert any(f"serves version {current}" in line for line in lines[critic:] if silent.name not in line)
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
+
+
+def test_replay_of_a_ppo_run_includes_the_critic(live: System, capsys: pytest.CaptureFixture[str]):
+    assert replay.main([str(live.run.config.run.dir), "--step", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "from the checkpoint of step 2",
+        "step 3: identical, the critic too",
+    ]
 
 
 def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(

@@ -1,0 +1,91 @@
+"""Finds the steps in a run's journal of samples. Imports no torch.
+
+    <run.dir>/samples/    a log (see `record_log`) of openings, groups and steps
+
+An opening has the settings and the environment of the records after it, the last checkpoint's step, the number of the
+first group after it, and the step after which its process resumed: what earlier processes have of later steps is void.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.record_log import StoredRecord, read_records, record_at, segments
+
+GROUP = "group"
+STEP = "step"
+Place = tuple[int, int]  # segment and position of a record
+
+
+def samples_of(run_dir: Path) -> Path:
+    """Return the folder of a run's journal of samples."""
+    return run_dir / "samples"
+
+
+def openings_of(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the opening of each segment. Raises DamagedRecord, or RlhfError for another format."""
+    found = {number: record_at(folder, number) for number in segments(folder)}
+    return {number: record.header for number, record in found.items() if record is not None}
+
+
+def first_segment(openings: Mapping[int, Mapping[str, Any]], step: int) -> int:
+    """Return the first segment with records after `step` that are not void; 0 if all segments are needed."""
+    marks = {number: (opening["session"], opening["step"]) for number, opening in openings.items()}
+    newest = max((number for number, (_, start) in marks.items() if start <= step), default=0)
+    return min((number for number, mark in marks.items() if mark == marks.get(newest)), default=0)
+
+
+def describe_samples(folder: Path, step: int) -> str:
+    """Return how many groups are kept, and how many steps ago the oldest was trained, for a run after `step`."""
+    openings = openings_of(folder)
+    if not openings:
+        return "none are kept"
+    first, last = min(openings), max(openings)
+    numbers = [record.header["number"] for _, record in read_records(folder, last) if record.header["kind"] == GROUP]
+    num_groups = max(numbers, default=openings[last]["first"] - 1) + 1 - openings[first]["first"]
+    return f"{num_groups} groups are kept, of the last {max(0, step - openings[first]['step'])} steps"
+
+
+@dataclass
+class RecordedSteps:
+    """The complete steps of a range, and where they and their groups are."""
+
+    folder: Path
+    openings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by step
+    steps: dict[int, Place] = field(default_factory=dict)
+    groups: dict[tuple[int, int], Place] = field(default_factory=dict)  # by step and number
+
+    def step(self, step: int) -> StoredRecord:
+        """Return the record of a step."""
+        return self._read(self.steps[step])
+
+    def group(self, step: int, number: int) -> StoredRecord:
+        """Return the record of a group. Raises RlhfError if it is missing."""
+        place = self.groups.get((step, number))
+        if place is None:
+            raise RlhfError(f"{self.folder} lacks group {number} of step {step}; restore its segments (*.log)")
+        return self._read(place)
+
+    def _read(self, place: Place) -> StoredRecord:
+        record = record_at(self.folder, *place)
+        assert record is not None, "`find_steps` has read it"
+        return record
+
+
+def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
+    """Find the complete steps from `first` to `last`. Raises DamagedRecord, or RlhfError for another format."""
+    found, openings = RecordedSteps(folder), openings_of(folder)
+    start = first_segment(openings, first - 1)
+    for number, opening in openings.items():
+        later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
+        for position, record in read_records(folder, number) if number >= start else ():
+            step = record.header["step"]
+            if record.header["kind"] == "opening" or not first <= step <= min([last, *later]):
+                continue
+            if record.header["kind"] == STEP:
+                found.steps[step], found.openings[step] = (number, position), opening
+            else:
+                found.groups[step, record.header["number"]] = (number, position)
+    return found

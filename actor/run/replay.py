@@ -1,0 +1,227 @@
+"""Replays steps of a run, without its servers, and compares each with the journal of samples."""
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_triton.actor.algorithms.batch import critic_payload, make_batch
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.method import Method
+from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
+from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.data.rollout_rows import RolloutRow, conversations_of, rows_of
+from rlhf_triton.actor.data.sample_records import describe_damage, group_of
+from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, reference_fingerprint, save_checkpoint
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.recorded_steps import find_steps, openings_of, samples_of
+from rlhf_triton.actor.run.sample_journal import KEPT, StepResults, environment_of, state_of, step_record
+from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.config import RunConfig
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
+from rlhf_triton.store.sealed_folder import saved_steps
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import TrainPayload, train_payload
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """What the replay of a step has found."""
+
+    step: int
+    difference: str  # the first difference from the run; "" if there is none
+    payload: TrainPayload | None  # of the critic's update; None without a critic
+    has_weights: bool  # whether the trained weights were compared
+    seconds: float
+
+
+class Replay:
+    """The policy of a run, trained again on recorded steps from the newest checkpoint before them."""
+
+    config: RunConfig
+    environment: Mapping[str, Any]
+    """Settings and environment of the last replayed step, as the run recorded them."""
+
+    def __init__(self, run_dir: Path, first: int, last: int) -> None:
+        """Find the steps to replay.
+
+        Raises:
+            RlhfError: the run has no journal of samples, or it is damaged, has another format, or lacks a step.
+        """
+        self._checkpoints, folder = actor_checkpoints(run_dir), samples_of(run_dir)
+        if not openings_of(folder):
+            raise RlhfError(f"{folder} has no samples, so no step of this run can be replayed")
+        self.start = max((step for step in saved_steps(self._checkpoints) if step < first), default=0)
+        self._steps = range(self.start + 1, last + 1)
+        try:
+            self._found = find_steps(folder, self.start + 1, last)
+        except DamagedRecord as error:
+            raise DamagedRecord(error.path, error.position, describe_damage(error.payload) or error.problem) from error
+        missing = [step for step in self._steps if step not in self._found.steps]
+        if missing:
+            raise RlhfError(
+                f"{folder} lacks step {missing[0]}, which a replay of step {first} needs (from the checkpoint of step "
+                f"{self.start}): it was never complete, or is no longer kept; choose another step"
+            )
+
+    def run(self) -> Iterator[ReplayedStep]:
+        """Replay step by step; end after the first one that differs."""
+        opening = self._found.openings[self._steps[0]]
+        checkpoint = self._checkpoints / str(self.start) if self.start else None
+        self._load(RunConfig.model_validate(opening["settings"]), checkpoint)
+        for step in self._steps:
+            if self._found.openings[step]["settings"] != opening["settings"]:  # the run has resumed with others
+                opening = self._found.openings[step]
+                with tempfile.TemporaryDirectory() as folder:
+                    self._policy.trained.save(folder)
+                    self._load(RunConfig.model_validate(opening["settings"]), Path(folder), self._state())
+            self.environment = opening["environment"]
+            start = time.monotonic()
+            recorded = self._found.step(step)
+            replayed, rows, payload = self._train(recorded.header)
+            trained = self._policy.trained
+            names = {"weights": sorted(trained.weights()), "optimizer": sorted(trained.state())}
+            difference = difference_of(recorded, replayed, rows, names)
+            has_weights = bool(recorded.arrays["weights"].size)
+            packed = None if payload is None else train_payload(payload, Limits(self._policy.vocab_size))
+            yield ReplayedStep(step, difference, packed, has_weights, time.monotonic() - start)
+            if difference:
+                return
+
+    def save(self, config: RunConfig) -> None:
+        """Write the state after the last step as a checkpoint of a new run, whose settings are `config`."""
+        step = self._steps[-1]
+        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
+        about = {
+            "step": step,
+            "run_id": config.run.identity,
+            "critic_step": step,
+            "weights_version": 0,
+            "reference": str(config.reference.model),
+            "reference_fingerprint": reference_fingerprint(config, self._policy),
+        }
+        state = RunState(self._policy, self._shaper, self._kl, inputs)
+        save_checkpoint(actor_checkpoints(config.run.dir), state, about, keep=1)
+
+    def differing_environment(self) -> list[str]:
+        """Return a line for each part of the environment that is not as it was in the run."""
+        now = environment_of()
+        return [
+            f"{name}: {self.environment.get(name)} in the run, {now.get(name)} here"
+            for name in {**self.environment, **now}
+            if self.environment.get(name) != now.get(name)
+        ]
+
+    def _load(self, config: RunConfig, checkpoint: Path | None, state: Mapping[str, Any] | None = None) -> None:
+        """Create the policy under these settings.
+
+        Args:
+            checkpoint: with the trained weights; None: as at the start of the run.
+            state: from `state_of`; default: that of the checkpoint, which is verified.
+        """
+        actor = config.actor
+        torch.set_num_threads(actor.threads)
+        torch.use_deterministic_algorithms(config.run.deterministic)
+        self.config = config
+        self._method = Method.from_settings(actor.algorithm, actor.kl)
+        torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, as in the run
+        self._policy = Policy(actor, longest_row=config.longest_row)
+        self._update = PolicyUpdate(actor, self._policy, self._method)
+        self._shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
+        self._kl = KLControl(actor.kl.coef, target=actor.kl.target)
+        if checkpoint is not None:
+            state = state or check_checkpoint_of(self._policy, checkpoint)
+            self._policy.trained.load(checkpoint, state["optimizer_step"])
+            if self._kl.target is not None:
+                self._kl.coef = state["kl_coef"]
+            self._shaper.moments = RunningMoments(*state["reward_moments"])
+
+    def _state(self) -> dict[str, Any]:
+        return state_of(self._policy, self._shaper, self._kl)
+
+    def _train(self, header: Mapping[str, Any]) -> tuple[StoredRecord, list[RolloutRow], dict[str, np.ndarray] | None]:
+        """Train on the groups of a step; return its record, the rows that the policy learned from, and the payload.
+
+        `header`: of the recorded step. As `PPORun.one_step`.
+        """
+        step, before, environment = header["step"], self._state(), self.config.environment
+        groups = [group_of(self._found.group(step, number)) for number in header["groups"]]
+        batch = make_batch(
+            groups,
+            self._method,
+            self._shaper,
+            kl_coef=self._kl.coef,
+            truncated="score" if environment is None else environment.truncated,
+            num_dropped=header["num_dropped"],
+        )
+        payload = None if header["payload"] is None else critic_payload(batch)
+        kept = groups[: len(groups) - header["num_dropped"]]
+        conversations = conversations_of(kept)
+        rows = rows_of(conversations)
+        batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
+        update: dict[str, float] = {}
+        if step > self.config.actor.algorithm.critic_warmup_steps:
+            metrics = rollout_metrics(kept, batch, kl_coef=self._kl.coef)
+            update = self._update.run(batch, seed=header["seed"], kl_coef=self._kl.coef)
+            kl_per_sequence = metrics.get("train_rollouts/init_policy_kl_per_sequence")
+            if kl_per_sequence is not None:
+                self._kl.update(kl_per_sequence, len(conversations))
+        results = StepResults(batch, header["num_dropped"], payload, update)
+        about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": self._state()}
+        return step_record(self._policy, step, results, **about), rows, payload
+
+
+def difference_of(
+    recorded: StoredRecord, replayed: StoredRecord, rows: Sequence[RolloutRow], names: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the first value of a step, in the order of its computation, that differs in a replay; "" if none does.
+
+    Args:
+        rows: of the training batch.
+        names: of the tensors in `weights` and `optimizer`, sorted.
+    """
+    old, new = recorded.header, replayed.header
+    if different := _different_entry(old["before"], new["before"]):
+        return f"before the step, {different}"
+    for name, was, now in zip(old["tensors"], recorded.arrays["digests"], replayed.arrays["digests"], strict=True):
+        if name == KEPT and (different := _different_value(recorded.arrays[name], replayed.arrays[name], rows)):
+            return f"`{name}` of {different}"
+        if (row := first_difference(was, now)) is not None:
+            return f"`{name}` of {_sample(rows, row)}, by its digest"
+    for name in ("payload", "update"):
+        if different := _different_entry(old[name] or {}, new[name] or {}):
+            return f"in the {name}, {different}"
+    for part, tensors in names.items():
+        was, now = recorded.arrays[part], replayed.arrays[part]
+        if len(was) == len(now) and (index := first_difference(was, now)) is not None:
+            return f"in the {part} after the step, `{tensors[index]}`, by its digest"
+    different = _different_entry(old["after"], new["after"])
+    return different and f"after the step, {different}"
+
+
+def _different_entry(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**was, **now} if repr(was.get(name)) != repr(now.get(name))]
+    return f"`{names[0]}`: {was.get(names[0])} in the run, {now.get(names[0])} here" if names else ""
+
+
+def _different_value(was: np.ndarray, now: np.ndarray, rows: Sequence[RolloutRow]) -> str:
+    """Return the first position and both values where two columns `[N]` of all rows differ; "" if they do not."""
+    index = first_difference(was, now)
+    if index is None:
+        return ""
+    ends = np.cumsum([len(row.tokens) - 1 for row in rows])
+    row = int(np.searchsorted(ends, index, side="right"))
+    token = index - int(ends[row]) + len(rows[row].tokens)
+    return f"{_sample(rows, row)} at token {token}: {was[index]} in the run, {now[index]} here"
+
+
+def _sample(rows: Sequence[RolloutRow], row: int) -> str:
+    return f"sample {row} (prompt {rows[row].prompt.prompt_id})"

@@ -1,0 +1,192 @@
+"""Writes a run's journal of samples: what each step trained on, and what came of it, so that it can be replayed.
+
+A step's groups are on disk before its update starts. The record of the step holds digests: of the training batch for
+each row, and of the trained weights and the optimizer's state for each parameter.
+"""
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.data.rollout_rows import Group
+from rlhf_triton.actor.data.sample_records import record_of
+from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.recorded_steps import STEP, first_segment, openings_of, samples_of
+from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.config import RunConfig
+from rlhf_triton.digests import short_digest
+from rlhf_triton.store.record_log import RecordLog, StoredRecord
+from rlhf_triton.store.sealed_folder import saved_steps
+
+PACKAGES = ("torch", "transformers", "peft", "numpy")
+VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
+KEPT = "advantages"  # the batch's tensor whose values are in the journal, besides its digests
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """What a step has computed."""
+
+    batch: PPOBatch  # of the rows that the policy learned from
+    num_dropped: int  # groups at the end that only the critic learned from
+    payload: Mapping[str, np.ndarray] | None  # from `critic_payload`; None without a critic
+    update: Mapping[str, float]  # metrics of the policy's update; {} if only the critic was trained
+
+
+class SampleJournal:
+    """The journal of one run, written by rank 0."""
+
+    def __init__(self, config: RunConfig, state: RunState) -> None:
+        self._folder, self._state = samples_of(config.run.dir), state
+        self._checkpoints = actor_checkpoints(config.run.dir)
+        self._keep = config.actor.keep_checkpoints
+        self._fixed: dict[str, Any] = {
+            "kind": "opening",
+            "settings": config.model_dump(mode="json"),
+            "environment": environment_of(),
+        }
+        self._pending: list[Future[None]] = []
+        self._log: RecordLog | None = None
+
+    def resume(self, step: int) -> None:
+        """Continue after `step`; what is recorded of later steps is void.
+
+        Raises:
+            RlhfError: the newest segment is damaged, or not of this format.
+        """
+        sessions = [opening["session"] for opening in openings_of(self._folder).values()]
+        self._fixed |= {"session": max(sessions, default=0) + 1, "resumed": step}
+        self._log = RecordLog(self._folder, self._opening(step))
+
+    def _opening(self, step: int) -> Mapping[str, Any]:
+        return {**self._fixed, "step": step, "first": self._state.inputs.positions_after(step).prompts}
+
+    def add_groups(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the groups of a step, in the order of their prompts, before its batch is made."""
+        first = self._state.inputs.positions_after(step - 1).prompts
+        self._before = self._state_now()
+        self._numbers = [*range(first, first + len(groups))]
+        self._seed = self._state.inputs.seed_of(step)
+        for number, group in zip(self._numbers, groups, strict=True):
+            self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
+
+    def add_step(self, step: int, results: StepResults) -> None:
+        """Record a step after its update. The weights must not change meanwhile."""
+        record = step_record(
+            self._state.policy,
+            step,
+            results,
+            groups=self._numbers,
+            seed=self._seed,
+            before=self._before,
+            after=self._state_now(),
+            inputs=self._state.inputs.state(step),
+        )
+        self._append(lambda: record)
+
+    def _state_now(self) -> dict[str, Any]:
+        return state_of(self._state.policy, self._state.shaper, self._state.kl)
+
+    def _append(self, encode: Callable[[], StoredRecord]) -> None:
+        assert self._log is not None, "call `resume` first"
+        self._pending.append(self._log.append(encode))
+
+    async def durable(self) -> None:
+        """Wait until all records are on disk. Raises OSError if the disk has refused one."""
+        pending, self._pending = self._pending, []
+        await asyncio.gather(*map(asyncio.wrap_future, pending))
+
+    def prune(self, step: int) -> None:
+        """Begin a segment after the checkpoint of `step`; remove the segments before the oldest checkpoint.
+
+        Until there are more checkpoints than the run keeps, the oldest one is the start of the run.
+        """
+        assert self._log is not None, "call `resume` first"
+        self._log.rotate(self._opening(step))
+        checkpoints = saved_steps(self._checkpoints)
+        oldest = min(checkpoints) if len(checkpoints) >= self._keep else 0
+        self._log.remove_before(first_segment(openings_of(self._folder), oldest))
+
+    def close(self) -> None:
+        """Wait until all records are on disk, or have failed."""
+        if self._log is not None:
+            self._log.close()
+
+
+def state_of(policy: Policy, shaper: RewardShaper, kl: KLControl) -> dict[str, Any]:
+    """Return the numbers among the state that a step changes, named as in a checkpoint."""
+    return {
+        "optimizer_step": policy.trained.optimizer_step,
+        "kl_coef": kl.coef,
+        "reward_moments": shaper.moments.state(),
+    }
+
+
+def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:
+    """Return the record of a step, `about` in its header; a replay makes it again and compares the two."""
+    batch, payload, trained = results.batch, results.payload, policy.trained
+    rows = {name: rows_of_tensor(batch, name) for name, tensor in vars(batch).items() if tensor is not None}
+    header = {
+        "kind": STEP,
+        "step": step,
+        **about,
+        "num_dropped": results.num_dropped,
+        "tensors": [*rows],
+        "payload": None
+        if payload is None
+        else {name: short_digest(np.ascontiguousarray(array)) for name, array in payload.items()},
+        "update": {name: value for name, value in results.update.items() if name.startswith("train_optim/")},
+    }
+    digests = {
+        "digests": [list(map(short_digest, parts)) for parts in rows.values()],
+        "weights": _digests_of(trained.weights()),
+        "optimizer": _digests_of(trained.state()),
+    }
+    arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
+    return StoredRecord(header, arrays | {KEPT: np.concatenate(rows[KEPT])})
+
+
+def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:
+    """Return a tensor of the batch as one array per row, without padding."""
+    array: np.ndarray = getattr(batch, name).numpy()
+    if array.ndim == 1:
+        return [*array[:, None]]
+    return [row[: length - (name != "tokens")] for row, length in zip(array, batch.lengths.tolist(), strict=True)]
+
+
+def environment_of() -> dict[str, Any]:
+    """Return what results may depend on besides the settings, by name."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    return {
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "Python": platform.python_version(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "CPUs": os.cpu_count(),
+        **dict(sorted(variables.items())),
+    }
+
+
+def _digests_of(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the digest of each tensor, in the order of their names.
+
+    None if they are sharded, or on a GPU, from which copying them takes long.
+    """
+    if any(tensor.device.type != "cpu" or isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return []
+    ordered = (tensors[name].reshape(-1) for name in sorted(tensors))
+    return [short_digest(tensor.contiguous().view(torch.uint8).numpy()) for tensor in ordered]

@@ -1,0 +1,320 @@
+"""The journal of samples: what a run records, how long it keeps it, and that steps replay bit for bit."""
+
+import asyncio
+import dataclasses
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from live_system import Checkpoints, make_run
+from test_loop import PPO, Server, go, make_ppo
+
+from rlhf_triton.actor.data.prompts import Positions
+from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, openings_of, samples_of
+from rlhf_triton.actor.run.sample_journal import SampleJournal
+from rlhf_triton.actor.run.settings import find_changes, write_settings
+from rlhf_triton.config import load_config
+from rlhf_triton.store import record_log
+from rlhf_triton.store.durable import make_folder
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
+from rlhf_triton.store.run_lock import only_actor
+from rlhf_triton.tools.replay import main, replay
+from tests.support.samples import groups_of, scored_samples
+
+STEPS = 3
+SETTINGS: dict[str, Any] = {
+    "algorithm_name": "grpo",
+    "responses_per_prompt": 2,
+    "rollout_size": 4,
+    "minibatch_size": 2,
+    "lora_rank": 2,
+    "checkpoint_every": 2,
+    "keep_checkpoints": 3,
+    "validation_size": 0,
+    "lr": 1e-2,
+    "kl_coef": 0.1,
+    "kl_target": 0.01,
+    "normalization": "running",
+}
+
+
+def train(folder: Path, checkpoints: Checkpoints, *, steps: int, **settings: Any) -> None:
+    run = make_ppo(folder, checkpoints, **{**SETTINGS, "steps": steps, **settings})
+    write_settings(run.recorder._config, {})
+    go(run)
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Path:
+    """A run that has resumed after step 2 with another learning rate, after a third step that nothing came of."""
+    folder = tmp_path_factory.mktemp("grpo")
+    train(folder, checkpoints, steps=3)
+    shutil.rmtree(folder / "checkpoints" / "actor" / "3")
+    train(folder, checkpoints, steps=4, lr=2e-2)
+    return folder
+
+
+@pytest.fixture
+def copy(grpo: Path, tmp_path: Path) -> Path:
+    """A run to damage."""
+    return Path(shutil.copytree(grpo, tmp_path / "copy"))
+
+
+def test_steps_replay_identically_across_a_resume(grpo: Path, capsys: pytest.CaptureFixture[str]):
+    before = [*grpo.rglob("*")]
+    assert replay(grpo, 1, 4) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("from the start of the run\n")
+    assert out.count(": identical (") == 4, out
+    assert replay(grpo, 3, 3) == 0
+    assert capsys.readouterr().out.startswith("from the checkpoint of step 2\nstep 3: identical (")
+    assert [*grpo.rglob("*")] == before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [PPO, {"max_off_policy_steps": 2, "correction": {"high": 2.0}}, {"max_resampled": 2}, {"lora_rank": 0}],
+)
+def test_other_methods_replay_identically(
+    settings: dict[str, Any], tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+):
+    train(tmp_path, checkpoints, steps=2, **settings)
+    assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
+
+
+def test_groups_are_on_disk_before_their_update(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    """A slow disk delays the update; a crash within it leaves the groups of the step, without the step."""
+    sync = os.fsync
+
+    def slowly(descriptor: int) -> None:
+        if threading.current_thread().name == "record-log":
+            time.sleep(0.3)
+        sync(descriptor)
+
+    def crash(*_: object, **__: object) -> None:
+        shutil.copytree(tmp_path / "run", tmp_path / "crashed")
+        raise OSError("crash")
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    monkeypatch.setattr(PolicyUpdate, "run", crash)
+    with pytest.raises(OSError, match="crash"):
+        train(tmp_path / "run", checkpoints, steps=1)
+    found = find_steps(samples_of(tmp_path / "crashed"), 1, 1)
+    assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
+
+
+def test_steps_before_a_resume_are_void(tmp_path: Path):
+    for session, resumed, steps in ((1, 0, (1, 2, 3)), (2, 1, (2,))):
+        log = RecordLog(tmp_path, {"kind": "opening", "session": session, "resumed": resumed, "step": resumed})
+        for step in steps:
+            log.append(lambda step=step: StoredRecord({"kind": "step", "step": step}))
+        log.close()
+    assert {step: segment for step, (segment, _) in find_steps(tmp_path, 1, 3).steps.items()} == {1: 1, 2: 2}
+
+
+def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> None:
+    """Write the samples again with changed records."""
+    old = folder / "old"
+    samples_of(folder).rename(old)
+    for number in segments(old):
+        (opening, *records) = [record for _, record in read_records(old, number)]
+        log = RecordLog(samples_of(folder), opening.header)
+        for record in records:
+            log.append(lambda record=record: change(record))
+        log.close()
+
+
+def with_next_value(array: np.ndarray, index: int) -> np.ndarray:
+    changed = array.copy()
+    changed[index] = np.nextafter(changed[index], np.inf, dtype=array.dtype)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        ("group", "logprobs", r"step 1: `logprobs` of sample 0 \(prompt \d+\), by its digest"),
+        (
+            "step",
+            "advantages",
+            r"step 1: `advantages` of sample 0 \(prompt \d+\) at token \d+: \S+ in the run, \S+ here",
+        ),
+        ("step", "digests", r"step 1: `tokens` of sample 0 \(prompt \d+\), by its digest"),
+        ("step", "weights", r"step 1: in the weights after the step, `model.layers.0\S+`, by its digest"),
+    ],
+)
+def test_first_difference_is_named(kind: str, name: str, told: str, copy: Path, capsys: pytest.CaptureFixture[str]):
+    def change(record: StoredRecord) -> StoredRecord:
+        if record.header["kind"] != kind or record.header["step"] != 1:
+            return record
+        array = record.arrays[name]
+        index = int(np.flatnonzero(array)[0])
+        if array.dtype == np.uint64:
+            changed = array.copy()
+            changed.reshape(-1)[index] ^= np.uint64(1)
+        else:
+            changed = with_next_value(array, index)
+        return dataclasses.replace(record, arrays={**record.arrays, name: changed})
+
+    rewrite(copy, change)
+    assert replay(copy, 1, 2) == 1
+    out = capsys.readouterr().out
+    assert len(lines := out.splitlines()) == 4, out
+    assert re.match(told, lines[1]), out
+
+
+def test_differing_environment_is_named(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    rewrite(
+        copy,
+        lambda record: StoredRecord(record.header | {"seed": 1}, record.arrays) if "seed" in record.header else record,
+    )
+    assert replay(copy, 1, 1) == 1
+    assert "what differs in the environment:\n  OMP_NUM_THREADS: " in capsys.readouterr().out
+
+
+def test_one_flipped_bit_is_an_error_that_names_step_sample_and_field(copy: Path, capsys: pytest.CaptureFixture[str]):
+    path = path_of(samples_of(copy), 1)
+    record = next(record for _, record in read_records(samples_of(copy), 1) if record.header["kind"] == "group")
+    data = bytearray(path.read_bytes())
+    data[data.index(record.arrays["logprobs"].tobytes())] ^= 1
+    path.write_bytes(bytes(data))
+    assert main([str(copy), "--step", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path} is damaged at byte ")
+    assert "step 1, group 0, sample 0 (prompt " in error
+    assert "): `logprobs`; restore the file" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prepare", "told"),
+    [
+        ("--step 0", None, "--step 0 --to 0: steps are counted from 1"),
+        ("--step 3 --to 2", None, "--step 3 --to 2: steps are counted from 1, and --to is not before --step"),
+        ("--step 1 actor.steps=2", None, "actor.steps=2: a replay keeps the run's settings; only --fork changes them"),
+        ("--step 1 --fork {run}", None, "--fork: {run} exists; choose another folder"),
+        (
+            "--step 9 --fork {run}/new",
+            None,
+            "lacks step 5, which a replay of step 8 needs (from the checkpoint of step 4)",
+        ),
+        ("--step 2 --fork {run}/new actor.stps=2", None, "unknown key actor.stps"),
+        ("--step 5", None, "lacks step 5, which a replay of step 5 needs (from the checkpoint of step 4)"),
+        ("--step 1", lambda run: path_of(samples_of(run), 1).unlink(), "lacks step 1, which a replay of step 1 needs"),
+        (
+            "--step 1",
+            lambda run: shutil.rmtree(samples_of(run)),
+            "has no samples, so no step of this run can be replayed",
+        ),
+        ("--step 1", lambda run: path_of(samples_of(run), 1).write_text("a diary"), "is not a log of records"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_one_sentence(
+    arguments: str,
+    prepare: Callable[[Path], object] | None,
+    told: str,
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    if prepare is not None:
+        prepare(copy)
+    before = [*copy.rglob("*")]
+    assert main([str(copy), *arguments.format(run=copy).split()]) == 2
+    error = capsys.readouterr().err
+    assert told.format(run=copy) in error
+    assert error.count("\n") == 1
+    assert [*copy.rglob("*")] == before
+
+
+def test_run_in_progress_is_not_replayed(copy: Path, capsys: pytest.CaptureFixture[str]):
+    with only_actor(copy):
+        assert main([str(copy), "--step", "1"]) == 2
+    assert "is the folder of a run in progress; stop it" in capsys.readouterr().err
+
+
+def test_samples_are_kept_since_the_oldest_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept; segments of any size."""
+    monkeypatch.setattr(record_log, "SEGMENT_BYTES", 20_000)
+    config = make_run(tmp_path, checkpoints, actor={"keep_checkpoints": 2}).config
+    moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
+    state: Any = SimpleNamespace(
+        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0)),
+        shaper=SimpleNamespace(moments=moments),
+        kl=SimpleNamespace(coef=0.0),
+        inputs=SimpleNamespace(seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step)),
+    )
+    groups = groups_of(scored_samples(), 2)
+    sizes = []
+    for session in range(3):
+        samples = SampleJournal(config, state)
+        samples.resume(session * 100)
+        for step in range(session * 100 + 1, session * 100 + 101):
+            samples.add_groups(step, groups)
+            samples._append(lambda step=step: StoredRecord({"kind": "step", "step": step}))
+            if step % 10 == 0:
+                asyncio.run(samples.durable())
+                for kept in range(max(10, step - 10), step + 1, 10):
+                    make_folder(tmp_path / "checkpoints" / "actor" / str(kept))
+                    (tmp_path / "checkpoints" / "actor" / str(kept) / "state.json").touch()
+                shutil.rmtree(tmp_path / "checkpoints" / "actor" / str(step - 20), ignore_errors=True)
+                samples.prune(step)
+                sizes.append(sum(path.stat().st_size for path in samples_of(tmp_path).iterdir()))
+        samples.close()
+    folder = samples_of(tmp_path)
+    assert max(sizes) < 3 * sizes[0], sizes
+    assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
+    assert min(opening["step"] for opening in openings_of(folder).values()) == 290
+    assert describe_samples(folder, 300) == "20 groups are kept, of the last 10 steps"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_fork_with_another_setting_differs_only_from_its_step_on(
+    step: int, grpo: Path, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+):
+    """From a checkpoint, from a step without one, and from the start; unchanged, it does the same as the run."""
+    for name, change in (("same", []), ("other", ["actor.algorithm.clip_ratio=0.001"])):
+        folder = tmp_path / name
+        assert (
+            main(
+                [
+                    str(grpo),
+                    "--step",
+                    str(step),
+                    "--fork",
+                    str(folder),
+                    "actor.steps=3",
+                    "actor.optimizer.lr=1e-2",
+                    *change,
+                ]
+            )
+            == 0
+        )
+        assert capsys.readouterr().out.endswith(f"run.yaml continues with step {step}\n")
+        run = PPORun(config := load_config(folder / "run.yaml"), Server())
+        assert find_changes(config, accepted=False) == {}
+        run.recorder._client.tokenizer = run.policy.tokenizer
+        go(run)
+    runs = [read_jsonl(folder / "metrics.jsonl") for folder in (grpo, tmp_path / "same", tmp_path / "other")]
+    old, same, other = ([line["train_optim/loss"] for line in lines] for lines in runs)
+    assert len(same) == 4 - step
+    if step < 3:  # the run's own third step was repeated with another learning rate
+        assert same[: 3 - step] == old[step - 1 : 2]
+    assert other != same
