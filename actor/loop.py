@@ -72,7 +72,13 @@ class PPORun:
         self.collector = Collector(actor, self.policy, self.scorer, self.reference, self.in_thread)
         every = config.trainer.publish.every
         self.rollouts = Rollouts(
-            actor, self.inputs, self.collector, self.critic, publish_every=every, truncated=self.truncated
+            actor,
+            self.inputs,
+            self.collector,
+            self.critic,
+            sampled=self.samples.add_sampled,
+            publish_every=every,
+            truncated=self.truncated,
         )
 
     @property
@@ -112,6 +118,7 @@ class PPORun:
         self.policy.generation.check_prompts(prompts)
         self.last.record(await self.stop.or_done(self.recorder.resume()))
         self.critic.last_sent = self.done
+        self.rollouts.kept = await asyncio.to_thread(self.samples.sampled, self.done)
         await asyncio.to_thread(self.samples.resume, self.done)
         is_last = self.done >= settings.steps
         if self.done == 0:

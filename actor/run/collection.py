@@ -72,15 +72,20 @@ class Collector:
                 receive the responses of a group together.
         """
         ended = self.sampling.start(prompts, seed=seed, greedy=greedy)
+        return [self._in_flight(ended[i : i + group_size]) for i in range(0, len(ended), group_size)]
+
+    def start_sampled(self, conversations: Sequence[Conversation]) -> GroupInFlight:
+        """Start to score a group that has been sampled."""
+        ended = [asyncio.get_running_loop().create_future() for _ in conversations]
+        for future, conversation in zip(ended, conversations, strict=True):
+            future.set_result(conversation)
+        return self._in_flight(ended)
+
+    def _in_flight(self, ended: list[asyncio.Future[Conversation]]) -> GroupInFlight:
         served = self._reference if isinstance(self._reference, ServedReference) else None
-        groups = []
-        for first in range(0, len(ended), group_size):
-            versions: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
-            scoring = GroupScoring(self.scorer, served, versions, self._starting, group_size=group_size)
-            of_group = ended[first : first + group_size]
-            scored = asyncio.create_task(scoring.score_group(of_group))
-            groups.append(GroupInFlight(of_group, versions, scoring, scored))
-        return groups
+        versions: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
+        scoring = GroupScoring(self.scorer, served, versions, self._starting, group_size=len(ended))
+        return GroupInFlight(ended, versions, scoring, asyncio.create_task(scoring.score_group(ended)))
 
     async def complete(
         self, groups: Sequence[GroupInFlight], *, timers: Timers, with_logprobs: bool = False

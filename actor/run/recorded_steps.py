@@ -2,11 +2,14 @@
 
     <run.dir>/samples/    a log (see `record_log`) of openings, groups and steps
 
+With `actor.max_off_policy_steps`, groups are also recorded as soon as they are sampled, before they are scored. A
+resumed run takes those that no step has trained on, if the policy of the checkpoint, or an older one, sampled them.
+
 An opening has the settings and the environment of the records after it, the last checkpoint's step, the number of the
 first group after it, and the step after which its process resumed: what earlier processes have of later steps is void.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,14 @@ from rlhf_triton.store.record_log import StoredRecord, read_records, record_at, 
 
 GROUP = "group"
 STEP = "step"
+SAMPLED = "sampled"
+SAMPLING = (
+    ("actor", "generation"),
+    ("actor", "prompts"),
+    ("actor", "algorithm", "responses_per_prompt"),
+    ("environment",),
+)
+"""Settings that decide how responses are sampled."""
 Place = tuple[int, int]  # segment and position of a record
 
 
@@ -82,10 +93,37 @@ def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
         later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
         for position, record in read_records(folder, number) if number >= start else ():
             step = record.header["step"]
-            if record.header["kind"] == "opening" or not first <= step <= min([last, *later]):
+            if record.header["kind"] in ("opening", SAMPLED) or not first <= step <= min([last, *later]):
                 continue
             if record.header["kind"] == STEP:
                 found.steps[step], found.openings[step] = (number, position), opening
             else:
                 found.groups[step, record.header["number"]] = (number, position)
     return found
+
+
+def find_sampled(folder: Path, step: int, *, first: int, ahead: int, settings: Mapping[str, Any]) -> list[StoredRecord]:
+    """Return the groups that were sampled for steps after the checkpoint of `step`, as a run with `settings` would.
+
+    Args:
+        first: number of the first group that is not trained.
+        ahead: `actor.max_off_policy_steps`.
+    """
+    found, openings = dict[int, StoredRecord](), openings_of(folder)
+    start = first_segment(openings, step - ahead)
+    for segment, opening in openings.items():
+        if segment < start or any(_setting(opening["settings"], path) != _setting(settings, path) for path in SAMPLING):
+            continue
+        later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
+        for _, record in read_records(folder, segment):
+            header = record.header
+            is_needed = header["kind"] == SAMPLED and header["number"] >= first and "versions" in record.arrays
+            if is_needed and int(record.arrays["versions"].max()) <= min([step, *later]):
+                found[header["number"]] = record
+    return [*found.values()]
+
+
+def _setting(settings: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        settings = settings[name]
+    return settings

@@ -8,7 +8,7 @@ policy of that moment. A run thus waits for a slow group while the groups of the
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
-from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, policy_staleness, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, policy_staleness, rows_of
 from rlhf_triton.actor.run.collection import Collector, GroupInFlight, has_spread, num_sampled_tokens
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.recorder import Recorder
@@ -123,10 +123,18 @@ class Rollouts:
         collector: Collector,
         critic: RemoteCritic,
         *,
+        sampled: Callable[[int, int, Group], None],
         publish_every: int,
         truncated: str,
     ) -> None:
-        """`truncated`: `environment.truncated`; ignored without environments."""
+        """
+        Args:
+            sampled: records a group ahead of its step, `SampleJournal.add_sampled`.
+            truncated: `environment.truncated`; ignored without environments.
+        """
+        self._record_sampled = sampled
+        self.kept: dict[int, tuple[int, Group]] = {}
+        """Groups that an earlier process has sampled, from `SampleJournal.sampled`."""
         self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
         self._collector = collector
         self._critic = critic
@@ -183,21 +191,37 @@ class Rollouts:
         start = self._in_flight[-1][1] if self._in_flight else self.inputs.positions_after(step - 1 + bool(repeat))
         prompts = await self._collector.in_thread(self.inputs.read, count, start)
         check_columns(self._collector.scorer.reward, [prompt for prompt, _ in prompts])
-        jobs = dict[int, dict[int, Prompt]]()  # seed -> prompts by index
+        started = dict[int, GroupInFlight]()  # by number
+        jobs = dict[int, dict[int, dict[int, Prompt]]]()  # seed -> number -> prompts by index
         for i, (prompt, after) in enumerate(prompts):
+            number = after.prompts - 1
             if self._settings.max_off_policy_steps:
                 # A step may take a group early. Its seed follows from the prompt's number, also in a resumed run.
-                home, index = divmod(after.prompts - 1, self._settings.prompts_per_step)
+                home, index = divmod(number, self._settings.prompts_per_step)
                 seed = self.inputs.seed_of(home + 1)
             else:
                 seed, index = self.inputs.seed_of(step, *([repeat] if repeat else [])), i
-            jobs.setdefault(seed, {}).update({index * size + k: prompt for k in range(size)})
-        started = [
-            group
-            for seed, job_prompts in jobs.items()
-            for group in self._collector.start(job_prompts, seed=seed, group_size=size)
-        ]
-        self._in_flight += zip(started, (after for _, after in prompts), strict=True)
+            kept_seed, group = self.kept.pop(number, (None, Group(())))
+            if kept_seed == seed and group.conversations[0][0].prompt.prompt_id == prompt.prompt_id:
+                started[number] = self._collector.start_sampled(group.conversations)
+            else:
+                jobs.setdefault(seed, {})[number] = {index * size + k: prompt for k in range(size)}
+        for seed, by_number in jobs.items():
+            job_prompts = {index: prompt for of_group in by_number.values() for index, prompt in of_group.items()}
+            for number, in_flight in zip(
+                by_number, self._collector.start(job_prompts, seed=seed, group_size=size), strict=True
+            ):
+                started[number] = in_flight
+                if self._settings.max_off_policy_steps:
+                    self._record_when_sampled(number, seed, in_flight)
+        self._in_flight += ((started[after.prompts - 1], after) for _, after in prompts)
+
+    def _record_when_sampled(self, number: int, seed: int, group: GroupInFlight) -> None:
+        def record(sampled: asyncio.Future[list[Conversation]]) -> None:
+            if not sampled.cancelled() and sampled.exception() is None:
+                self._record_sampled(number, seed, Group(tuple(sampled.result())))
+
+        asyncio.gather(*group.ended).add_done_callback(record)
 
     async def _complete(self, count: int, step: int, timers: Timers) -> list[Group]:
         """Return the first `count` groups in flight once they are scored."""

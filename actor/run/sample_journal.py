@@ -6,6 +6,7 @@ each row, and of the trained weights and the optimizer's state for each paramete
 
 import asyncio
 import importlib.metadata
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +24,17 @@ from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group
-from rlhf_triton.actor.data.sample_records import record_of
+from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.recorded_steps import STEP, first_segment, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import SAMPLED, STEP, find_sampled, first_segment, openings_of, samples_of
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import RecordLog, StoredRecord
+from rlhf_triton.store.record_log import DamagedRecord, RecordLog, StoredRecord
 from rlhf_triton.store.sealed_folder import saved_steps
 
+logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
 KEPT = "advantages"  # the batch's tensor whose values are in the journal, besides its digests
@@ -54,7 +56,8 @@ class SampleJournal:
     def __init__(self, config: RunConfig, state: RunState) -> None:
         self._folder, self._state = samples_of(config.run.dir), state
         self._checkpoints = actor_checkpoints(config.run.dir)
-        self._keep = config.actor.keep_checkpoints
+        self._keep, self._ahead = config.actor.keep_checkpoints, config.actor.max_off_policy_steps
+        self._step = 0  # the newest step
         self._fixed: dict[str, Any] = {
             "kind": "opening",
             "settings": config.model_dump(mode="json"),
@@ -69,6 +72,7 @@ class SampleJournal:
         Raises:
             RlhfError: the newest segment is damaged, or not of this format.
         """
+        self._step = step
         sessions = [opening["session"] for opening in openings_of(self._folder).values()]
         self._fixed |= {"session": max(sessions, default=0) + 1, "resumed": step}
         self._log = RecordLog(self._folder, self._opening(step))
@@ -79,11 +83,31 @@ class SampleJournal:
     def add_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Record the groups of a step, in the order of their prompts, before its batch is made."""
         first = self._state.inputs.positions_after(step - 1).prompts
+        self._step = step
         self._before = self._state_now()
         self._numbers = [*range(first, first + len(groups))]
         self._seed = self._state.inputs.seed_of(step)
         for number, group in zip(self._numbers, groups, strict=True):
             self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
+
+    def add_sampled(self, number: int, seed: int, group: Group) -> None:
+        """Record a group as it was sampled, not scored; `number`: its place in the order of prompts."""
+        self._append(partial(record_of, group, kind=SAMPLED, step=self._step, number=number, seed=seed))
+
+    def sampled(self, step: int) -> dict[int, tuple[int, Group]]:
+        """Return the seed and the group, by number, of groups that a run that resumes after `step` need not sample.
+
+        Call before `resume`. Empty if the journal is damaged.
+        """
+        if not self._ahead:
+            return {}
+        first = self._state.inputs.positions_after(step).prompts
+        try:
+            records = find_sampled(self._folder, step, first=first, ahead=self._ahead, settings=self._fixed["settings"])
+        except DamagedRecord as error:
+            logger.warning("%s; groups that were in flight are sampled again", error)
+            return {}
+        return {record.header["number"]: (record.header["seed"], group_of(record)) for record in records}
 
     def add_step(self, step: int, results: StepResults) -> None:
         """Record a step after its update. The weights must not change meanwhile."""

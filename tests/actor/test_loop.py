@@ -977,6 +977,38 @@ def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(
     assert [line["prompt"] for line in read_jsonl(tmp_path / "rollouts.jsonl")] == in_order
 
 
+def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path: Path, checkpoints: Checkpoints):
+    """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
+    ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
+    settings = {**SHORT, **ahead, "steps": 6, "checkpoint_every": 2, "logged_texts": 4}
+    run = make_grpo(tmp_path, checkpoints, **settings)
+    update, calls = run.policy_update.run, []
+
+    def crash_in_the_fourth(*given: Any, **named: Any) -> dict[str, float]:
+        while run.policy.has_jobs:
+            time.sleep(0.001)
+        calls.append(None)
+        if len(calls) == 4:
+            raise Crash("crashed")
+        return update(*given, **named)
+
+    run.policy_update.run = crash_in_the_fourth  # type: ignore[method-assign]
+    with pytest.raises(Crash):
+        go(run)
+    before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
+    again, other = (make_grpo(tmp_path, checkpoints, **settings, temperature=each) for each in (1.0, 0.5))
+    for each, count in ((again, 6), (other, 0)):
+        each.inputs.record(2, Positions(4))
+        assert len(each.samples.sampled(2)) == count, "none of other sampling settings"
+    found = list[str]()
+    start = again.collector.start_sampled
+    again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]  # type: ignore[method-assign]
+    go(again)
+    lines = read_jsonl(tmp_path / "rollouts.jsonl")
+    assert found == [line["prompt"] for line in lines if line["step"] in (3, 4, 5)][::2]
+    assert [line for line in lines if line["step"] == 3] == before
+
+
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 

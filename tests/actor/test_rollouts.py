@@ -31,6 +31,7 @@ class GroupOfSimulation:
 
     versions: asyncio.Future[VersionRange | None]
     scored: asyncio.Task[Group]
+    ended: list[asyncio.Future[Any]]
 
     async def cancel(self) -> None:
         self.scored.cancel()
@@ -66,7 +67,7 @@ class Simulation:
             self.started.append((prompt.prompt_id, seed, index))
             versions = asyncio.get_running_loop().create_future()
             scored = asyncio.create_task(self._group(prompt, seed, range(index, index + group_size), versions))
-            groups.append(GroupOfSimulation(versions, scored))
+            groups.append(GroupOfSimulation(versions, scored, []))
         return groups
 
     async def complete(self, groups: Sequence[GroupOfSimulation], **_: Any) -> list[Group]:
@@ -131,7 +132,7 @@ def make_rollouts(simulation: Any, inputs: StepInputs, critic: InstantCritic, **
         **actor,
     }
     settings = actor_section(model=Path("policy"), **given)
-    return Rollouts(settings, inputs, simulation, critic, publish_every=1, truncated="score")
+    return Rollouts(settings, inputs, simulation, critic, sampled=lambda *_: None, publish_every=1, truncated="score")
 
 
 async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range, *, train_s: float = MEDIAN_S) -> Trained:
