@@ -123,24 +123,23 @@ class TestData:
         assert not summary.keys() & {*critic, *reloads, *of_texts, "failed_critic_updates", "kl_final"}
         assert None not in summary.values()
 
-    @pytest.mark.parametrize(
-        ("name", "rows", "message"),
-        [
-            ("actor_summary.json", None, "actor_summary.json"),
-            ("critic_metrics.jsonl", None, "critic_metrics.jsonl"),
-            ("samples.jsonl", None, "samples.jsonl"),
-            ("samples.jsonl", SAMPLES[:3], "2 texts before and 1 after"),
-            ("samples.jsonl", [], "0 texts before and 0 after"),
-        ],
-    )
-    def test_finish_run_names_missing_or_damaged_files(
-        self, run_dir: Path, name: str, rows: list[dict[str, Any]] | None, message: str
-    ):
+    @pytest.mark.parametrize("name", ["actor_summary.json", "critic_metrics.jsonl", "samples.jsonl"])
+    def test_finish_run_names_missing_files(self, run_dir: Path, name: str):
         (run_dir / name).unlink()
-        if rows is not None:
-            write_lines(run_dir / name, rows)
-        with pytest.raises(FileNotFoundError if rows is None else ValueError, match=message):
+        with pytest.raises(FileNotFoundError, match=name):
             finish_run(run_dir, **MEASURED)
+
+    def test_a_run_whose_validation_changed_compares_the_prompts_that_it_validated_before_and_after(
+        self, run_dir: Path
+    ):
+        write_lines(run_dir / "samples.jsonl", SAMPLES[:3])
+        assert finish_run(run_dir, **MEASURED).summary["reward_gain_ci95"] == [2.0, 2.0]
+
+    def test_a_run_that_validates_only_since_a_resume_or_fork_has_a_report_without_pairs(self, run_dir: Path):
+        write_lines(run_dir / "samples.jsonl", SAMPLES[2:])
+        run = finish_run(run_dir, **MEASURED)
+        assert run.pairs == []
+        assert not run.summary.keys() & {"unique_before", "reward_gain_ci95"}
 
     def test_read_jsonl_tolerates_only_a_torn_last_line(self, tmp_path: Path):
         path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)

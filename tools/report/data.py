@@ -80,17 +80,19 @@ class Gain:
 
 
 def read_pairs(run_dir: Path) -> list[Pair]:
-    """Return the pairs in samples.jsonl, in its order. Raises ValueError if a text has no partner."""
+    """Return the pairs in samples.jsonl, in its order: of the prompts that the run validated before and after.
+
+    There are none in a fork, and in a run that validates only since it was resumed.
+    """
     path = run_dir / "samples.jsonl"
     sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
     for row in each_line(path, required=True):
         sides[row["when"]][row["prompt_id"]] = row
     before, after = sides["before"], sides["after"]
-    if before.keys() != after.keys() or not before:
-        raise ValueError(f"{path} has {len(before)} texts before and {len(after)} after, not of the same prompts")
     # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
     stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
-    return [_pair(row, after[prompt_id], " " if stripped else "") for prompt_id, row in before.items()]
+    glue = " " if stripped else ""
+    return [_pair(row, after[prompt_id], glue) for prompt_id, row in before.items() if prompt_id in after]
 
 
 def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
@@ -250,7 +252,7 @@ def finish_run(run_dir: Path, **measured: float) -> RunRecord:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or a text has no partner.
+        ValueError: a file is damaged.
     """
     run = _load(run_dir.resolve(), _finite_figures({**_actor_figures(run_dir), **measured}), True)
     added = {name: value for section in run.sections for name, (value, _) in section.figures.items()}
@@ -322,7 +324,9 @@ def _step_figures(run_dir: Path) -> dict[str, Any]:
 
 
 def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return the diversity of the responses, and mean rewards over the pairs that have both, if any."""
+    """Return the diversity of the responses, and mean rewards over the pairs that have both; {} without pairs."""
+    if not pairs:
+        return {}
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
         responses = [getattr(pair, f"response_{when}") for pair in pairs]
