@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupt_on_signals()
     first, last = arguments.step, arguments.step if arguments.to is None else arguments.to
     if not 1 <= first <= last:
-        raise RlhfError(f"--step {first} --to {last}: steps are counted from 1, and --to is not before --step")
+        wrong = f"--step {first}" if first < 1 else f"--step {first} --to {last}"
+        raise RlhfError(f"{wrong}: steps are counted from 1, and --to is not before --step")
     if in_progress(arguments.run):
         raise RlhfError(f"{arguments.run} is the folder of a run in progress; stop it, or wait for its end")
     if arguments.overrides and arguments.fork is None:
@@ -61,6 +62,8 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
     if folder.exists():
         raise RlhfError(f"--fork: {folder} exists; choose another folder")
     sections = old.model_dump(mode="json", exclude_defaults=True)
+    if not old.actor.kl.serves_reference:
+        sections.pop("reference", None)  # filled in by the run, and without effect
     sections["run"] = {**sections["run"], "dir": str(folder), "run_id": None}
     config = parse_config(sections, "--fork", overrides)
     checkpoint = actor_checkpoints(run_dir) / str(step - 1)

@@ -1,5 +1,7 @@
 """Replays steps of a run, without its servers, and compares each with the journal of samples."""
 
+import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +59,8 @@ class Replay:
             RlhfError: the run has no journal of samples, or it is damaged, has another format, or lacks a step.
         """
         self._checkpoints, folder = actor_checkpoints(run_dir), samples_of(run_dir)
+        if not run_dir.is_dir():
+            raise RlhfError(f"{run_dir} is missing: name the folder of a run")
         if not openings_of(folder):
             raise RlhfError(f"{folder} has no samples, so no step of this run can be replayed")
         self.start = max((step for step in saved_steps(self._checkpoints) if step < first), default=0)
@@ -69,8 +73,17 @@ class Replay:
         if missing:
             raise RlhfError(
                 f"{folder} lacks step {missing[0]}, which a replay of step {first} needs (from the checkpoint of step "
-                f"{self.start}): it was never complete, or is no longer kept; choose another step"
+                f"{self.start}): it was never complete, or is no longer kept; {self._choice(folder)}"
             )
+
+    def _choice(self, folder: Path) -> str:
+        """Return which steps can be replayed: those behind a checkpoint, or from the first, without a gap."""
+        kept = find_steps(folder, 1, sys.maxsize).steps
+        starts = [step for step in (0, *sorted(saved_steps(self._checkpoints))) if step + 1 in kept]
+        if not starts:
+            return "no step can be replayed"
+        last = next(step for step in itertools.count(starts[0] + 1) if step + 1 not in kept)
+        return f"steps {starts[0] + 1} to {last} can be replayed"
 
     def run(self) -> Iterator[ReplayedStep]:
         """Replay step by step; end after the first one that differs."""

@@ -148,16 +148,16 @@ class CorrectionSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSection:
-        if self.low > self.upper:
-            raise ValueError(
-                f"actor.algorithm.correction.low ({self.low:g}) is above actor.algorithm.correction.high "
-                f"({self.upper:g}); lower it"
-            )
         if self.mode in GATES and (self.low or self.level == "geometric"):
             setting = f"low ({self.low:g})" if self.low else f"level ({self.level})"
             raise ValueError(
                 f"actor.algorithm.correction.{setting} does not apply to mode: {self.mode}, which has only an upper "
                 "bound, per token or per response; set level: token or sequence, and no low"
+            )
+        if self.low > self.upper:
+            raise ValueError(
+                f"actor.algorithm.correction.low ({self.low:g}) is above actor.algorithm.correction.high "
+                f"({self.upper:g}); lower it"
             )
         return self
 

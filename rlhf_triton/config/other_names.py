@@ -49,9 +49,10 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.checkpoint_every": "save_steps save_interval save_strategy save_freq",
     "actor.keep_checkpoints": "save_total_limit ckpt.max_num max_actor_ckpt_to_keep",
     "actor.max_off_policy_steps": (
-        "one_step_off_policy async_train async_enable staleness_threshold max_head_offpolicyness "
-        "max_trajectory_age_steps"
+        "one_step_off_policy async_train async_enable async_queue_size staleness_threshold max_head_offpolicyness "
+        "max_trajectory_age_steps max_async_level"
     ),
+    "actor.max_off_policy_steps (of responses) or actor.max_staleness (of the critic)": "max_staleness",
     "actor.trackers": "report_to wandb logger use_wandb create_wandb_logger logger.wandb.key",
     "actor.logged_texts": "log_completions num_completions_to_print rollout_data_dir",
     "actor.policy.model": "model pretrain restore_from_path policy_model model.path",
@@ -215,7 +216,7 @@ _IN_SECTION = {  # our section, "" for none -> sections elsewhere with keys of t
     "reference": "ref.model",
     "environment": "multi_turn",
     "trainer.optimizer": "critic.optim critic.adam",
-    "actor": "train trainer.ppo trainer.reinforce logger logger.wandb pretrained_checkpoint",
+    "actor": "async_training train trainer.ppo trainer.reinforce logger logger.wandb pretrained_checkpoint",
     "actor.policy": "model model.peft lora_tuning ref ds",
     "actor.prompts": "data model.data",
     "actor.generation": "rollout vllm sampling_params length_params",

@@ -48,8 +48,10 @@ def _serving_rules(config: RunConfig) -> Iterator[Rule]:
     reward = config.reward
     monitoring = config.monitoring
     why = f"{algorithm.name} has no critic" if config.has_actor else "no critic is served"
-    keys = ("actor.max_staleness", "monitoring.trainer_port")
-    yield not config.serves_critic, why, ("critic", "trainer", *keys, "server.training_key_env")
+    keys = ("critic", "trainer", "monitoring.trainer_port", "server.training_key_env")
+    yield not config.serves_critic, why, keys
+    why += "; actor.max_off_policy_steps bounds the age of responses"
+    yield not config.serves_critic, why, ("actor.max_staleness",)
     yield not config.uses_reward_model, "no reward model is served", ("reward",)
     why = "actor.kl.reference is actor: the initial policy" if config.actor.kl.uses_reference else "no KL is measured"
     # Not `reference`'s other keys: settings about speed cannot be meant for anything else.
@@ -100,6 +102,9 @@ def _algorithm_rules(actor: ActorSection) -> Iterator[Rule]:
         "a rollout is one minibatch, used once by the policy that sampled it, so every probability ratio is 1; set "
         f"actor.update.minibatch_size below actor.rollout_size ({actor.rollout_size}), or actor.update.epochs above 1"
     )
+    has_factors = algorithm.correction is None or algorithm.correction.mode != "none"
+    of_factors = _in("actor.algorithm.correction", "level", "low", "high")
+    yield not has_factors, "actor.algorithm.correction.mode is none", of_factors
     ours = ("actor.algorithm.loss", *keys) if loss is not None else ()
     yield actor.is_one_update, why, (*ours, "actor.update.max_kl")
 

@@ -205,7 +205,7 @@ def test_one_flipped_bit_is_an_error_that_names_step_sample_and_field(copy: Path
 @pytest.mark.parametrize(
     ("arguments", "prepare", "told"),
     [
-        ("--step 0", None, "--step 0 --to 0: steps are counted from 1"),
+        ("--step 0", None, "--step 0: steps are counted from 1"),
         ("--step 3 --to 2", None, "--step 3 --to 2: steps are counted from 1, and --to is not before --step"),
         ("--step 1 actor.steps=2", None, "actor.steps=2: a replay keeps the run's settings; only --fork changes them"),
         ("--step 1 --fork {run}", None, "--fork: {run} exists; choose another folder"),
@@ -216,6 +216,7 @@ def test_one_flipped_bit_is_an_error_that_names_step_sample_and_field(copy: Path
         ),
         ("--step 2 --fork {run}/new actor.stps=2", None, "unknown key actor.stps"),
         ("--step 5", None, "lacks step 5, which a replay of step 5 needs (from the checkpoint of step 4)"),
+        ("--step 5", None, "or is no longer kept; steps 1 to 4 can be replayed"),
         ("--step 1", lambda run: path_of(samples_of(run), 1).unlink(), "lacks step 1, which a replay of step 1 needs"),
         (
             "--step 1",

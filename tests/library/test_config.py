@@ -400,7 +400,16 @@ def test_yaml_merge_keys_and_yaml_1_2_numbers_are_supported(tmp_path: Path):
 GROUPS = "actor.algorithm={name: grpo, responses_per_prompt: 2}"
 FUNCTION = "rewards={f: {function: a.py:f}}"
 WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of these, and why
-    "the critic": ([GROUPS, "critic.model=a", "trainer.optimizer.lr=1", "actor.max_staleness=2"], 3, "grpo has no cri"),
+    "the critic": ([GROUPS, "critic.model=a", "trainer.optimizer.lr=1"], 2, "grpo has no critic"),
+    "its age": ([GROUPS, "actor.max_staleness=2"], 1, "no critic; actor.max_off_policy_steps bounds the age of resp"),
+    "no factors": (
+        [
+            *("actor.max_off_policy_steps=1", "actor.algorithm.correction.mode=none"),
+            "actor.algorithm.correction.high=3",
+        ],
+        1,
+        "actor.algorithm.correction.mode is none",
+    ),
     "its metrics": ([GROUPS, "monitoring.trainer_port=9"], 1, "grpo has no critic"),
     "the reward model": ([FUNCTION, "reward.device=cuda", "reward.process.mark=x"], 2, "no reward model is served"),
     "the reference": (
