@@ -62,8 +62,6 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
     if folder.exists():
         raise RlhfError(f"--fork: {folder} exists; choose another folder")
     sections = old.model_dump(mode="json", exclude_defaults=True)
-    if not old.actor.kl.serves_reference:
-        sections.pop("reference", None)  # filled in by the run, and without effect
     sections["run"] = {**sections["run"], "dir": str(folder), "run_id": None}
     config = parse_config(sections, "--fork", overrides)
     checkpoint = actor_checkpoints(run_dir) / str(step - 1)
@@ -74,8 +72,11 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
     folder.mkdir(exist_ok=True)
     was, now = flat_settings(old), flat_settings(config)
     write_settings(config, {key: [was.get(key), now[key]] for key in now if was.get(key) != now[key]})
+    sections = config.model_dump(mode="json", exclude_defaults=True)
+    if not config.actor.kl.serves_reference:
+        sections.pop("reference", None)  # filled in when settings are read, and without effect
     written = folder / "run.yaml"
-    written.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    written.write_text(yaml.safe_dump(sections))
     print(f"{program()} run --config {written} continues with step {step}")
     return 0
 
