@@ -9,6 +9,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -67,15 +68,25 @@ class SampleJournal:
         self._log: RecordLog | None = None
 
     def resume(self, step: int) -> None:
-        """Continue after `step`; what is recorded of later steps is void.
+        """Continue after `step`; what is recorded of later steps is void. A damaged journal is set aside.
 
         Raises:
-            RlhfError: the newest segment is damaged, or not of this format.
+            RlhfError: the newest segment is not of this format.
         """
         self._step = step
+        try:
+            self._log = self._open(step)
+        except DamagedRecord as error:
+            aside = self._folder.with_name(f"{self._folder.name}.set-aside")
+            shutil.rmtree(aside, ignore_errors=True)
+            self._folder.rename(aside)
+            logger.warning("%s; kept as %s: steps up to %d cannot be replayed", error, aside.name, step)
+            self._log = self._open(step)
+
+    def _open(self, step: int) -> RecordLog:
         sessions = [opening["session"] for opening in openings_of(self._folder).values()]
         self._fixed |= {"session": max(sessions, default=0) + 1, "resumed": step}
-        self._log = RecordLog(self._folder, self._opening(step))
+        return RecordLog(self._folder, self._opening(step))
 
     def _opening(self, step: int) -> Mapping[str, Any]:
         return {**self._fixed, "step": step, "first": self._state.inputs.positions_after(step).prompts}

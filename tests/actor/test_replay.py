@@ -319,3 +319,19 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(
     if step < 3:  # the run's own third step was repeated with another learning rate
         assert same[: 3 - step] == old[step - 1 : 2]
     assert other != same
+
+
+def test_damaged_samples_are_set_aside_at_a_resume(copy: Path, caplog: pytest.LogCaptureFixture):
+    samples = samples_of(copy)
+    path = path_of(samples, min(segments(samples)))
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    config = load_config(copy / "run.yaml")
+    journal = SampleJournal(config, SimpleNamespace(inputs=SimpleNamespace(positions_after=lambda _: Positions())))  # type: ignore[arg-type]
+    journal.resume(4)
+    journal.close()
+    assert "is damaged at byte" in caplog.text
+    assert "kept as samples.set-aside: steps up to 4 cannot be replayed" in caplog.text
+    assert [*(copy / "samples.set-aside").iterdir()]
+    assert [opening["resumed"] for opening in openings_of(samples).values()] == [4]
