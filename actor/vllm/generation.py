@@ -175,9 +175,8 @@ class VllmGeneration(Generation):
         self._sources.add(row_source)
         turns: dict[int, int] = collections.Counter()
 
-        async def respond(row: int, tokens: Sequence[int]) -> None:
+        async def respond(row: int, tokens: Sequence[int], seed: int, number: int) -> None:
             left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
-            seed, number = row_source.seed_of(row)
             own_seed = [seed, number, *([turns[row]] if turns[row] else ())]
             sampling = self._sampling_parameters(own_seed, left, greedy=greedy)
             turns[row] += 1
@@ -199,7 +198,8 @@ class VllmGeneration(Generation):
                 if arriving.done():
                     if not (new_rows := arriving.result()):
                         break
-                    responses |= {asyncio.create_task(respond(*row)) for row in new_rows}
+                    # Their seeds first: an agent may end its conversation before its call is answered.
+                    responses |= {asyncio.create_task(respond(*row, *row_source.seed_of(row[0]))) for row in new_rows}
                     arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             await asyncio.gather(*responses)
         finally:

@@ -378,6 +378,30 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monke
     assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
 
+def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    model, prompts = make_model("llama", eos_bias=-2.0), [Prompt("", "", tokens) for tokens in make_prompts(9)]
+    engine, found = generation(model, uses_slots=True, generation_batch_size=8), list[int]()
+    forward = model.forward
+
+    def limited(input_ids: Tensor, **others: Any) -> Any:
+        if len(input_ids) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return forward(input_ids=input_ids, **others)
+
+    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+    engine.add(SamplingJob({0: prompts[0]}, lambda index, _: found.append(index), seed=1))
+    later = [SamplingJob(dict(enumerate(prompts[1:], 1)), lambda index, _: found.append(index), seed=2)]
+
+    def add() -> bool:
+        if later:
+            engine.add(later.pop())
+        return False
+
+    engine.decode(add)
+    assert sorted(found) == [*range(9)]
+    assert engine.memory.size == 4
+
+
 # ---- Policy.generate: what ends a response ----
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
