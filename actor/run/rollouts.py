@@ -56,8 +56,8 @@ class RemoteCritic:
         for sent, update in sorted(self._in_flight.items()):
             if sent <= step:
                 version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
-                self._in_flight.pop(sent, None)
-                if version is not None:
+                # Only the first of several waits: meanwhile it may have found newer versions.
+                if self._in_flight.pop(sent, None) is not None and version is not None:
                     self._recorder.weights_version = version
         oldest = self._recorder.weights_version
         return VersionRange(oldest) if oldest else None

@@ -568,6 +568,18 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypa
     assert passes == [len(PROMPTS)]
 
 
+def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint: Path):
+    """A resumed run may begin with rows that an older policy sampled, which differ from forward passes."""
+    policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
+    older = generate(policy)
+    policy.model.lm_head.weight.data[20] += 5.0
+    policy.renew_sampler(1)
+    assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(older), older, strict=True))
+    newer = [replace(row, logprobs=row.logprobs + row.sampled) for row in generate(policy)]
+    both = [*older, *newer]
+    assert torch.equal(padded(policy.sampled_logprobs(both)), padded(policy.logprobs(both))), "it is still checked"
+
+
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("settings", "scale"),

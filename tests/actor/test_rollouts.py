@@ -249,6 +249,27 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: S
         run_simulated(main(max_staleness=max_staleness))
 
 
+def test_version_to_demand_never_decreases_however_many_wait_for_it():
+    async def main() -> None:
+        critic = RemoteCritic(None, SimpleNamespace(weights_version=0), run_id="")  # type: ignore[arg-type]
+        served = [asyncio.get_running_loop().create_future() for _ in range(3)]
+
+        async def train(step: int, _: object) -> int:
+            return int(await served[step - 1])
+
+        critic.train = train  # type: ignore[method-assign, assignment]
+        for step in (1, 2, 3):
+            critic.send(step, {})
+        waiting = [asyncio.create_task(critic.wait_served(step)) for step in (3, 2)]
+        await asyncio.sleep(0)
+        for version, future in enumerate(served, 1):
+            future.set_result(version)
+        await asyncio.gather(*waiting)
+        assert await critic.wait_served(3) == VersionRange(3)
+
+    asyncio.run(main())
+
+
 def test_resumed_run_starts_the_groups_in_flight_again_with_their_seeds(inputs: StepInputs, tmp_path: Path):
     whole, simulation = simulated(inputs, 9, max_off_policy_steps=2)
     state = inputs.state(7)
