@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -60,7 +61,7 @@ class VllmGeneration(Generation):
         self._wake_loop: Callable[[], None] = lambda: None
         self._sources: set[RowSource] = set()
         self._connections: list[VllmConnection] = []
-        self._is_closed = False
+        self._is_closed = self._is_dropping = False
         self._budget = RetryBudget(RETRY_RESERVE)
 
     def renew(self, version: int) -> None:
@@ -101,10 +102,14 @@ class VllmGeneration(Generation):
 
     def abandon(self) -> None:
         """Drop all jobs."""
+        self._is_dropping = True
         for source in [*self._sources]:
             source.close()
+        self._wake_loop()
         wait(self._serving)
         self._serving = []
+        self._added = queue.SimpleQueue()
+        self._is_dropping = False
 
     def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
         """Wait until the servers have responded to all jobs, or until `is_paused`.
@@ -146,7 +151,7 @@ class VllmGeneration(Generation):
         waiting = asyncio.create_task(changed.wait())
         try:
             while True:
-                if self._is_closed:
+                if self._is_closed or self._is_dropping:
                     raise asyncio.CancelledError
                 with self._adding:
                     while not self._added.empty():
