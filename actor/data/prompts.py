@@ -99,6 +99,7 @@ class StepInputs:
         self._files = {
             str(path): ShuffledFile(path, reader, file_seed) for path, file_seed in zip(paths, seeds, strict=True)
         }
+        self.fingerprints = {path: file.fingerprint for path, file in self._files.items()}
         total = sum(source.weight for source in sources)
         self._shares = {str(source.path): source.weight / total for source in sources}
 

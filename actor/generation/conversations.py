@@ -5,6 +5,7 @@ thread and the event loop exchange turns and observations; neither waits for the
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -338,11 +339,21 @@ class ConversationSource(JobRows):
                 self._awaited |= {self._not_started.popleft()} if self._not_started else set()
                 self._draws.pop(arrival.number, None)
                 del self._tasks[arrival.number]
+                ready = self._without(arrival.number, ready)
                 self.finish(arrival.number, arrival.conversation)
                 continue
             ready.append(arrival)
             self._awaited.discard(arrival[0] % ROW_STEP)
         return sorted(ready, key=lambda row: row[0]) if self._lockstep else ready
+
+    def _without(self, number: int, ready: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
+        """Return the rows of other conversations; cancel the calls that an agent has left open."""
+        for row in (row for row, _ in ready if row % ROW_STEP == number):
+            self._loop.call_soon_threadsafe(self._cancel_turn, row)
+        return [item for item in ready if item[0] % ROW_STEP != number]
+
+    def _cancel_turn(self, row: int) -> None:
+        self._turns.pop(row).cancel()
 
     def wake(self) -> None:
         """End the wait of another thread in `next_rows`."""
@@ -352,7 +363,8 @@ class ConversationSource(JobRows):
         """Cancel the unfinished conversations and their environments; `next_rows` then raises CancelledError."""
         for task in [*self._tasks.values()]:
             task.cancel()
-        self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # for agents
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because the environments have ended
+            self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # for agents
         self._arrivals.put(asyncio.CancelledError())
 
     async def sample_turn(self, row: int, tokens: Sequence[int]) -> PolicyTurn:

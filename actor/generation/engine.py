@@ -142,11 +142,15 @@ class Generation:
     def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
         """Generate until all jobs are done, or until `is_paused`, which is called before each forward pass."""
         try:
-            remaining = sum(len(job.prompts) for job in self._jobs)
-            self.memory.run(functools.partial(self._decode, is_paused), least=1, most=max(1, remaining))
+            remaining = self._num_unfinished()
+            work = functools.partial(self._decode, is_paused)
+            self.memory.run(work, least=1, most=lambda: max(remaining, self._num_unfinished()))
         except BaseException:
             self.abandon()
             raise
+
+    def _num_unfinished(self) -> int:
+        return sum(len(job.prompts) for job in self._jobs)
 
     def _decode(self, is_paused: Callable[[], bool], slots: int) -> None:
         """Generate with this many slots; after out-of-memory, unfinished conversations restart with the same draws."""

@@ -227,15 +227,24 @@ class Policy:
     def sampled_logprobs(self, rows: Sequence[RolloutRow]) -> list[np.ndarray]:
         """Return the log-probs of each row's tokens, float32 `[n]`, under the policy that sampled them.
 
-        Generation returns log-probs with the responses. For the first rows they are compared with a forward pass over
-        whole rows. If they differ, and always in bfloat16, forward passes compute the log-probs of all rows.
+        Generation returns log-probs with the responses. For the first rows of the current policy they are compared with
+        a forward pass over whole rows. If they differ, and always in bfloat16, forward passes compute the log-probs of
+        all rows.
         """
         generated = [row.logprobs for row in rows if row.logprobs is not None]
         if len(generated) < len(rows) or not self.generation.has_policy_logprobs:
             return self.logprobs(rows)
         if self._generation_agrees is None:
-            self._generation_agrees = self._logprobs_agree(rows[:PROOF_ROWS], generated)
-        return generated if self._generation_agrees else self.logprobs(rows)
+            current = [i for i, row in enumerate(rows) if self._is_current(row)][:PROOF_ROWS]
+            if current:
+                self._generation_agrees = self._logprobs_agree(
+                    [rows[i] for i in current], [generated[i] for i in current]
+                )
+        return self.logprobs(rows) if self._generation_agrees is False else generated
+
+    def _is_current(self, row: RolloutRow) -> bool:
+        """Return whether the sampler's current weights sampled the row."""
+        return row.versions is None or bool((row.versions[row.sampled] == self.generation.version).all())
 
     def _logprobs_agree(self, rows: Sequence[RolloutRow], generated: Sequence[np.ndarray]) -> bool:
         pairs = zip(self.logprobs(rows), generated, strict=False)

@@ -5,8 +5,9 @@
 With `actor.max_off_policy_steps`, groups are also recorded as soon as they are sampled, before they are scored. A
 resumed run takes those that no step has trained on, if the policy of the checkpoint, or an older one, sampled them.
 
-An opening has the settings and the environment of the records after it, the last checkpoint's step, the number of the
-first group after it, and the step after which its process resumed: what earlier processes have of later steps is void.
+An opening has the settings and the environment of the records after it, the fingerprints of the policy's start and of
+the prompt files, the last checkpoint's step, the number of the first group after it, and the step after which its
+process resumed: what earlier processes have of later steps is void.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,13 @@ GROUP = "group"
 STEP = "step"
 SAMPLED = "sampled"
 SAMPLING = (
-    ("actor", "generation"),
-    ("actor", "prompts"),
-    ("actor", "algorithm", "responses_per_prompt"),
-    ("environment",),
+    ("settings", "actor", "generation"),
+    ("settings", "actor", "prompts"),
+    ("settings", "actor", "algorithm", "responses_per_prompt"),
+    ("settings", "environment"),
+    ("sources",),
 )
-"""Settings that decide how responses are sampled."""
+"""Entries of an opening that decide how responses are sampled."""
 Place = tuple[int, int]  # segment and position of a record
 
 
@@ -102,8 +104,8 @@ def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
     return found
 
 
-def find_sampled(folder: Path, step: int, *, first: int, ahead: int, settings: Mapping[str, Any]) -> list[StoredRecord]:
-    """Return the groups that were sampled for steps after the checkpoint of `step`, as a run with `settings` would.
+def find_sampled(folder: Path, step: int, *, first: int, ahead: int, opening: Mapping[str, Any]) -> list[StoredRecord]:
+    """Return the groups that were sampled for steps after the checkpoint of `step`, as a run with this opening would.
 
     Args:
         first: number of the first group that is not trained.
@@ -111,10 +113,10 @@ def find_sampled(folder: Path, step: int, *, first: int, ahead: int, settings: M
     """
     found, openings = dict[int, StoredRecord](), openings_of(folder)
     start = first_segment(openings, step - ahead)
-    for segment, opening in openings.items():
-        if segment < start or any(_setting(opening["settings"], path) != _setting(settings, path) for path in SAMPLING):
+    for segment, earlier in openings.items():
+        if segment < start or any(_entry(earlier, path) != _entry(opening, path) for path in SAMPLING):
             continue
-        later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
+        later = [other["resumed"] for other in openings.values() if other["session"] > earlier["session"]]
         for _, record in read_records(folder, segment):
             header = record.header
             is_needed = header["kind"] == SAMPLED and header["number"] >= first and "versions" in record.arrays
@@ -123,7 +125,7 @@ def find_sampled(folder: Path, step: int, *, first: int, ahead: int, settings: M
     return [*found.values()]
 
 
-def _setting(settings: Any, path: Sequence[str]) -> Any:
+def _entry(opening: Any, path: Sequence[str]) -> Any:
     for name in path:
-        settings = settings[name]
-    return settings
+        opening = opening[name]
+    return opening

@@ -56,8 +56,8 @@ class RemoteCritic:
         for sent, update in sorted(self._in_flight.items()):
             if sent <= step:
                 version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
-                self._in_flight.pop(sent, None)
-                if version is not None:
+                # Only the first of several waits: meanwhile it may have found newer versions.
+                if self._in_flight.pop(sent, None) is not None and version is not None:
                     self._recorder.weights_version = version
         oldest = self._recorder.weights_version
         return VersionRange(oldest) if oldest else None
@@ -202,7 +202,9 @@ class Rollouts:
             else:
                 seed, index = self.inputs.seed_of(step, *([repeat] if repeat else [])), i
             kept_seed, group = self.kept.pop(number, (None, Group(())))
-            if kept_seed == seed and group.conversations[0][0].prompt.prompt_id == prompt.prompt_id:
+            taken_by = step + (len(self._in_flight) + i) // self._settings.prompts_per_step
+            is_young = policy_staleness(rows_of(group.conversations), taken_by) <= self._settings.max_off_policy_steps
+            if kept_seed == seed and is_young and group.conversations[0][0].prompt.prompt_id == prompt.prompt_id:
                 started[number] = self._collector.start_sampled(group.conversations)
             else:
                 jobs.setdefault(seed, {})[number] = {index * size + k: prompt for k in range(size)}

@@ -63,6 +63,7 @@ class SampleJournal:
             "kind": "opening",
             "settings": config.model_dump(mode="json"),
             "environment": environment_of(),
+            "sources": {"policy": state.policy.fingerprint, **state.inputs.fingerprints},
         }
         self._pending: list[Future[None]] = []
         self._log: RecordLog | None = None
@@ -114,7 +115,7 @@ class SampleJournal:
             return {}
         first = self._state.inputs.positions_after(step).prompts
         try:
-            records = find_sampled(self._folder, step, first=first, ahead=self._ahead, settings=self._fixed["settings"])
+            records = find_sampled(self._folder, step, first=first, ahead=self._ahead, opening=self._fixed)
         except DamagedRecord as error:
             logger.warning("%s; groups that were in flight are sampled again", error)
             return {}

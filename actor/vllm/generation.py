@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -60,7 +61,7 @@ class VllmGeneration(Generation):
         self._wake_loop: Callable[[], None] = lambda: None
         self._sources: set[RowSource] = set()
         self._connections: list[VllmConnection] = []
-        self._is_closed = False
+        self._is_closed = self._is_dropping = False
         self._budget = RetryBudget(RETRY_RESERVE)
 
     def renew(self, version: int) -> None:
@@ -101,10 +102,14 @@ class VllmGeneration(Generation):
 
     def abandon(self) -> None:
         """Drop all jobs."""
+        self._is_dropping = True
         for source in [*self._sources]:
             source.close()
+        self._wake_loop()
         wait(self._serving)
         self._serving = []
+        self._added = queue.SimpleQueue()
+        self._is_dropping = False
 
     def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
         """Wait until the servers have responded to all jobs, or until `is_paused`.
@@ -146,7 +151,7 @@ class VllmGeneration(Generation):
         waiting = asyncio.create_task(changed.wait())
         try:
             while True:
-                if self._is_closed:
+                if self._is_closed or self._is_dropping:
                     raise asyncio.CancelledError
                 with self._adding:
                     while not self._added.empty():
@@ -175,9 +180,8 @@ class VllmGeneration(Generation):
         self._sources.add(row_source)
         turns: dict[int, int] = collections.Counter()
 
-        async def respond(row: int, tokens: Sequence[int]) -> None:
+        async def respond(row: int, tokens: Sequence[int], seed: int, number: int) -> None:
             left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
-            seed, number = row_source.seed_of(row)
             own_seed = [seed, number, *([turns[row]] if turns[row] else ())]
             sampling = self._sampling_parameters(own_seed, left, greedy=greedy)
             turns[row] += 1
@@ -199,7 +203,8 @@ class VllmGeneration(Generation):
                 if arriving.done():
                     if not (new_rows := arriving.result()):
                         break
-                    responses |= {asyncio.create_task(respond(*row)) for row in new_rows}
+                    # Their seeds first: an agent may end its conversation before its call is answered.
+                    responses |= {asyncio.create_task(respond(*row, *row_source.seed_of(row[0]))) for row in new_rows}
                     arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             await asyncio.gather(*responses)
         finally:

@@ -72,13 +72,13 @@ class MemoryBudget:
         self._num_reported = self.num_halvings
         return new
 
-    def run(self, work: Callable[[int], T], *, least: int, most: int) -> T:
+    def run(self, work: Callable[[int], T], *, least: int, most: int | Callable[[], int]) -> T:
         """Return `work(size)`; on out-of-memory, halve `size` permanently and call `work` again.
 
         Args:
             work: does all work, with at most `size` at a time; called again, it starts over.
             least: the smallest possible size, e.g. the tokens of the longest row.
-            most: the size at which all work is done at once.
+            most: the size at which all work is done at once; a function if work is added meanwhile.
 
         Raises:
             OutOfMemory: even `work(least)` does not fit; `size` is restored.
@@ -91,7 +91,7 @@ class MemoryBudget:
                 return work(self.size)
             except RuntimeError as error:
                 reason = _reason_of(error)
-            now = min(self.size, most)
+            now = min(self.size, most() if callable(most) else most)
             self.size = max(least, now // 2) if now > least else before
             self._halve(reason, now, now > least)
 

@@ -27,7 +27,12 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, failure_of, row_of_response
 from rlhf_triton.actor.generation import conversations
-from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource, seed_of
+from rlhf_triton.actor.generation.conversations import (
+    ConversationRows,
+    ConversationRunner,
+    ConversationSource,
+    seed_of,
+)
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.slots import ROW_STEP, Decoder, SamplingJob, SamplingSettings, uniform_draws
 from rlhf_triton.actor.run.collection import has_spread
@@ -561,6 +566,39 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, 
     threading.Timer(0.1, source.close).start()
     with pytest.raises(asyncio.CancelledError):
         source.next_rows(wait=True)
+
+
+def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents: Agents):
+    """The decoder does not receive it."""
+    agent, calls, found = agents("Countdown"), list[asyncio.Task[PolicyTurn]](), dict[int, Conversation]()
+
+    async def leave(prompt: Prompt, seed: int, rows: ConversationRows, **_: bool) -> Conversation:
+        calls.append(asyncio.create_task(rows.sample_turn([5])))
+        await asyncio.sleep(0)
+        return (row_of_response(prompt, PolicyTurn([EOS], ended=True)),)
+
+    agent.run = leave  # type: ignore[method-assign]
+    source = ConversationSource(agent)
+    source.add(SamplingJob(dict(enumerate(prompts_of(3))), lambda i, rows: found.update({i: rows}), seed=0))
+    for conversation in [*source._tasks.values()]:
+        conversation.result(timeout=10)
+    assert source.next_rows(wait=True) == []
+    assert [*found] == [0, 1, 2]
+    asyncio.run_coroutine_threadsafe(asyncio.wait(calls), agent.loop).result(timeout=10)
+    assert all(call.cancelled() for call in calls)
+
+
+def test_jobs_can_be_dropped_after_the_environments_have_ended(agents: Agents, model: Any):
+    """As when a run is left while its decoding gives way to another call."""
+    agent = agents("Countdown")
+    engine = Generation(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    engine.uses_slots, engine.runner = True, agent
+    engine.add(SamplingJob(dict(enumerate(prompts_of(4))), lambda *_: None, seed=3))
+    passes = iter([False, False, True])
+    engine.decode(lambda: next(passes))
+    engine.close()
+    engine.abandon()
+    assert not engine.has_jobs
 
 
 # ---- rewards, limits and what is trained ----

@@ -378,6 +378,30 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monke
     assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
 
+def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    model, prompts = make_model("llama", eos_bias=-2.0), [Prompt("", "", tokens) for tokens in make_prompts(9)]
+    engine, found = generation(model, uses_slots=True, generation_batch_size=8), list[int]()
+    forward = model.forward
+
+    def limited(input_ids: Tensor, **others: Any) -> Any:
+        if len(input_ids) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return forward(input_ids=input_ids, **others)
+
+    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+    engine.add(SamplingJob({0: prompts[0]}, lambda index, _: found.append(index), seed=1))
+    later = [SamplingJob(dict(enumerate(prompts[1:], 1)), lambda index, _: found.append(index), seed=2)]
+
+    def add() -> bool:
+        if later:
+            engine.add(later.pop())
+        return False
+
+    engine.decode(add)
+    assert sorted(found) == [*range(9)]
+    assert engine.memory.size == 4
+
+
 # ---- Policy.generate: what ends a response ----
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
@@ -542,6 +566,18 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypa
     np.testing.assert_allclose(padded(policy.sampled_logprobs(rollout)), padded(forward(rollout)), atol=1e-4, rtol=0)
     assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(other), other, strict=True))
     assert passes == [len(PROMPTS)]
+
+
+def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint: Path):
+    """A resumed run may begin with rows that an older policy sampled, which differ from forward passes."""
+    policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
+    older = generate(policy)
+    policy.model.lm_head.weight.data[20] += 5.0
+    policy.renew_sampler(1)
+    assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(older), older, strict=True))
+    newer = [replace(row, logprobs=row.logprobs + row.sampled) for row in generate(policy)]
+    both = [*older, *newer]
+    assert torch.equal(padded(policy.sampled_logprobs(both)), padded(policy.logprobs(both))), "it is still checked"
 
 
 @pytest.mark.device

@@ -997,9 +997,11 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path: Path, ch
         go(run)
     before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
     again, other = (make_grpo(tmp_path, checkpoints, **settings, temperature=each) for each in (1.0, 0.5))
-    for each, count in ((again, 6), (other, 0)):
+    changed = make_grpo(tmp_path, checkpoints, **settings)
+    changed.samples._fixed["sources"] = {**changed.samples._fixed["sources"], "policy": "of another model"}
+    for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
-        assert len(each.samples.sampled(2)) == count, "none of other sampling settings"
+        assert len(each.samples.sampled(2)) == count, "none of other sampling settings, model or prompt files"
     found = list[str]()
     start = again.collector.start_sampled
     again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]  # type: ignore[method-assign]

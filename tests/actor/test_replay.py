@@ -257,10 +257,12 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
     config = make_run(tmp_path, checkpoints, actor={"keep_checkpoints": 2}).config
     moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
     state: Any = SimpleNamespace(
-        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0)),
+        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
         shaper=SimpleNamespace(moments=moments),
         kl=SimpleNamespace(coef=0.0),
-        inputs=SimpleNamespace(seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step)),
+        inputs=SimpleNamespace(
+            seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step), fingerprints={}
+        ),
     )
     groups = groups_of(scored_samples(), 2)
     sizes = []

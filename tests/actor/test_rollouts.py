@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +69,12 @@ class Simulation:
             scored = asyncio.create_task(self._group(prompt, seed, range(index, index + group_size), versions))
             groups.append(GroupOfSimulation(versions, scored, []))
         return groups
+
+    def start_sampled(self, conversations: tuple[Any, ...]) -> GroupOfSimulation:
+        async def score() -> Group:
+            return Group(conversations)
+
+        return GroupOfSimulation(asyncio.get_running_loop().create_future(), asyncio.create_task(score()), [])
 
     async def complete(self, groups: Sequence[GroupOfSimulation], **_: Any) -> list[Group]:
         return [await group.scored for group in groups]
@@ -243,6 +249,27 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: S
         run_simulated(main(max_staleness=max_staleness))
 
 
+def test_version_to_demand_never_decreases_however_many_wait_for_it():
+    async def main() -> None:
+        critic = RemoteCritic(None, SimpleNamespace(weights_version=0), run_id="")  # type: ignore[arg-type]
+        served = [asyncio.get_running_loop().create_future() for _ in range(3)]
+
+        async def train(step: int, _: object) -> int:
+            return int(await served[step - 1])
+
+        critic.train = train  # type: ignore[method-assign, assignment]
+        for step in (1, 2, 3):
+            critic.send(step, {})
+        waiting = [asyncio.create_task(critic.wait_served(step)) for step in (3, 2)]
+        await asyncio.sleep(0)
+        for version, future in enumerate(served, 1):
+            future.set_result(version)
+        await asyncio.gather(*waiting)
+        assert await critic.wait_served(3) == VersionRange(3)
+
+    asyncio.run(main())
+
+
 def test_resumed_run_starts_the_groups_in_flight_again_with_their_seeds(inputs: StepInputs, tmp_path: Path):
     whole, simulation = simulated(inputs, 9, max_off_policy_steps=2)
     state = inputs.state(7)
@@ -257,6 +284,26 @@ def test_resumed_run_starts_the_groups_in_flight_again_with_their_seeds(inputs: 
         return resumed
 
     assert run_simulated(main()).started == simulation.started[7 * PER_STEP :]
+
+
+def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs: StepInputs):
+    """An earlier process may have been allowed more steps ahead."""
+    first, _ = simulated(inputs, 1)
+    kept = {}
+    for number, (prompt, _) in enumerate(inputs.read(4 * PER_STEP, Positions())):
+        rows = (replace(row, prompt=prompt) for (row,) in first.groups[0][0].conversations)
+        kept[number] = inputs.seed_of(number // PER_STEP + 1), Group(tuple((row,) for row in rows))
+    inputs.positions = {0: Positions()}
+
+    async def main() -> None:
+        simulation, critic = Simulation(log_normal), InstantCritic()
+        rollouts = make_rollouts(simulation, inputs, critic, steps=4, max_off_policy_steps=1)
+        rollouts.kept = kept
+        found = await trained(rollouts, critic, range(1, 5))
+        assert found.staleness == [0, 1, 1, 1]
+        assert [name for name, *_ in simulation.started] == ids([*found.groups[2], *found.groups[3]])
+
+    run_simulated(main())
 
 
 def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(inputs: StepInputs):

@@ -134,6 +134,22 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup: Setup, lora_ran
             assert server.requests[-1]["model"] == server.adapters[0] == server.weights
 
 
+async def test_dropped_jobs_do_not_wait_for_their_vllm_responses(setup: Setup):
+    """As at `actor.max_minutes`, after which the validation is still sampled."""
+    async with FakeVllm() as server:
+        here, found = setup(server), list[int]()
+        server.is_hanging = True
+        here.generation.add(SamplingJob(dict(enumerate(PROMPTS)), lambda index, _: found.append(index), seed=0))
+        await until(lambda: len(server.requests) == 3)
+        dropping = asyncio.create_task(asyncio.to_thread(here.generation.abandon))
+        done, _ = await asyncio.wait([dropping], timeout=10)
+        server.is_hanging = False
+        await dropping
+        assert done
+        assert found == []
+        assert await run(here) == [PolicyTurn(END, True, [-0.5] * 4)] * 3
+
+
 async def test_min_tokens_is_capped_at_the_turns_max_tokens(setup: Setup):
     """vLLM refuses min_tokens above max_tokens, which is what is left of a conversation."""
     generation = setup(FakeVllm(), generation={"min_new_tokens": 4}).generation
