@@ -330,10 +330,12 @@ def test_damaged_samples_are_set_aside_at_a_resume(copy: Path, caplog: pytest.Lo
     data[200] ^= 1
     path.write_bytes(data)
     config = load_config(copy / "run.yaml")
-    journal = SampleJournal(config, SimpleNamespace(inputs=SimpleNamespace(positions_after=lambda _: Positions())))  # type: ignore[arg-type]
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": copy})})
+    inputs = SimpleNamespace(positions_after=lambda _: Positions(), fingerprints={})
+    policy = SimpleNamespace(fingerprint="")
+    journal = SampleJournal(config, SimpleNamespace(inputs=inputs, policy=policy))  # type: ignore[arg-type]
     journal.resume(4)
     journal.close()
     assert "is damaged at byte" in caplog.text
     assert "kept as samples.set-aside: steps up to 4 cannot be replayed" in caplog.text
     assert [*(copy / "samples.set-aside").iterdir()]
-    assert [opening["resumed"] for opening in openings_of(samples).values()] == [4]
