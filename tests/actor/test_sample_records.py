@@ -40,6 +40,7 @@ def scores(draw: Any, size: int) -> Score:
         "components": st.dictionaries(TEXT, FLOAT, max_size=2),
         "reward_version": st.none() | st.integers(0, 9),
         "failure": TEXT,
+        "weights": st.dictionaries(TEXT, FLOAT, max_size=2),
     }
     assert set(fields) == {field.name for field in dataclasses.fields(Score)}
     return Score(**{name: draw(values) for name, values in fields.items()})
@@ -60,6 +61,7 @@ def rows(draw: Any, prompts: list[Prompt]) -> RolloutRow:
         "sampled": arrays("bool", size),
         "ended": st.booleans(),
         "logprobs": st.just(logprobs),
+        "versions": st.none() | arrays("int64", size),
         "turns": st.none() | st.lists(TURNS, max_size=2).map(tuple),
         "messages": st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2).map(tuple),
         "num_prompt_messages": st.integers(0, 3),
