@@ -156,7 +156,8 @@ class SampleJournal:
         self._log.rotate(self._opening(step))
         checkpoints = saved_steps(self._checkpoints)
         oldest = min(checkpoints) if len(checkpoints) >= self._keep else 0
-        self._log.remove_before(first_segment(openings_of(self._folder), oldest))
+        # Groups of the steps after a checkpoint may have been sampled up to that many steps before it.
+        self._log.remove_before(first_segment(openings_of(self._folder), max(0, oldest - self._ahead)))
 
     def close(self) -> None:
         """Wait until all records are on disk, or have failed."""
