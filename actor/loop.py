@@ -24,7 +24,8 @@ from rlhf_triton.actor.run.last_step import LastStep
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.policies import make_policy
 from rlhf_triton.actor.run.recorder import Recorder
-from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
+from rlhf_triton.actor.run.remote_critic import RemoteCritic
+from rlhf_triton.actor.run.rollouts import Rollouts
 from rlhf_triton.actor.run.sample_journal import SampleJournal, StepResults
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
 from rlhf_triton.actor.run.validation import validate

@@ -71,3 +71,9 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def set_error(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Set the error of a future; asyncio does not log it if no task awaits the future."""
+    future.set_exception(error)
+    future.exception()

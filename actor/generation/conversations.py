@@ -24,7 +24,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.slots import ROW_STEP, JobRows, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, JobRows, SamplingJob, uniform_draws
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -284,7 +284,9 @@ class ConversationSource(JobRows):
     def __init__(self, runner: ConversationRunner) -> None:
         super().__init__()
         self.longest = runner.longest
-        self._runner, self._loop, self._lockstep = runner, runner.loop, runner.lockstep
+        self._runner = runner
+        self._loop = runner.loop
+        self._lockstep = runner.lockstep
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
         self._draws: dict[int, dict[int, Iterator[float]]] = {}  # by conversation and row
@@ -296,7 +298,7 @@ class ConversationSource(JobRows):
         """Also start a conversation for each prompt of this job."""
         prompts = self.number(job)
         self._not_started += prompts
-        while self._not_started and len(self._jobs) - len(self._not_started) < MAX_INSTANCES:
+        while self._not_started and len(self._places) - len(self._not_started) < MAX_INSTANCES:
             self._awaited.add(self._not_started.popleft())
         for number, prompt in prompts.items():
             conversation = self._run_conversation(self._runner, number, prompt, job.seed)

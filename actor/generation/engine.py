@@ -18,16 +18,8 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
-from rlhf_triton.actor.generation.slots import (
-    DecodedRow,
-    Decoder,
-    Finished,
-    PromptSource,
-    RowSource,
-    SamplingJob,
-    SamplingSettings,
-    TokenSampler,
-)
+from rlhf_triton.actor.generation.row_sources import Finished, PromptSource, RowSource, SamplingJob
+from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
 from rlhf_triton.models.gpu import is_device_error, to_device

@@ -13,159 +13,25 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, Version
-from rlhf_triton.actor.data.rollout_rows import Conversation, row_of_response
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
+from rlhf_triton.actor.generation.row_sources import RowSource
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.gpu import to_device
 
 # Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
 REFILL_SHARE = 4
-ROW_STEP = 1 << 32  # difference between the numbers of a conversation's rows; the first number is the conversation's
-DRAWN_AT_ONCE = 64
 
 
 Draws = Callable[[int], Iterator[float] | None]
-Finished = Callable[[int, Conversation], None]
 Watch = Callable[[list[int], Tensor], None]
-
-
-@dataclass
-class SamplingJob:
-    """Prompts that are responded to with one seed: those of a step, or of a validation."""
-
-    prompts: dict[int, Prompt]  # by index; prompts are removed when their conversations have ended
-    finished: Finished  # called with the prompt's index and the conversation, as soon as the conversation has ended
-    seed: int  # a response depends only on its prompt, its index and `seed`, except for rounding of probabilities
-    greedy: bool = False  # take the most likely token instead of sampling
-
-    def finish(self, index: int, conversation: Conversation) -> None:
-        """Report a conversation that has ended."""
-        del self.prompts[index]
-        self.finished(index, conversation)
-
-
-class RowSource(Protocol):
-    """Supplies the decoder with rows in which the policy has the next turn, and receives the sampled turns."""
-
-    longest: int
-    """Maximum tokens of a row."""
-
-    @property
-    def size(self) -> int:
-        """Number of unfinished conversations, which normally bounds the number of rows in decoding."""
-
-    def add(self, job: SamplingJob) -> None:
-        """Also supply the rows of this job, after those of earlier ones."""
-
-    def order(self, row: int) -> int:
-        """Return the number of the row's job."""
-
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the iterator over the draws of a row's tokens, which its later turns continue; None if greedy."""
-
-    def seed_of(self, row: int) -> tuple[int, int]:
-        """Return the seed of the row's job, and the row's number within the job."""
-
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
-        """Receive the sampled turn of row `index`; must not block."""
-
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return (index, tokens so far) of each new row that needs a turn of the policy.
-
-        With `wait`, wait until there is one, or until `wake` is called.
-        """
-
-    def wake(self) -> None:
-        """End the wait of another thread in `next_rows`."""
-
-    def close(self) -> None:
-        """Abandon unfinished conversations; `next_rows` then raises CancelledError."""
-
-
-class JobRows:
-    """The jobs of a row source. A conversation's first row is numbered in the order in which jobs are added."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[int, tuple[int, SamplingJob, int]] = {}  # conversation -> number of its job, job, prompt index
-        self._num_jobs = self._num_conversations = 0
-
-    @property
-    def size(self) -> int:
-        """Number of unfinished conversations."""
-        return len(self._jobs)
-
-    def number(self, job: SamplingJob) -> dict[int, Prompt]:
-        """Return the prompts of a new job by the numbers of their conversations."""
-        first = self._num_conversations
-        for conversation, index in enumerate(job.prompts, first):
-            self._jobs[conversation] = self._num_jobs, job, index
-        self._num_jobs += 1
-        self._num_conversations += len(job.prompts)
-        return dict(enumerate(job.prompts.values(), first))
-
-    def order(self, row: int) -> int:
-        """Return the number of the row's job."""
-        return self._jobs[row % ROW_STEP][0]
-
-    def seed_of(self, row: int) -> tuple[int, int]:
-        """Return the seed of the row's job, and the row's number within the job."""
-        _, job, index = self._jobs[row % ROW_STEP]
-        return job.seed, index + row - row % ROW_STEP
-
-    def is_greedy(self, row: int) -> bool:
-        """Return whether the row takes the most likely tokens."""
-        return self._jobs[row % ROW_STEP][1].greedy
-
-    def finish(self, number: int, conversation: Conversation) -> None:
-        """Report a conversation that has ended."""
-        _, job, index = self._jobs.pop(number)
-        job.finish(index, conversation)
-
-
-class PromptSource(JobRows):
-    """Prompts with one response each."""
-
-    def __init__(self, *, max_new_tokens: int) -> None:
-        super().__init__()
-        self._max_new_tokens = max_new_tokens
-        self._prompts: dict[int, Prompt] = {}
-        self._waiting: list[tuple[int, Sequence[int]]] = []
-        self.longest = 0
-
-    def add(self, job: SamplingJob) -> None:
-        """Also supply the prompts of this job."""
-        prompts = self.number(job)
-        self._prompts |= prompts
-        self._waiting += [(number, prompt.tokens.tolist()) for number, prompt in prompts.items()]
-        self.longest = max([self.longest, *(len(p.tokens) + self._max_new_tokens for p in prompts.values())])
-
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the draws of a response's tokens; None if it is greedy."""
-        return None if self.is_greedy(row) else uniform_draws(*self.seed_of(row))
-
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
-        """Report the response to prompt `index`."""
-        self.finish(index, (row_of_response(self._prompts.pop(index), turn),))
-
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return the prompts that were added since the last call."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
-    def wake(self) -> None:
-        """No-op: `next_rows` never waits."""
-
-    def close(self) -> None:
-        """No-op: `next_rows` never waits."""
 
 
 @dataclass(frozen=True)
@@ -376,7 +242,9 @@ class Decoder:
         A prompt shared by several rows, as in a group, is computed once; the other rows copy its keys and values.
         """
         sources, distinct = find_distinct([tuple(row.tokens) for row in new])
-        width, first, cache = len(new[0].tokens), len(self._rows), self._cache
+        width = len(new[0].tokens)
+        first = len(self._rows)
+        cache = self._cache
         self._reserve(width)
         end = self._end
         order = [*distinct, *(i for i in range(len(new)) if i not in set(distinct))]
@@ -450,16 +318,6 @@ class Decoder:
         for row in self._rows:
             row.first_column += to - begin
         self._end += to - begin
-
-
-def uniform_draws(seed: int, index: int) -> Iterator[float]:
-    """Yield the draws, uniform in [0, 1), for the tokens sampled in row `index`.
-
-    Philox computes each number from its key and position, so rows have independent numbers, the same on any rank.
-    """
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
-    while True:
-        yield from generator.random(DRAWN_AT_ONCE).tolist()
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:

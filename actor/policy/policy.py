@@ -23,7 +23,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Finished, SamplingJob
+from rlhf_triton.actor.generation.row_sources import Finished, SamplingJob
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
     check_lora_targets,

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Mapping
 
-from rlhf_triton.actor.data.compute import ComputeThread, cancel_all
+from rlhf_triton.actor.data.compute import ComputeThread, cancel_all, set_error
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation
-from rlhf_triton.actor.generation.slots import SamplingJob
+from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 
 
@@ -74,13 +74,12 @@ class PolicySampling:
         try:
             while self._policy.has_jobs:
                 await self._in_thread(self._policy.decode, self._is_paused)
-        except BaseException as error:  # task edge: who waits for the conversations raises it
+        except BaseException as error:  # task edge: what waits for the conversations raises it
             for conversation in self._unfinished:
                 if isinstance(error, asyncio.CancelledError):
                     conversation.cancel()
                 elif not conversation.done():
-                    conversation.set_exception(error)
-                    conversation.exception()  # retrieved, so that asyncio does not log it if nobody waits
+                    set_error(conversation, error)
             self._unfinished.clear()
             if not isinstance(error, Exception):
                 raise

@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import ROW_STEP, RowSource, SamplingJob
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.pool import ServerPool

@@ -11,7 +11,8 @@ import torch
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
 from rlhf_triton.actor.generation.conversations import ConversationSource
-from rlhf_triton.actor.generation.slots import ROW_STEP, Decoder, SamplingJob, SamplingSettings, uniform_draws
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel

@@ -34,7 +34,8 @@ from rlhf_triton.actor.generation.conversations import (
     seed_of,
 )
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import ROW_STEP, Decoder, SamplingJob, SamplingSettings, uniform_draws
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, _measure, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards

@@ -26,7 +26,8 @@ from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import Decoder, PromptSource, SamplingJob, SamplingSettings, draw, uniform_draws
+from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 from tests.support.samples import logprobs_of, tokens_of

@@ -35,7 +35,7 @@ from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
-from rlhf_triton.actor.generation.slots import SamplingJob
+from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate

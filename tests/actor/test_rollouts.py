@@ -13,7 +13,8 @@ import pytest
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
 from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, conversations_of
-from rlhf_triton.actor.run.rollouts import RemoteCritic, Rollouts
+from rlhf_triton.actor.run.remote_critic import RemoteCritic
+from rlhf_triton.actor.run.rollouts import Rollouts
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.wire.contract import VersionRange
 from tests.support.prompts import inputs_of, write_prompts

@@ -14,7 +14,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.conversations import ConversationRunner
-from rlhf_triton.actor.generation.slots import SamplingJob
+from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed

@@ -27,7 +27,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.engine import Generation
-from rlhf_triton.actor.generation.slots import SamplingJob
+from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
