@@ -118,28 +118,39 @@ class Rollouts:
         jobs = dict[int, dict[int, dict[int, Prompt]]]()  # seed -> number -> prompts by index
         for i, (prompt, after) in enumerate(prompts):
             number = after.prompts - 1
-            if self._settings.max_off_policy_steps:
-                # A step may take a group early. Its seed follows from the prompt's number, also in a resumed run.
-                home, index = divmod(number, self._settings.prompts_per_step)
-                seed = self.inputs.seed_of(home + 1)
-            else:
-                seed, index = self.inputs.seed_of(step, *([repeat] if repeat else [])), i
-            kept_seed, group = self.kept.pop(number, (None, Group(())))
+            seed, index = self._seed_of(number, i, step, repeat)
             taken_by = step + (len(self._in_flight) + i) // self._settings.prompts_per_step
-            is_young = policy_staleness(rows_of(group.conversations), taken_by) <= self._settings.max_off_policy_steps
-            if kept_seed == seed and is_young and group.conversations[0][0].prompt.prompt_id == prompt.prompt_id:
+            group = self._kept_group(number, seed, prompt, taken_by=taken_by)
+            if group is not None:
                 started[number] = self._collector.start_sampled(group.conversations)
             else:
                 jobs.setdefault(seed, {})[number] = {index * size + k: prompt for k in range(size)}
         for seed, by_number in jobs.items():
             job_prompts = {index: prompt for of_group in by_number.values() for index, prompt in of_group.items()}
-            for number, in_flight in zip(
-                by_number, self._collector.start(job_prompts, seed=seed, group_size=size), strict=True
-            ):
+            groups = self._collector.start(job_prompts, seed=seed, group_size=size)
+            for number, in_flight in zip(by_number, groups, strict=True):
                 started[number] = in_flight
                 if self._settings.max_off_policy_steps:
                     self._record_when_sampled(number, seed, in_flight)
         self._in_flight += ((started[after.prompts - 1], after) for _, after in prompts)
+
+    def _seed_of(self, number: int, position: int, step: int, repeat: int) -> tuple[int, int]:
+        """Return the seed of group `number`, the `position`-th that `_start` starts, and its index among that seed's.
+
+        With steps ahead, a step may take a group early, so the seed follows from the number alone, also after a resume.
+        """
+        if not self._settings.max_off_policy_steps:
+            return self.inputs.seed_of(step, *([repeat] if repeat else [])), position
+        home, index = divmod(number, self._settings.prompts_per_step)
+        return self.inputs.seed_of(home + 1), index
+
+    def _kept_group(self, number: int, seed: int, prompt: Prompt, *, taken_by: int) -> Group | None:
+        """Return the group that an earlier process has sampled, if it is not too old for the step that takes it."""
+        kept_seed, group = self.kept.pop(number, (None, Group(())))
+        if kept_seed != seed or group.conversations[0][0].prompt.prompt_id != prompt.prompt_id:
+            return None
+        age = policy_staleness(rows_of(group.conversations), taken_by)
+        return group if age <= self._settings.max_off_policy_steps else None
 
     def _record_when_sampled(self, number: int, seed: int, group: GroupInFlight) -> None:
         def record(sampled: asyncio.Future[list[Conversation]]) -> None:
