@@ -5,6 +5,7 @@ their `Method` (an advantage function and a loss) and in whether they use a crit
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +15,15 @@ from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.compute import ComputeThread, cancel_all
+from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
 from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
-from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.run.metrics import ActorMetrics, Timers
 from rlhf_triton.actor.run.policies import make_policy
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
@@ -44,8 +46,9 @@ class PPORun:
         """`ranks`: the processes that train the policy; this process is rank 0."""
         self.settings = actor = config.actor
         self.truncated = "score" if config.environment is None else config.environment.truncated
-        self.stop = Stop()
+        self.stop = Stop(self.saved)
         self.seed = seed = config.run.seed
+        self.run_dir = config.run.dir
         log_choices(config)
         self.method = Method.from_settings(actor.algorithm, actor.kl)
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
@@ -56,22 +59,20 @@ class PPORun:
         reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
-        self.inputs = StepInputs(
-            actor.prompts.sources,
-            reader,
-            seed=seed,
-        )
+        self.inputs = StepInputs(actor.prompts.sources, reader, seed=seed)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
-        self.recorder = Recorder(config, state, client, has_critic=actor.algorithm.uses_critic)
+        every = config.trainer.publish.every
+        self.critic = RemoteCritic(client, config.run, is_trained=actor.algorithm.uses_critic, publish_every=every)
+        self.checkpoints = RunCheckpoints(config, state, self.critic)
+        exported = ActorMetrics(config, client.counters, lambda: self.critic.num_failed_updates)
+        self.open_recorder = functools.partial(Recorder, config, state, self.critic, client.counters, exported)
         self.samples = SampleJournal(config, state)
         device = self.policy.sampler.device
         self.in_thread = ComputeThread(actor.threads, device)
         # A second thread, so that the update can run while the policy samples.
         self.in_update_thread = ComputeThread(actor.threads, device) if actor.max_off_policy_steps else self.in_thread
-        self.critic = RemoteCritic(client, self.recorder, run_id=config.run.identity)
-        self.last = LastStep(self.policy, self.shaper, self.recorder)
+        self.last = LastStep(self.policy, self.shaper, self.checkpoints)
         self.collector = Collector(actor, self.policy, self.scorer, self.reference, self.in_thread)
-        every = config.trainer.publish.every
         self.rollouts = Rollouts(
             actor,
             self.inputs,
@@ -87,6 +88,10 @@ class PPORun:
         """The last complete step, which is the number of complete steps."""
         return self.last.step
 
+    def saved(self) -> int:
+        """Return the last complete step if its checkpoint exists, else 0."""
+        return self.done if self.done in self.checkpoints.steps() else 0
+
     async def run(self) -> dict[str, Any]:
         """Run all steps, resuming from the newest checkpoint; return the summary.
 
@@ -96,7 +101,6 @@ class PPORun:
             Stopped: a stop was requested.
             RlhfError, OSError: the run failed, e.g. with RequestFailed or NotFinite.
         """
-        self.stop.saved = lambda: self.done * self.recorder.has_checkpoint(self.done)
         try:
             return await self.all_steps()
         except Exception as error:  # process edge: raised again
@@ -106,7 +110,6 @@ class PPORun:
             self.policy.close()
             await self.rollouts.cancel()
             await self.critic.cancel()
-            await cancel_all(self.recorder.saves)
             await asyncio.to_thread(self.samples.close)
 
     async def all_steps(self) -> dict[str, Any]:
@@ -117,29 +120,31 @@ class PPORun:
         prompts = [*self.inputs.first_prompts(), *self.held_out]
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
-        self.last.record(await self.stop.or_done(self.recorder.resume()))
-        self.critic.last_sent = self.done
+        self.last.record(await self.stop.or_done(self.checkpoints.resume()))
+        opened = asyncio.to_thread(self.open_recorder, first_step=self.done + 1)
+        recorder = await self.stop.or_done(opened)
         self.rollouts.kept = await asyncio.to_thread(self.samples.sampled, self.done)
         await asyncio.to_thread(self.samples.resume, self.done)
         is_last = self.done >= settings.steps
         if self.done == 0:
-            await self.validate("before")
+            await self.validate("before", recorder)
         while not is_last:
-            if self.recorder.needs_validation(self.done):  # also if a stop or crash interrupted the validation
-                await self.validate("between")
-            await self.one_step(self.done + 1)
+            if recorder.validations.needs(self.done):  # also if a stop or crash interrupted the validation
+                await self.validate("between", recorder)
+            await self.one_step(self.done + 1, recorder)
             self.last.record(self.done + 1)
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.samples.durable()
-                await self.recorder.checkpoint(self.done)
+                await self.checkpoints.save(self.done)
                 await asyncio.to_thread(self.samples.prune, self.done)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run while groups of later steps are in flight
         await self.stop.or_done(self.critic.wait_served(self.done))
-        await self.validate("after")
-        return await self.recorder.finish(self.scorer, limit.seconds, steps=self.done)
+        await self.validate("after", recorder)
+        await self.checkpoints.finish(self.done)
+        return await recorder.finish(self.scorer, limit.seconds, steps=self.done)
 
-    async def one_step(self, step: int) -> None:
+    async def one_step(self, step: int, recorder: Recorder) -> None:
         """Get a rollout, send the critic its update without waiting for it, and update the policy."""
         timers = Timers(step)
         with timers.phase("rollout_wait"):
@@ -162,10 +167,10 @@ class PPORun:
             self.last.is_updating = True
             with timers.phase("train_time"):
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
-        kl_per_sequence = await self.recorder.log_step(
+        kl_per_sequence = await recorder.log_step(
             step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
         )
-        self.recorder.log_timeline(step, timers.spans)
+        timers.append_spans(self.run_dir)
         if trains_policy and kl_per_sequence is not None:
             self.kl.update(kl_per_sequence, len(conversations_of(rollout.groups)))
         results = StepResults(batch, len(rollout.dropped), payload, update)
@@ -182,7 +187,7 @@ class PPORun:
             num_dropped=len(dropped),
         )
 
-    async def validate(self, when: str) -> None:
+    async def validate(self, when: str, recorder: Recorder) -> None:
         """Validate the current policy; do nothing if there are no held-out prompts."""
         if self.held_out:
             start = time.monotonic()
@@ -190,7 +195,7 @@ class PPORun:
             greedy = self.settings.validation.greedy
             validation = validate(self.collector, self.held_out, step=self.done, greedy=greedy, seed=self.seed)
             result = await self.stop.or_done(validation)
-            await self.recorder.log_validation(when, self.done, result, seconds=time.monotonic() - start)
+            await recorder.validations.add(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self, error: Exception) -> None:
         """Cancel the work in flight; write the checkpoint of the last complete step, and `policy/`.

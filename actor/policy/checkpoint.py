@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
 from rlhf_triton.config import RunConfig
-from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
+from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder, write_json
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, saved_steps, sealed
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,16 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
     for step in numbers_in(root)[:-keep]:
         remove_folder(root / str(step))
     sweep(root)
+
+
+def write_policy(policy: Policy, folder: Path, about: Mapping[str, Any]) -> None:
+    """Write the policy to `folder`, and `about` to a JSON file in it, named after the folder."""
+
+    def fill(staging: Path) -> None:
+        policy.save(staging)
+        write_json(staging / f"{folder.name}.json", about)
+
+    write_folder(folder, fill)
 
 
 def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:

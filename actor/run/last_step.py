@@ -4,7 +4,7 @@ import logging
 
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints
 from rlhf_triton.actor.run.stopping import RESUMES, Stopped
 from rlhf_triton.errors import REPORTED, NotFinite, RlhfError, reason_of
 from rlhf_triton.models.gpu import is_device_error
@@ -20,10 +20,10 @@ class LastStep:
     is_updating = False
     """True from the start of the policy's update to the end of its step; set by the loop."""
 
-    def __init__(self, policy: Policy, shaper: RewardShaper, recorder: Recorder) -> None:
+    def __init__(self, policy: Policy, shaper: RewardShaper, checkpoints: RunCheckpoints) -> None:
         self._policy = policy
         self._shaper = shaper
-        self._recorder = recorder
+        self._checkpoints = checkpoints
         self._optimizer_step = 0
         self._moments = shaper.moments.state()
 
@@ -43,7 +43,7 @@ class LastStep:
         if self.step and not lost:
             self._shaper.moments = RunningMoments(*self._moments)
             try:
-                await self._recorder.save_last_step(self.step)
+                await self._checkpoints.save_last(self.step)
             except REPORTED as save_error:  # the first error is the one to report
                 lost = reason_of(save_error)
         return lost
@@ -65,13 +65,13 @@ class LastStep:
 
     def describe(self, error: Exception, lost: str) -> None:
         """Add to the message of `error`, or log, after which step the run stopped and where the next start resumes."""
-        has_any = self._recorder.has_checkpoint()
-        where = "before it had resumed" if has_any else "before the first step ended"
-        if self.step and self._recorder.has_checkpoint(self.step):
+        saved = self._checkpoints.steps()
+        where = "before it had resumed" if saved else "before the first step ended"
+        if self.step in saved:
             where = f"after step {self.step}, whose checkpoint is written"
         elif self.step:
             where = f"after step {self.step}, which has no checkpoint: {lost}"
-        where += f"; {RESUMES if has_any else 'the next start begins at step 1'}"
+        where += f"; {RESUMES if saved else 'the next start begins at step 1'}"
         if isinstance(error, Stopped):
             error.args = (f"stopped {where}",)
         elif isinstance(error, RlhfError) and self.step:

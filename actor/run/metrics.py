@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TEXTS_FILE = "rollouts.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 FINISH_S = 120.0  # time limit for the calls that are still queued when a run ends
 MOST_PENDING = 1000  # queued calls to slow trackers; further calls are dropped
 
@@ -152,6 +153,11 @@ def finite(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def kl_text(kl: float | None) -> str:
+    """Return the text of a KL in a log line; "" if it is not measured."""
+    return "" if kl is None else f", KL {round(kl, 2) + 0.0:.2f} nats per sequence"  # a rounded -0.0 becomes 0.0
+
+
 def has_signal(line: Mapping[str, Any]) -> bool:
     """Return whether, by its line of metrics.jsonl, a step has a response with an advantage other than 0."""
     return any(line.get(f"train_rollouts/advantages_{name}", 1.0) != 0 for name in ("mean", "std"))
@@ -207,6 +213,11 @@ class Timers:
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.spans += other.spans
+
+    def append_spans(self, run_dir: Path) -> None:
+        """Append the phases of the step to `TIMELINE_FILE` in `run_dir`; times in seconds since the epoch."""
+        lines = ({"step": self._step, "phase": name, "start": start, "end": end} for name, start, end in self.spans)
+        append_jsonl(run_dir / TIMELINE_FILE, lines)
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of each phase as `timers/<name>`, and of the whole step as `timers/step_time`."""

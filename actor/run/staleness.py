@@ -40,12 +40,16 @@ class VersionSteps:
     ) -> None:
         """
         Args:
-            version: weights version that contains the updates up to `step`, from the rewind at the start.
+            version: weights version that contains the updates up to `step`.
             every: updates per published version (`publish.every`).
             manifest_step: returns the step of a version from the weights store, or None if unknown.
         """
         self._every = every
         self._manifest_step = manifest_step
+        self._steps = {version: step}
+
+    def restart(self, version: int, step: int) -> None:
+        """Forget all versions except `version`, which contains the updates up to `step`, after a rewind."""
         self._steps = {version: step}
 
     def record(self, version: int, step: int) -> None:

@@ -29,9 +29,10 @@ class Stopped(Exception):
 class Stop:
     """A request to stop the run, which cancels the work that `or_done` waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Callable[[], int] = lambda: 0) -> None:
+        """`saved`: returns the last complete step if its checkpoint exists, else 0."""
         self._requested = asyncio.Event()
-        self.saved: Callable[[], int] = lambda: 0  # returns the last complete step if its checkpoint exists, else 0
+        self.saved = saved
 
     def request(self) -> None:
         """Request the run to stop. Call from the event loop's thread."""

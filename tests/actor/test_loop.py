@@ -93,7 +93,7 @@ class Server:
 def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, *, every: int = 1, **actor: Any) -> PPORun:
     config = make_run(folder, checkpoints, actor=actor, trainer={"publish": {"every": every}}).config
     run = PPORun(config, server or Server())
-    run.recorder._client.tokenizer = run.policy.tokenizer  # type: ignore[attr-defined]
+    run.critic._client.tokenizer = run.policy.tokenizer  # type: ignore[attr-defined]
     return run
 
 
@@ -796,7 +796,7 @@ def nan_weights(run: PPORun) -> None:
     [
         (functools.partial(gradient_is_not_finite, after=5), "the policy's update of step 3 had started"),
         (nan_weights, "its weights are not finite"),
-        (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had started"),
+        (failing_call("samples", "add_step", 3, NotFinite("")), "the policy's update of step 3 had started"),
     ],
 )
 def test_incomplete_steps_are_not_checkpointed(
@@ -1039,7 +1039,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
     run.critic.wait_served = served  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped, match=f"after step {STEPS}, whose checkpoint is written"):
         go(run)
-    again.recorder._client.rewind = rewind  # type: ignore[method-assign, assignment]
+    again.critic._client.rewind = rewind  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped, match=r"^stopped before it had resumed; the next start resumes from the newest checkp"):
         go(again)
 

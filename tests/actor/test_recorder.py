@@ -1,4 +1,4 @@
-"""`actor.run.recorder`, `settings` and `metrics`: checkpoints to resume from and those still needed, the
+"""`actor.run.checkpoints`, `recorder`, `settings` and `metrics`: checkpoints to resume from and those still needed, the
 best policy, settings that may not change, and what Prometheus, files and trackers receive.
 """
 
@@ -24,8 +24,11 @@ from safetensors.torch import save_file
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints
+from rlhf_triton.actor.run.learning_warnings import ConstantTerms, LearningWarnings
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
-from rlhf_triton.actor.run.recorder import ConstantTerms, Recorder
+from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
 from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -91,24 +94,29 @@ def server() -> Server:
     return Server()
 
 
-def recorder_of(folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> Recorder:
-    settings = nested(ActorSection, {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor})
-    sections = {"run": {"dir": folder}, "actor": settings, "reference": {"model": reference_folder}}
-    config = RunConfig.model_validate(sections)
-    shaper, kl = RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None)
-    state = RunState(TinyPolicy(), shaper, kl, one_prompt())  # type: ignore[arg-type]
-    return Recorder(config, state, server, has_critic=True)  # type: ignore[arg-type]
+class Recorded:
+    """What a run records with, before `start` and after."""
 
+    def __init__(self, folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> None:
+        settings = nested(ActorSection, {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor})
+        sections = {"run": {"dir": folder}, "actor": settings, "reference": {"model": reference_folder}}
+        self.config = RunConfig.model_validate(sections)
+        self.policy = TinyPolicy()
+        shaper, kl = RewardShaper(self.config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None)
+        self.state = RunState(self.policy, shaper, kl, one_prompt())  # type: ignore[arg-type]
+        client: Any = server
+        self.critic = RemoteCritic(client, self.config.run, is_trained=True, publish_every=1)
+        self.checkpoints = RunCheckpoints(self.config, self.state, self.critic)
 
-async def checkpoints_of(recorder: Recorder, *steps: int) -> None:
-    for step in steps:
-        await recorder.checkpoint(step)
-        await asyncio.gather(*recorder.saves)
+    async def start(self) -> Recorder:
+        """Resume; return the recorder of the next steps."""
+        first_step = await self.checkpoints.resume() + 1
+        return Recorder(self.config, self.state, self.critic, RequestCounters(), first_step=first_step)
 
-
-async def ends(recorder: Recorder) -> None:
-    await recorder.resume()
-    await recorder.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
+    async def save(self, *steps: int) -> None:
+        for step in steps:
+            await self.checkpoints.save(step)
+            await asyncio.gather(*self.critic._saves)
 
 
 def validation(reward: float, version: int | None = None) -> Validation:
@@ -117,14 +125,14 @@ def validation(reward: float, version: int | None = None) -> Validation:
     return Validation([(a_sample([1, 1], score=score),)], 0.5, None)
 
 
-async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> list[int | None]:
-    """Record validations of these steps in a new start; return the best step after each."""
-    await recorder.resume()
-    best, file = [], recorder._dir / "best" / "best.json"
+async def validates(run: Recorded, *results: tuple[int, Validation]) -> tuple[Recorder, list[int | None]]:
+    """Record validations of these steps in a new start; return its recorder, and the best step after each."""
+    recorder = await run.start()
+    best, file = [], run.config.run.dir / "best" / "best.json"
     for step, result in results:
-        await recorder.log_validation("between", step, result, seconds=0.1)
+        await recorder.validations.add("between", step, result, seconds=0.1)
         best.append(json.loads(file.read_text())["step"] if file.exists() else None)
-    return best
+    return recorder, best
 
 
 @pytest.mark.parametrize(
@@ -152,53 +160,52 @@ def test_reward_term_that_stays_constant_is_warned_about_once(
 
 
 async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path: Path, server: Server):
-    recorder, resumed = recorder_of(tmp_path, server), recorder_of(tmp_path, server)
-    await recorder.resume()
-    recorder.weights_version = 91  # as the loop does with each answer
-    await checkpoints_of(recorder, 3)
+    run, resumed = Recorded(tmp_path, server), Recorded(tmp_path, server)
+    await run.checkpoints.resume()
+    run.critic.weights_version = 91  # as with each answer
+    await run.save(3)
     state = json.loads((tmp_path / "checkpoints" / "actor" / "3" / "state.json").read_text())
     assert (state["step"], state["critic_step"], state["weights_version"]) == (3, 3, 91)
-    assert await resumed.resume() == 3
+    assert await resumed.checkpoints.resume() == 3
     assert server.rewound == [0, 3]
-    assert resumed.weights_version == 73
+    assert resumed.critic.weights_version == 73
 
 
 async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path: Path, server: Server):
     """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
-    recorder = recorder_of(tmp_path, server)
-    store = WeightsStore(recorder._weights.root)
+    run = Recorded(tmp_path, server)
+    store = WeightsStore(run.config.run.weights_dir)
     for step in (0, 1, 4, 1):
         store.add(TinyPolicy().save, run_id="test", step=step, parent=None, epoch=0, reuse=False)
-    await recorder.resume()
-    rows = [(a_sample([1, 1], score=rewarded(0.0, version=version)),) for version in (2, 3, 3, 9)]
-    assert recorder._critic_metrics(rows, step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
+    await run.checkpoints.resume()
+    assert run.critic.staleness([2, 3, 3, 9], step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
 async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
-    await checkpoints_of(recorder_of(tmp_path, server), 2, 4, 6)
+    await Recorded(tmp_path, server).save(2, 4, 6)
     assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "each save says which checkpoints are there still"
     assert saved_steps(root) == critic_steps(root) == [4, 6]
     for server.received in (5, 6):
-        assert await recorder_of(tmp_path, server).resume() == 4
+        assert await Recorded(tmp_path, server).checkpoints.resume() == 4
         assert saved_steps(root) == [4]
     assert (root / "6.set-aside" / "state.json").is_file()
     assert server.rewound == [4, 4]
 
 
-def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
+def lose_every_step(server: Server, root: Path, run: Recorded) -> None:
     """Make the critic lack every step, as with another run's journal."""
     server.received = 0
 
 
-def damage_all(server: Server, root: Path, recorder: Recorder) -> None:
+def damage_all(server: Server, root: Path, run: Recorded) -> None:
     for step in (2, 4):
         (root / str(step) / SHARD).unlink()
 
 
-def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
-    recorder._policy.fingerprint = "of another"
+def start_elsewhere(server: Server, root: Path, run: Recorded) -> None:
+    run.policy.fingerprint = "of another"
 
 
 @pytest.mark.parametrize(
@@ -213,11 +220,11 @@ async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
     tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
 ):
     """The checkpoints stay unchanged, and the critic is not rewound."""
-    root, recorder = tmp_path / "checkpoints" / "actor", recorder_of(tmp_path, server)
-    await checkpoints_of(recorder_of(tmp_path, server), 2, 4)
-    trouble(server, root, recorder)
+    root, run = tmp_path / "checkpoints" / "actor", Recorded(tmp_path, server)
+    await Recorded(tmp_path, server).save(2, 4)
+    trouble(server, root, run)
     with pytest.raises(kind, match=message):
-        await recorder.resume()
+        await run.checkpoints.resume()
     assert (saved_steps(root), server.rewound) == ([2, 4], [])
 
 
@@ -227,15 +234,15 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
 ):
     """The run resumes from the previous checkpoint, and the critic rewinds to its step."""
     root = tmp_path / "checkpoints" / "actor"
-    recorder, resumed = (recorder_of(tmp_path, server) for _ in range(2))
-    weight = recorder._policy.model.weight.detach().clone()
-    await checkpoints_of(recorder, 2)
-    recorder._policy.model.weight.data += 1
-    await checkpoints_of(recorder, 4)
+    run, resumed = (Recorded(tmp_path, server) for _ in range(2))
+    weight = run.policy.model.weight.detach().clone()
+    await run.save(2)
+    run.policy.model.weight.data += 1
+    await run.save(4)
     damaged = root / "4" / name
     damaged.write_bytes(damaged.read_bytes()[:-4] + b"0000")
-    assert await resumed.resume() == 2
-    assert torch.equal(resumed._policy.model.weight, weight)
+    assert await resumed.checkpoints.resume() == 2
+    assert torch.equal(resumed.policy.model.weight, weight)
     assert (server.rewound, saved_steps(root)) == ([2], [2])
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert str(damaged) in warning
@@ -250,30 +257,30 @@ async def test_resume_refuses_a_served_reference_with_other_weights(
     monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
-    await checkpoints_of(recorder_of(tmp_path, server, tmp_path / "one", **served), 2)
+    await Recorded(tmp_path, server, tmp_path / "one", **served).save(2)
     different = r"measured against .*/one, but reference\.model has different weights"
-    for other in (recorder_of(tmp_path, server, tmp_path / "other", **served), recorder_of(tmp_path, server)):
+    for other in (Recorded(tmp_path, server, tmp_path / "other", **served), Recorded(tmp_path, server)):
         with pytest.raises(CheckpointError, match=different):
-            await other.resume()
+            await other.checkpoints.resume()
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
-        assert await recorder_of(tmp_path, server, tmp_path / folder, **served).resume() == 2
+        assert await Recorded(tmp_path, server, tmp_path / folder, **served).checkpoints.resume() == 2
 
 
 async def test_failed_critic_save_is_logged_and_retried_at_the_end(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     """If the retry fails, too, the run ends with an error."""
-    recorder = recorder_of(tmp_path, server)
-    await checkpoints_of(recorder, 1)
+    run = Recorded(tmp_path, server)
+    await run.save(1)
     server.fails = True
-    await checkpoints_of(recorder, 2)
+    await run.save(2)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ["saving the critic's checkpoint of step 2 failed: critic_save is away"]
     with pytest.raises(RequestFailed, match="critic_save is away"):
-        await ends(recorder)
+        await run.checkpoints.finish(4)
     server.fails = False
-    await ends(recorder)
+    await run.checkpoints.finish(4)
     assert server.saved == [(1, [1]), (2, [1, 2])]
 
 
@@ -325,11 +332,12 @@ def test_recorder_warns_once_if_the_policy_learns_nothing(
     lines: list[dict[str, float]],
     said: list[str],
 ):
-    recorder = recorder_of(tmp_path, server, **{"mask_unfinished": False, **settings})
-    tokenizer = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
-    recorder._policy.tokenizer, recorder._policy.eos_ids = tokenizer, [1, 7]  # type: ignore[assignment]
+    run = Recorded(tmp_path, server, **{"mask_unfinished": False, **settings})
+    tokenizer: Any = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
+    policy: Any = types.SimpleNamespace(tokenizer=tokenizer, eos_ids=[1, 7])
+    warnings = LearningWarnings(run.config.actor, policy)
     for step, line in enumerate(lines, 1):
-        recorder._warn_of_no_learning(step, line, line != line_of(0.0, 0.0, 0.0), ())
+        warnings.check(step, line, (), set() if line == line_of(0.0, 0.0, 0.0) else {0})
     found = [record.message for record in caplog.records]
     assert len(found) == len(said)
     assert all(part in message for part, message in zip(said, found, strict=True))
@@ -340,15 +348,15 @@ def test_recorder_warns_once_if_the_policy_learns_nothing(
 
 async def test_resume_repeats_validations_of_later_steps(tmp_path: Path, server: Server):
     path = tmp_path / "validations.jsonl"
-    one, *others = (recorder_of(tmp_path, server) for _ in range(4))
-    await validates(one, (2, validation(2.0)))
+    one, *others = (Recorded(tmp_path, server) for _ in range(4))
+    recorder, _ = await validates(one, (2, validation(2.0)))
     file = path.stat().st_ino
-    await checkpoints_of(one, 2)
+    await one.save(2)
     for step in (4, 6):
-        await one.log_validation("between", step, validation(float(step)), seconds=0.1)
+        await recorder.validations.add("between", step, validation(float(step)), seconds=0.1)
     assert path.stat().st_ino == file, "it is not written with all before it"
-    for recorder, steps in zip(others, ((), (4, 8), (2,)), strict=True):
-        await validates(recorder, *((step, validation(float(step))) for step in steps))
+    for run, steps in zip(others, ((), (4, 8), (2,)), strict=True):
+        await validates(run, *((step, validation(float(step))) for step in steps))
         lines = [(line["step"], line["reward"]) for line in read_jsonl(path)]
         assert lines == [(step, step) for step in sorted({2, *steps})]
 
@@ -368,8 +376,8 @@ NO_SCORE = math.nan
 async def test_best_validation_has_the_highest_reward_within_one_reward_version(
     tmp_path: Path, server: Server, results: list[tuple[float, int | None]], best: list[int | None]
 ):
-    recorder = recorder_of(tmp_path, server, validation_every=0)  # a run that validates only before and after
-    found = await validates(recorder, *((step, validation(*result)) for step, result in enumerate(results, 1)))
+    run = Recorded(tmp_path, server, validation_every=0)  # a run that validates only before and after
+    _, found = await validates(run, *((step, validation(*result)) for step, result in enumerate(results, 1)))
     assert found == best
     lines = [line["reward"] for line in read_jsonl(tmp_path / "validations.jsonl")]
     assert lines == [None if math.isnan(reward) else pytest.approx(reward) for reward, _ in results]  # JSON has no NaN
@@ -650,7 +658,7 @@ def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path: Path):
 # ---- trackers: no package of theirs is a dependency, so accelerate's classes for two of them are replaced ----
 
 
-class Recorded(GeneralTracker):
+class RecordingTracker(GeneralTracker):
     """Adds its calls to `calls`."""
 
     requires_logging_directory = False
@@ -677,14 +685,14 @@ class Recorded(GeneralTracker):
         self._say("finish")
 
 
-class WithTable(Recorded):
+class WithTable(RecordingTracker):
     name = "wandb"
 
     def log_table(self, name: str, columns: list[str], data: list[list[Any]], step: int) -> None:
         self._say("table", name, columns, data, step)
 
 
-class WithArtifact(Recorded):
+class WithArtifact(RecordingTracker):
     name = "mlflow"
 
     def log_artifact(self, path: str) -> None:
@@ -695,7 +703,7 @@ class WithArtifact(Recorded):
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Return the calls of both trackers, in order."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Recorded, "calls", calls, raising=False)
+    monkeypatch.setattr(RecordingTracker, "calls", calls, raising=False)
     for kind in (WithTable, WithArtifact):
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind.name, kind)
         monkeypatch.setitem(sys.modules, kind.name, types.ModuleType(kind.name))
@@ -744,7 +752,7 @@ def test_tracker_names_match_accelerates():
 def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
     said: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def refuse(self: Recorded, values: dict[str, float], step: int) -> None:
+    def refuse(self: RecordingTracker, values: dict[str, float], step: int) -> None:
         raise ConnectionError("the tracking server is away")
 
     monkeypatch.setattr(WithArtifact, "log", refuse)
@@ -768,7 +776,7 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
     hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
-    def hang(self: Recorded, values: dict[str, float], step: int) -> None:
+    def hang(self: RecordingTracker, values: dict[str, float], step: int) -> None:
         threads.append(threading.current_thread())
         hanging.set()
         answer.wait(120)

@@ -50,9 +50,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def train(folder: Path, checkpoints: Checkpoints, *, steps: int, **settings: Any) -> None:
-    run = make_ppo(folder, checkpoints, **{**SETTINGS, "steps": steps, **settings})
-    write_settings(run.recorder._config, {})
-    go(run)
+    settings = {**SETTINGS, "steps": steps, **settings}
+    write_settings(make_run(folder, checkpoints, actor=settings).config, {})
+    go(make_ppo(folder, checkpoints, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(
         assert capsys.readouterr().out.endswith(f"run.yaml continues with step {step}\n")
         run = PPORun(config := load_config(folder / "run.yaml"), Server())
         assert find_changes(config, accepted=False) == {}
-        run.recorder._client.tokenizer = run.policy.tokenizer
+        run.critic._client.tokenizer = run.policy.tokenizer
         go(run)
     runs = [read_jsonl(folder / "metrics.jsonl") for folder in (grpo, tmp_path / "same", tmp_path / "other")]
     old, same, other = ([line["train_optim/loss"] for line in lines] for lines in runs)

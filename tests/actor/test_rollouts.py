@@ -16,6 +16,7 @@ from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, conver
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
 from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import RunSection
 from rlhf_triton.wire.contract import VersionRange
 from tests.support.prompts import inputs_of, write_prompts
 from tests.support.settings import actor_section
@@ -101,7 +102,7 @@ class InstantCritic(RemoteCritic):
     """A critic that serves each update as soon as it is sent; remembers what is waited for."""
 
     def __init__(self) -> None:
-        super().__init__(None, None, run_id="")  # type: ignore[arg-type]
+        super().__init__(None, RunSection(), is_trained=True, publish_every=1)  # type: ignore[arg-type]
         self.awaited: list[tuple[int, int]] = []  # update, and the last one that was sent
 
     def sent(self, step: int) -> None:
@@ -252,7 +253,7 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: S
 
 def test_version_to_demand_never_decreases_however_many_wait_for_it():
     async def main() -> None:
-        critic = RemoteCritic(None, SimpleNamespace(weights_version=0), run_id="")  # type: ignore[arg-type]
+        critic = RemoteCritic(None, RunSection(), is_trained=True, publish_every=1)  # type: ignore[arg-type]
         served = [asyncio.get_running_loop().create_future() for _ in range(3)]
 
         async def train(step: int, _: object) -> int:

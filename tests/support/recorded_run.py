@@ -19,7 +19,9 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of
 from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints
 from rlhf_triton.actor.run.recorder import Recorder
+from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import SETTINGS_FILE
 from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.client.retry import RequestCounters
@@ -46,12 +48,6 @@ class UntrainedPolicy:
 
     def save(self, folder: Path) -> None:
         save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
-
-
-class Unreached:
-    """The client of a run without a critic, which the recorder asks only for its counters."""
-
-    counters = RequestCounters()
 
 
 class RecordedRun:
@@ -81,20 +77,18 @@ class RecordedRun:
         self._method = Method.from_settings(settings.algorithm, settings.kl)
         self._shaper = RewardShaper(settings.rewards, max_new_tokens=9)
         policy: Any = UntrainedPolicy(device)
-        state = RunState(
-            policy,
-            self._shaper,
-            KLControl(0.0, target=None),
-            one_prompt(),
-        )
-        client: Any = Unreached()
-        self._recorder = Recorder(self.config, state, client, has_critic=False)
+        self._state = RunState(policy, self._shaper, KLControl(0.0, target=None), one_prompt())
+        no_client: Any = None
+        self._critic = RemoteCritic(no_client, self.config.run, is_trained=False, publish_every=1)
+        self._checkpoints = RunCheckpoints(self.config, self._state, self._critic)
+        self._recorder: Recorder
 
     def start(self) -> RecordedRun:
         """Write what a run has before its first step."""
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_json(self.config.run.dir / SETTINGS_FILE, self.config.model_dump(mode="json"))
-        asyncio.run(self._recorder.resume())
+        first_step = asyncio.run(self._checkpoints.resume()) + 1
+        self._recorder = Recorder(self.config, self._state, self._critic, RequestCounters(), first_step=first_step)
         return self
 
     def steps(self, *numbers: int) -> RecordedRun:
@@ -109,12 +103,13 @@ class RecordedRun:
     def validated(self, when: str, step: int, reward: float) -> RecordedRun:
         """Record a validation."""
         result = Validation(conversations_of(self._groups(reward)), 0.25, None)
-        asyncio.run(self._recorder.log_validation(when, step, result, seconds=0.1))
+        asyncio.run(self._recorder.validations.add(when, step, result, seconds=0.1))
         return self
 
     def finished(self, steps: int) -> Path:
         """Write the actor's summary; return the run's folder."""
         scorer: Any = None  # asked only for a critic's values
+        asyncio.run(self._checkpoints.finish(steps))
         asyncio.run(self._recorder.finish(scorer, 2.0, steps=steps))
         return self.config.run.dir
 
