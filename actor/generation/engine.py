@@ -5,7 +5,7 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
-from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
-from rlhf_triton.actor.generation.row_sources import Finished, PromptSource, RowSource, SamplingJob
+from rlhf_triton.actor.generation.generation import Generation
+from rlhf_triton.actor.generation.row_sources import PromptSource, RowSource, SamplingJob
 from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
@@ -33,11 +33,10 @@ NEAR = 0.01  # total variation distance: at most one token in a hundred would be
 NEAR_ROUNDED = 0.25  # the same in bfloat16, where rounding differs; reading a wrong token gives a larger distance
 
 
-class Generation:
-    """Generates responses with the sampling settings of one configuration."""
+class LocalGeneration(Generation):
+    """Generates in this process."""
 
     has_policy_logprobs = True
-    """Whether the log-probs of responses are the policy's own, not another engine's."""
 
     def __init__(
         self,
@@ -55,9 +54,11 @@ class Generation:
             model: a causal LM, with its adapters if it has any.
             token_budget: maximum tokens of one forward pass over prompts.
         """
+        super().__init__(settings, eos_ids=eos_ids, banned_ids=banned_ids)
         self._token_budget = token_budget
-        self._model, self._tokenizer, self._settings = model, tokenizer, settings
-        self._eos_ids, self._pad_id, self._banned_ids = eos_ids, pad_id, banned_ids
+        self._model = model
+        self._tokenizer = tokenizer
+        self._pad_id = pad_id
         # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
         # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
@@ -69,10 +70,6 @@ class Generation:
         self._merges = model is not None and model.device.type != "cpu"
         self.uses_slots: bool | None = None
         """Whether slot-based decoding supports the model; None before the first `run`."""
-        self.runner: ConversationRunner | None = None
-        """Runs conversations with environments; None: every prompt has one response."""
-        self.version = 0
-        """Version of the model's weights: the last step whose update they contain."""
         self._adding = threading.Lock()
         self._jobs: list[SamplingJob] = []  # with unfinished conversations
         self._added: queue.SimpleQueue[SamplingJob] = queue.SimpleQueue()  # not in `_row_source` yet
@@ -80,19 +77,12 @@ class Generation:
         self._decoder: Decoder | None = None
         self._waiting_rows: list[DecodedRow] = []  # for transformers' `generate`
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise TemplateError if the chat template cannot render conversations that start from the prompts."""
-        if self.runner is not None:
-            self.runner.check_prompts(prompts)
-
     def renew(self, version: int) -> None:
-        """Use the model's current weights, which are of this version; called by `Policy.renew_sampler`."""
         self.version = version
         if self._decoder is not None:
             self._decoder.renew()
 
     def close(self) -> None:
-        """End the environments; a `decode` that waits in another thread raises CancelledError."""
         if self._row_source is not None:
             self._row_source.close()
         if self.runner is not None:
@@ -100,36 +90,23 @@ class Generation:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether there are unfinished conversations."""
         self._jobs = [job for job in self._jobs if job.prompts]
         return bool(self._jobs)
 
     def add(self, job: SamplingJob) -> None:
-        """Add prompts, each of which `decode` gives a response, or with a `runner` a conversation with an environment.
-
-        May be called in another thread than `decode`, in which the job's `finished` is called.
-        """
         with self._adding:
             self._jobs.append(job)
             self._added.put(job)
         self.wake()
 
     def wake(self) -> None:
-        """End the wait of `decode` in another thread for environments, so that it calls its `is_paused`."""
         if (source := self._row_source) is not None:
             source.wake()
 
     def abandon(self) -> None:
-        """Drop all jobs; call in the thread of `decode`."""
         self._end()
         self._jobs = []
         self._added = queue.SimpleQueue()
-
-    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Generate the responses to prompts, given by index; arguments as in `SamplingJob`."""
-        if prompts:
-            self.add(SamplingJob(dict(prompts), finished, seed, greedy))
-            self.decode()
 
     def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
         """Generate until all jobs are done, or until `is_paused`, which is called before each forward pass."""
@@ -181,12 +158,6 @@ class Generation:
         for job in jobs:
             source.add(job)
         return source
-
-    def _new_source(self) -> RowSource:
-        """Return a source of rows, prompts or conversations with environments, without jobs."""
-        if self.runner is not None:
-            return ConversationSource(self.runner)
-        return PromptSource(max_new_tokens=self._settings.max_new_tokens)
 
     def _end(self) -> None:
         """Close the source of the rows, and free the decoder's cache."""

@@ -22,7 +22,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
-from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.engine import LocalGeneration
+from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import Finished, SamplingJob
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
@@ -107,7 +108,7 @@ class Policy:
                 "generation config names",
                 self.tokenizer.convert_ids_to_tokens(special.template_end),
             )
-        self.generation = Generation(
+        decoding = LocalGeneration(
             self.causal(self.sampler),
             self.tokenizer,
             generation,
@@ -119,7 +120,8 @@ class Policy:
         self.trained = Trained(
             causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
-        self.halvings = [self.generation.memory, self.trained.memory]
+        self.generation: Generation = decoding
+        self.halvings = [decoding.memory, self.trained.memory]
         """Batch sizes of generation and training, which are halved when the GPU is out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
-from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.training_engine.mailbox import Mailbox, as_tensor, value_of

@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
@@ -35,33 +36,32 @@ class VllmGeneration(Generation):
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         """Raise ConfigError if no server is configured."""
         actor = config.actor
-        super().__init__(
-            policy.sampler,
-            policy.tokenizer,
-            actor.generation,
-            pad_id=policy.pad_id,
-            banned_ids=policy.banned_ids,
-            eos_ids=[token for token in policy.eos_ids if token < policy.vocab_size],  # vLLM refuses larger ids
-        )
+        eos_ids = [token for token in policy.eos_ids if token < policy.vocab_size]  # vLLM refuses larger ids
+        super().__init__(actor.generation, eos_ids=eos_ids, banned_ids=policy.banned_ids)
         self._vllm = actor.generation.vllm
         if not self._vllm.servers:
             raise ConfigError(
                 "actor.generation.vllm.servers: empty; name the vLLM servers, or start the run with "
                 "`rlhf-triton run`, which starts one"
             )
-        self._client, self._policy, self._is_adapter = actor.client, policy, bool(actor.policy.lora_rank)
+        self._client = actor.client
+        self._policy = policy
+        self._is_adapter = bool(actor.policy.lora_rank)
         self._versions = PolicyVersions(
             config.run.dir / VERSIONS_FOLDER, are_adapters=self._is_adapter, most_ahead=actor.max_off_policy_steps
         )
         self._published: int | None = None  # optimizer step of the published weights
         self._checked: set[str] = set()
+        self._adding = threading.Lock()
+        self._added: queue.SimpleQueue[SamplingJob] = queue.SimpleQueue()  # not started yet
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._serving: list[Future[None]] = []  # each ends when there are no jobs
         self._is_serving = False
         self._wake_loop: Callable[[], None] = lambda: None
         self._sources: set[RowSource] = set()
         self._connections: list[VllmConnection] = []
-        self._is_closed = self._is_dropping = False
+        self._is_closed = False
+        self._is_dropping = False
         self._budget = RetryBudget(RETRY_RESERVE)
 
     def renew(self, version: int) -> None:
@@ -79,20 +79,19 @@ class VllmGeneration(Generation):
         self._wake_loop()
 
     def close(self) -> None:
-        """End the environments; a `decode` in another thread raises CancelledError."""
         self._is_closed = True
         for source in [*self._sources]:
             source.close()
-        super().close()
+        if self.runner is not None:
+            self.runner.close()
         self._wake_loop()
 
     @property
     def has_jobs(self) -> bool:
-        """Whether there are unfinished conversations."""
         return bool(self._serving)
 
     def add(self, job: SamplingJob) -> None:
-        """Add prompts that the servers respond to; call `renew` first."""
+        """As the interface says; call `renew` first."""
         with self._adding:
             self._added.put(job)
             if not self._is_serving:
@@ -100,8 +99,10 @@ class VllmGeneration(Generation):
                 self._serving.append(self._thread.submit(lambda: asyncio.run(self._serve())))
         self._wake_loop()
 
+    def wake(self) -> None:
+        """Do nothing: `decode` calls its `is_paused` every `POLL_S`."""
+
     def abandon(self) -> None:
-        """Drop all jobs."""
         self._is_dropping = True
         for source in [*self._sources]:
             source.close()

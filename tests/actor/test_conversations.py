@@ -33,7 +33,7 @@ from rlhf_triton.actor.generation.conversations import (
     ConversationSource,
     seed_of,
 )
-from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.collection import has_spread
@@ -446,7 +446,9 @@ def generated_rows(
 ) -> list[Conversation]:
     """Return the rows of one conversation per prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
-    engine = Generation(model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    engine = LocalGeneration(
+        model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED
+    )
     engine.uses_slots = uses_slots
     engine.runner = agent
     found: dict[int, Conversation] = {}
@@ -592,7 +594,7 @@ def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents: Ag
 def test_jobs_can_be_dropped_after_the_environments_have_ended(agents: Agents, model: Any):
     """As when a run is left while its decoding gives way to another call."""
     agent = agents("Countdown")
-    engine = Generation(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
+    engine = LocalGeneration(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.uses_slots, engine.runner = True, agent
     engine.add(SamplingJob(dict(enumerate(prompts_of(4))), lambda *_: None, seed=3))
     passes = iter([False, False, True])

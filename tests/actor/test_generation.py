@@ -25,7 +25,7 @@ from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
-from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
@@ -67,14 +67,16 @@ def make_prompts(count: int, *, longest: int = 20) -> list[np.ndarray]:
     return [rng.integers(3, VOCAB, rng.integers(1, longest + 1)) for _ in range(count)]
 
 
-def generation(model: Any, *, uses_slots: bool | None = None, **settings: Any) -> Generation:
+def generation(model: Any, *, uses_slots: bool | None = None, **settings: Any) -> LocalGeneration:
     given = {"max_new_tokens": 16, "generation_batch_size": 4, **settings}
-    made = Generation(model, None, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
+    made = LocalGeneration(model, None, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
     made.uses_slots = uses_slots
     return made
 
 
-def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
+def texts(
+    written_by: LocalGeneration, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False
+) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     given = [Prompt("", "", tokens) for tokens in prompts]
     written_by.run_rows(
@@ -341,7 +343,9 @@ def test_slot_decoding_is_checked_in_the_precision_of_generation(
 ):
     written_by = generation(make_model("llama"))
     # Another kernel in bfloat16.
-    monkeypatch.setattr(Generation, "_decoder_distance", lambda *_: off if torch.is_autocast_enabled("cpu") else 0.0)
+    monkeypatch.setattr(
+        LocalGeneration, "_decoder_distance", lambda *_: off if torch.is_autocast_enabled("cpu") else 0.0
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         texts(written_by, make_prompts(3))
     assert written_by.uses_slots == decodes
@@ -444,7 +448,7 @@ def test_eos_ends_a_response_and_is_its_last_token(checkpoint: Path):
 def test_eos_id_beyond_the_models_vocabulary_is_ignored():
     settings = GenerationSection(max_new_tokens=6, min_new_tokens=4)
     model = make_model("llama", eos_bias=2.0)
-    written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
+    written_by = LocalGeneration(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
     assert all(4 <= len(text) <= 6 for text in texts(written_by, make_prompts(3)))
 
 
@@ -487,7 +491,7 @@ class Letters:
 def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written: str, ends: bool):
     """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
-    generation = Generation(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
+    generation = LocalGeneration(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
     ids = list(written.encode())
     assert [generation._has_stop(ids[:n]) for n in range(len(ids) + 1)] == [False] * len(ids) + [ends]
 
