@@ -80,7 +80,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
             ranks = held.enter_context(Ranks.joined(device))
             number = ranks.rank
         held.enter_context(on_rank(number, device, "trainer.token_budget"))  # e.g. no room for the optimizer's state
-        if isinstance(ranks, Ranks) and ranks.rank:
+        if ranks.shards and ranks.rank:
             follow_rank_0(settings, config.run.seed, ranks, config.critic.dtype)
         elif init_only:
             initialise_stores(config, ranks)

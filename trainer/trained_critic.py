@@ -71,7 +71,7 @@ class TrainedCritic(CriticModel):
         self._plain = plain
         self.ranks = ranks
         self.stored_as = stored_as
-        if isinstance(ranks, Ranks):
+        if ranks.shards:
             self._shard(ranks, precision)
         self.adapters = describe_adapters(self.model, base=BASE_VERSION) if as_adapters else None
 
@@ -98,7 +98,7 @@ class TrainedCritic(CriticModel):
     @property
     def in_slices(self) -> bool:
         """Whether the critic is sharded: each rank has only a slice."""
-        return isinstance(self.ranks, Ranks)
+        return self.ranks.shards
 
     def own_weights(self) -> None:
         """Copy the trainable weights out of the mapped file; slices already are copies."""
@@ -129,7 +129,7 @@ class TrainedCritic(CriticModel):
             is_writer = self.ranks.rank == 0
             self.ranks.run_on_all_ranks(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
             return None
-        if not isinstance(self.ranks, Ranks):
+        if not self.ranks.shards:
             return super().write(folder)
         weights = self.weights()
         digests = write_checkpoint(weights.shapes(), weights.__getitem__, folder, self.ranks)
@@ -195,7 +195,7 @@ def build_critic(
     """
     torch.manual_seed(seed)
     own = settings
-    if isinstance(ranks, Ranks):
+    if ranks.shards:
         # Map the weights from the file and shard them layer by layer, so that no rank has a copy of all of them.
         own = settings.model_copy(update={"device": "cpu", "precision": "float32"})
     model, plain = ranks.run_on_all_ranks(lambda: _load(folder, own))

@@ -52,8 +52,9 @@ class PolicyModels:
         Raises:
             CheckpointError: the model does not support one of the settings.
         """
-        self._settings, self._in_slices = settings, isinstance(ranks, Ranks)
-        self.device = ranks.device if isinstance(ranks, Ranks) else torch.device(settings.device)
+        self._settings = settings
+        self._in_slices = ranks.shards
+        self.device = ranks.device_of(settings.device)
         # Weights to be sharded stay mapped from the file; sharding rounds the slices and moves them to the device.
         whole_settings = settings.model_copy(update={"precision": "float32"}) if self._in_slices else settings
         model = training.prepare(model, whole_settings, "actor.policy", model.get_output_embeddings(), task="CAUSAL_LM")
@@ -61,7 +62,7 @@ class PolicyModels:
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
         self.sampler = self._frozen_copy() if keeps_sampler or self._in_slices else self.model
-        if isinstance(ranks, Ranks):
+        if ranks.shards:
             self._shard(ranks)
 
     def causal(self, model: Any) -> Any:

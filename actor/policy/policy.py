@@ -45,7 +45,7 @@ from rlhf_triton.models.loading import map_tensors
 from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.models.output_head import head_logprobs, linear_head
 from rlhf_triton.models.precision import computing, in_float32
-from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 from rlhf_triton.training_engine.trained import Trained, operations
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Policy:
         check_language_model(folder)
         check_lora_targets(settings)
         self.settings, self.ranks = settings, ranks
-        self._samplers = OtherSamplers(ranks) if isinstance(ranks, Ranks) else None
+        self._samplers = OtherSamplers(ranks) if ranks.shards else None
         self._jobs = deque[SamplingJob]()  # on several ranks
         self.temperature = generation.temperature
         self.tokenizer = load_tokenizer(folder)

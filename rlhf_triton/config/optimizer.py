@@ -1,7 +1,7 @@
 """The configuration of AdamW and its learning-rate schedule."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,9 @@ from rlhf_triton.config.fields import Count, CountOrZero, Section
 
 class OptimizerSection(Section):
     """AdamW and its learning-rate schedule."""
+
+    length: ClassVar[str] = "the run's optimizer steps"
+    """Name of the schedule's length in error messages."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments take 2 instead of 8 bytes per weight; needs CUDA and bitsandbytes."""
@@ -40,6 +43,8 @@ class OptimizerSection(Section):
 
 class CriticOptimizerSection(OptimizerSection):
     """AdamW and the learning-rate schedule of the critic."""
+
+    length: ClassVar[str] = "trainer.optimizer.max_steps"
 
     lr: Annotated[float, Field(gt=0)] = 9e-6
     """Peak learning rate."""

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from rlhf_triton.config.optimizer import CriticOptimizerSection, OptimizerSection
+from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained_model import TrainedSection
 
 
@@ -22,8 +22,7 @@ def check_training(
     if min_lr is not None and min_lr > lr:
         raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
     if warmup > total_steps:
-        what = f"{key}.max_steps" if isinstance(optimizer, CriticOptimizerSection) else "the run's optimizer steps"
-        raise ValueError(f"{key}.warmup_steps ({warmup}) is above {what} ({total_steps}); lower it")
+        raise ValueError(f"{key}.warmup_steps ({warmup}) is above {optimizer.length} ({total_steps}); lower it")
     if kind != "adamw" and ranks > 1:
         raise ValueError(f"{key}.kind: {kind} is not supported with {key.partition('.')[0]}.ranks above 1; set adamw")
     if kind == "adamw_8bit" and trained.device == "cpu":

@@ -16,13 +16,12 @@ SERVED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 def canary_row(model: CriticModel | RewardModel) -> np.ndarray:
     """Return the canary row: int64 token ids, 16 for a critic; a reward model's row starts with its `header`."""
     row = np.arange(CANARY_TOKENS, dtype=np.int64) % model.limits.vocab_size
-    return row if isinstance(model, CriticModel) else np.append(np.array(model.header, np.int64), row)
+    return np.append(np.array(model.header, np.int64), row)
 
 
 def canary_outputs(model: CriticModel | RewardModel) -> np.ndarray:
     """Return the values float32 `[16]`, or the rewards float32 `[A]`, of the canary row."""
-    row = canary_row(model)
-    return model.values([row])[0] if isinstance(model, CriticModel) else model.score([row])[0]
+    return model.outputs_of(canary_row(model))
 
 
 def canary_difference(values: np.ndarray, expected: np.ndarray) -> float:

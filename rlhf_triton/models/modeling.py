@@ -153,6 +153,10 @@ class RewardModel:
             outputs = merge_attributes(outputs, self._weights)
         return standardise(outputs.sigmoid() if self._probability else outputs, self.mean, self.std)
 
+    def outputs_of(self, row: np.ndarray) -> np.ndarray:
+        """Return the rewards float32 `[num_outputs]` of a token row (int64 `[length]`)."""
+        return self.score([row])[0]
+
     def probabilities(self, scores: np.ndarray) -> np.ndarray:
         """Return the label probabilities float32 `[n, A]` for the head's outputs `[n, A]`."""
         return label_probabilities(torch.from_numpy(scores), self.model.config.problem_type).numpy()
@@ -176,6 +180,8 @@ class CriticModel:
 
     stored_as: torch.dtype | None = None
     """Data type of the body in versions; None: float32. The head is always in float32."""
+    header: tuple[int, ...] = ()
+    """As `RewardModel.header`: every row has values."""
 
     def __init__(
         self,
@@ -201,6 +207,10 @@ class CriticModel:
         Runs one forward pass, padded to `width`.
         """
         return self.launch(rows, width)()
+
+    def outputs_of(self, row: np.ndarray) -> np.ndarray:
+        """Return the values float32 `[length]` of a token row (int64 `[length]`)."""
+        return self.values([row])[0]
 
     @torch.no_grad()
     def launch(self, rows: Sequence[np.ndarray], width: int | None = None) -> Callable[[], list[np.ndarray]]:

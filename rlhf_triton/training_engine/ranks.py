@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,12 @@ class OneRank:
     """The interface of `Ranks` for a process that trains alone."""
 
     rank, size = 0, 1
+    shards: Literal[False] = False
+    """Whether each rank holds only a slice of the weights in training."""
+
+    def device_of(self, setting: str) -> torch.device:
+        """Return the device for a role whose `device` setting this is."""
+        return torch.device(setting)
 
     def announce(self, name: str, **arguments: Any) -> None:
         """Do nothing: no other rank executes operations."""
@@ -78,6 +84,8 @@ ALONE = OneRank()
 
 class Ranks:
     """The process group of one training job, seen from one rank."""
+
+    shards: Literal[True] = True
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
         self.rank, self.size, self.device, self._store = rank, size, device, store
@@ -119,6 +127,10 @@ class Ranks:
             device_id=own if own.type == "cuda" else None,  # otherwise NCCL guesses it from the rank
         )
         return cls(rank, size, attempt, own)
+
+    def device_of(self, setting: str) -> torch.device:
+        """Return the rank's device, whatever the setting."""
+        return self.device
 
     def announce(self, name: str, **arguments: Any) -> None:
         """On rank 0, make the other ranks execute operation `name`; on the others, do nothing."""
