@@ -95,9 +95,11 @@ class Failure(Enum):
 class ControlPlaneError(RlhfError):
     """The server rejected the request, failed or did not respond; the message names the model and the cause."""
 
-    def __init__(self, message: str, kind: Failure = Failure.NO_ANSWER) -> None:
+    def __init__(self, message: str, kind: Failure = Failure.NO_ANSWER, code: str | None = None) -> None:
+        """`code`: the code in the server's message, see `client.errors`."""
         super().__init__(message)
         self.kind = kind
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         except InferenceServerException as error:
             sentence = self._sentence(subject, error, timeout_s)
             is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
-            raise ControlPlaneError(sentence, Failure.REFUSED if is_answer else Failure.NO_ANSWER) from error
+            kind = Failure.REFUSED if is_answer else Failure.NO_ANSWER
+            raise ControlPlaneError(sentence, kind, code_of(str(error.message()))) from error
 
     def _unload(self, model: str, timeout_s: float) -> None:
         """Unload the model and wait until its process has ended."""
@@ -267,7 +270,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
                 timeout_s=timeout_s,
             )
         except ControlPlaneError as error:
-            if code_of(str(error)) == NEEDS_MORE:
+            if error.code == NEEDS_MORE:
                 return {}
             raise
         arrays = {name: answer.as_numpy(name) for name in outputs}
@@ -301,8 +304,8 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
         failed = Failure.FAILED if str(error.status()).endswith("INTERNAL") else Failure.NO_ANSWER
         kinds = {UNTIL_LOADED: Failure.UNUSABLE, DEAD_PROCESS: Failure.DIED}
-        kind = kinds.get(code_of(str(error.message())) or "", failed)
-        return ControlPlaneError(self._sentence(subject, error, timeout_s), kind)
+        code = code_of(str(error.message()))
+        return ControlPlaneError(self._sentence(subject, error, timeout_s), kinds.get(code or "", failed), code)
 
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
         status = str(error.status()).removeprefix("StatusCode.")

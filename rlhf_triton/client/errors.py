@@ -18,7 +18,19 @@ UNKNOWN_MODEL = "unknown model"
 DEAD_PROCESS = "' is not healthy"  # "Stub process '…' is not healthy.", whatever the status
 LOST_DEVICE = "CUDA error"
 RESTRICTED = "restricted"  # from gRPC, for a request without the key for model control
-CODES = (STEP_AHEAD, NEEDS_MORE, UNTIL_LOADED, DEMANDED, DEAD_PROCESS, LOST_DEVICE, UNLOADED, UNKNOWN_MODEL, RESTRICTED)
+UNREADABLE = "failed to poll"  # for a load if config.pbtxt is invalid; only the log says why
+CODES = (
+    STEP_AHEAD,
+    NEEDS_MORE,
+    UNTIL_LOADED,
+    DEMANDED,
+    DEAD_PROCESS,
+    LOST_DEVICE,
+    UNLOADED,
+    UNKNOWN_MODEL,
+    RESTRICTED,
+    UNREADABLE,
+)
 
 
 def code_of(message: str) -> str | None:
@@ -33,11 +45,8 @@ class RequestFailed(RlhfError):
         """`why`: the server's own message, if it sent one."""
         super().__init__(message)
         self.why = why
-
-    @property
-    def code(self) -> str | None:
-        """The code in the server's error, or None."""
-        return code_of(self.why or str(self))
+        self.code = code_of(why)
+        """The code in the server's message, or None."""
 
 
 class ServerFailed(RequestFailed):

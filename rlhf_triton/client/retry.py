@@ -141,7 +141,7 @@ class Attempts:
             cause = trouble.sentence(self.model, url, self.retried + 1)
             self.is_over_budget = True
             raise RequestFailed(
-                f"{cause}; not retried: too many requests fail, so the retry budget is exhausted"
+                f"{cause}; not retried: too many requests fail, so the retry budget is exhausted", trouble.why
             ) from trouble.__cause__
         self.retried += 1
         return backoff_s(BACKOFF_S, self._made - 1)

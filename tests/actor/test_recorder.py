@@ -84,7 +84,8 @@ class Server:
 
     async def rewind(self, *, run_id: str, step: int) -> int:
         if step > self.received:
-            raise RequestFailed(f"critic_save refused: rewind_to: {step}, {STEP_AHEAD} 'test' is {self.received}")
+            why = f"rewind_to: {step}, {STEP_AHEAD} 'test' is {self.received}"
+            raise RequestFailed(f"critic_save refused: {why}", why)
         self.rewound.append(step)
         return 70 + step
 

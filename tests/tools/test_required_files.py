@@ -298,7 +298,7 @@ def test_commands_refuse_a_missing_gpu_before_loading_a_model(
 def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
     async def describe(model: str) -> ServedModel:
         if model == "critic":
-            raise RequestFailed("critic at localhost:8000 refused: Request for unknown model: 'critic' is not found")
+            raise RequestFailed("critic refused", "Request for unknown model: 'critic' is not found")
         return ServedModel.of({"tokenizer_fingerprint": "known"})
 
     client: Any = SimpleNamespace(describe=describe)

@@ -129,18 +129,21 @@ class _Source:
 
     def _check(self, name: str, inner: Any, used: Collection[str] = ()) -> None:
         """Raise FunctionError unless `inner` is a function or a class that uses no names of a function around it."""
+        remedy = REMEDY
         if inspect.ismethod(inner):
             why = f"is a method of a {type(inner.__self__).__name__}, whose state cannot travel"
         elif not isinstance(inner, (FunctionType, type)):
             why = f"is a {type(inner).__name__}, which cannot be written into the run's folder"
         elif inner.__name__ == "<lambda>":
-            why = "is a lambda, which has no name; write it as a function"
+            why = "is a lambda, which has no name"
+            remedy = "; write it as a function"
         elif free := sorted(_free_names(inner).intersection(used)):
-            why = f"uses {free[0]!r} of the function around it, which cannot travel; make it an argument with a default"
+            why = f"uses {free[0]!r} of the function around it, which cannot travel"
+            remedy = "; make it an argument with a default"
         else:
             return
         subject = self._name if name == self._name else f"{self._name} uses {name!r}, which"
-        raise FunctionError(f"{subject} {why}" + ("" if ";" in why else REMEDY))
+        raise FunctionError(f"{subject} {why}{remedy}")
 
 
 def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.client.errors import UNREADABLE
 from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.path_alias import plain_alias, special_prefix
 from rlhf_triton.process import how_ended
@@ -288,7 +289,7 @@ class TritonServer:
         except ControlPlaneError as error:
             self.raise_if_dying()
             # Triton's answer does not say why it cannot read a configuration; only its log does.
-            reason = f" ({poll_failure(self.log_path)})" if "failed to poll" in str(error) else ""
+            reason = f" ({poll_failure(self.log_path)})" if error.code == UNREADABLE else ""
             raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
 
     def control(self) -> ControlPlane:
