@@ -77,6 +77,7 @@ class RewardModel:
         num_outputs: int = 1,
         skipped_pad_id: int | None = None,
         origin: CheckpointInfo | None = None,
+        reload: Callable[..., RewardModel] | None = None,
     ) -> None:
         """
         Args:
@@ -84,9 +85,11 @@ class RewardModel:
             weights: `[A]`; the score is the weighted sum of the outputs. None: no sum.
             num_for: the score is the log-odds of the first `num_for` outputs against the others. None: no log-odds.
             probability: return the sigmoid of the score.
+            origin: the checkpoint that the model was loaded from.
+            reload: `load_reward` with the same settings, for `with_weights`.
         """
-        self.origin = origin  # checkpoint that the model was loaded from
-        self.reload: Callable[..., RewardModel] | None = None  # `load_reward` with the same settings
+        self.origin = origin
+        self._reload = reload
         self.model = outputs.model
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
@@ -171,8 +174,8 @@ class RewardModel:
         Raises:
             CheckpointError: architecture, head, names or shapes differ from this model's, or the file is damaged.
         """
-        assert self.reload is not None
-        return self.reload(folder, like=self)
+        assert self._reload is not None
+        return self._reload(folder, like=self)
 
 
 class CriticModel:
@@ -325,17 +328,7 @@ def load_reward(
     outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, like=known)
     # transformers' own class pools the last token that is not padding
     skips_padding = pooling == "auto" and head.kind == "sequence" and outputs.is_causal
-    reward = RewardModel(
-        outputs,
-        pooling=None if head.form.pooled else _pooling(info, head, outputs, pooling),
-        weights=None if weights is None else weights.to(device),
-        probability=probability,
-        num_outputs=head.num_labels if attribute_weights == "separate" else 1,
-        constants=constants_for(info, standardization),
-        skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
-        origin=info,
-    )
-    reward.reload = functools.partial(
+    reload = functools.partial(
         load_reward,
         device=device,
         dtype=dtype,
@@ -345,7 +338,17 @@ def load_reward(
         standardization=standardization,
         group=group,
     )
-    return reward
+    return RewardModel(
+        outputs,
+        pooling=None if head.form.pooled else _pooling(info, head, outputs, pooling),
+        weights=None if weights is None else weights.to(device),
+        probability=probability,
+        num_outputs=head.num_labels if attribute_weights == "separate" else 1,
+        constants=constants_for(info, standardization),
+        skipped_pad_id=model.config.get_text_config().pad_token_id if skips_padding else None,
+        origin=info,
+        reload=reload,
+    )
 
 
 def load_critic(
