@@ -48,7 +48,11 @@ class Check:
     when: tuple[str, ...]
     """Commands that run it: `doctor` prints its findings, the others refuse to start if it fails."""
     find: Callable[[Any], Iterable[Finding]]
-    """Takes the RunConfig; an RlhfError is a failure, too."""
+    """Takes the `CheckedRun`; an RlhfError is a failure, too."""
+    needs: str = ""
+    """Name of a check: unless that one was made and passed, this one is not made."""
+    of_actor: bool = False
+    """Whether the configuration must have a section `actor`."""
 
 
 def found_by(name: str, find: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:

@@ -83,9 +83,7 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
     checks = importlib.import_module("rlhf_triton.tools.preflight")  # needs the packages that were checked above
     yield from found_by("tritonserver", tritonserver, config.server.tritonserver)
     yield from found_by("disk", disk, config.run.dir, checks.disk_bytes(config))
-    for check in checks.CHECKS:
-        if "doctor" in check.when:
-            yield from found_by(check.name, check.find, config)
+    yield from checks.findings(config, "doctor", found_by)
 
 
 def _loaded(path: Path, overrides: Sequence[str], loaded: list[Any]) -> Iterator[Finding]:

@@ -13,16 +13,22 @@ from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 from rlhf_triton.actor.data.prompt_files import read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import ConfigError, load_config
-from rlhf_triton.tools.checks import Level
+from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.tools import preflight
+from rlhf_triton.tools.checks import Finding, Level
 from rlhf_triton.tools.input_checks import prompt_warnings, token_findings
-from rlhf_triton.tools.preflight import check_run, files
+from rlhf_triton.tools.prompt_checks import check_prompts
 
 
 @pytest.fixture
 def config(tmp_path: Path, checkpoints: Checkpoints) -> Path:
     """A configuration of a PPO run, on free ports."""
     return make_run(tmp_path / "run", checkpoints).path
+
+
+def prompt_findings(config: RunConfig) -> list[Finding]:
+    """Return what doctor and the start of a run print about the prompts."""
+    return [*preflight.prompts(preflight.CheckedRun(config))]
 
 
 BASE = {"eos_token": "<|endoftext|>"}
@@ -108,9 +114,9 @@ def test_prompt_text_that_is_a_rendered_chat_is_warned_about(
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
     loaded = load_config(config, [*given, "actor.prompts.max_tokens=100"])
     end = {"qwen2": "<|im_end|>", "llama": "</s>", "bert": "[end]"}[family]
-    told = "".join(each for each in prompt_warnings(loaded, check_run(loaded)) if "ends a response" not in each)
+    told = "".join(each for each in prompt_warnings(loaded, check_prompts(loaded)) if "ends a response" not in each)
     assert bool(told) == is_told
-    assert [each.text for each in files(loaded) if each.level is Level.WARNING and "reward" in each.text] == (
+    assert [each.text for each in prompt_findings(loaded) if each.level is Level.WARNING and "reward" in each.text] == (
         [told] if is_told else []
     )
     if is_told:
@@ -149,7 +155,7 @@ def test_chat_template_that_omits_the_bos_of_texts_is_warned_about(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}"]
-    found = [each.text for each in files(load_config(config, given)) if "writes none" in each.text]
+    found = [each.text for each in prompt_findings(load_config(config, given)) if "writes none" in each.text]
     assert [text.partition(",")[0] for text in found] == ["reward.model begins texts with <s>"] * (
         family == "llama" and not writes_bos
     )
@@ -310,4 +316,4 @@ def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_p
     ):
         settings = ["actor.prompts.max_tokens=40", f"actor.policy.model={tmp_path / model}", *changes]
         with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-            check_run(load_config(config, settings))
+            preflight.check(load_config(config, settings), "run")

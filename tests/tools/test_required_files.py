@@ -32,7 +32,8 @@ from rlhf_triton.config.required_files import check_critic, check_files
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools import preflight, render_configs
-from rlhf_triton.tools.preflight import check_prompts, check_run
+from rlhf_triton.tools.checks import Level
+from rlhf_triton.tools.prompt_checks import check_prompts
 from rlhf_triton.trainer.publish import copy_checkpoint
 from tests.support.settings import nested
 
@@ -446,10 +447,10 @@ def test_check_run_refuses_each_problem_with_one_line(
     ]
     config = load_config(run.path, given)
     if not problem:
-        check_run(config)
+        preflight.check(config, "run")
         return
     with pytest.raises(ConfigError) as caught:
-        check_run(config)
+        preflight.check(config, "run")
     (line,) = str(caught.value).splitlines()
     assert problem.format(**names) in line
     if "rewards.mine" in " ".join(settings):
@@ -545,9 +546,10 @@ def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path: Path):
         reward = {"model": str(tmp_path / "other"), **settings}
         sections = {"actor": actor, "reward": reward, "rewards": {"model": {}}, "environment": environment}
         config = RunConfig.model_validate(sections)
-        found = [*preflight._environment(config, check_prompts(config))]
-        assert all("reward.model: messages: the reward model's chat template omits the tools" in one for one in found)
-        assert len(found) == problems
+        found = [*preflight.environment(preflight.CheckedRun(config))]
+        refused = [one.text for one in found if one.level is Level.FAILED]
+        assert all("reward.model: messages: the reward model's chat template omits the tools" in one for one in refused)
+        assert len(refused) == problems
     undefined = r"jsonl:1: reward\.model: reward\.template cannot be rendered: .* has no attribute 'hint'"
     with pytest.raises(ConfigError, match=undefined):
         check("other", conversation, logit={"tokens": [1]}, template="{{ response }}{{ metadata.hint }}")

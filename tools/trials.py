@@ -1,0 +1,113 @@
+"""Tries a user's code before a run: reward functions and environments, in workers as on the server and in the actor."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlhf_triton.actor.data.chat import Chat, TemplateError
+from rlhf_triton.actor.data.prompt_files import PromptError
+from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
+from rlhf_triton.actor.run.row_limits import REPLY
+from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
+from rlhf_triton.config.required_files import tokenizer_folder
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, FunctionError, Sample
+from rlhf_triton.rewards.pool import FunctionCall, WorkerPool
+from rlhf_triton.tools.prompt_checks import check_rendering, row_texts
+
+
+def function_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Call each reward function on the first prompt, with a made-up response."""
+    if not config.functions:
+        return
+    tokenizer = load_tokenizer((tokenizer_folder(config) or config.actor.policy.model).absolute())
+    columns = sorted({name for prompt in prompts for name in prompt.metadata})
+    for name, term in config.functions.items():
+        size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
+        group = [_sample(prompts[0], tokenizer)] * size
+        if error := trial(term, group, columns, hidden_variables=config.hidden_variables(term.options)):
+            where = f"{term.function} fails on the first prompt ({prompts[0].where})"
+            yield f"rewards.{name}.function: {where}: {error}"
+
+
+def trial(
+    term: RewardTerm, group: list[Sample], columns: Sequence[str] | None = None, *, hidden_variables: Sequence[str]
+) -> str:
+    """Call a reward function once, in its own worker; return the problem, "" if there is none.
+
+    `columns`: the columns of the run's rows; None: unknown.
+    """
+    call = FunctionCall(
+        spec=str(term.function),
+        timeout_s=term.timeout_s,
+        groupwise=term.groupwise,
+        options=term.options,
+        hidden_variables=hidden_variables,
+        columns=columns,
+    )
+    try:
+        with contextlib.closing(WorkerPool(call, num_workers=1)) as pool:
+            (outcomes,) = pool.submit([group]).result()
+            return next((outcome.error for outcome in outcomes if outcome.error), "")
+    except FunctionError as error:
+        return str(error)
+
+
+def environment_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Start a worker of the environment, which imports its class or agent, and its reward; try the first prompt.
+
+    Its tools must be in the reward model's rendering, too.
+    """
+
+    async def tools_of(settings: EnvironmentSection) -> Sequence[dict[str, Any]] | None:
+        environments = Environments(
+            settings.model_copy(update={"workers": 1}), hidden_variables=config.hidden_variables(settings.options)
+        )
+        try:
+            await environments.start()
+            if settings.class_ is not None and prompts:
+                await _try_environment(environments, prompts[0])
+        finally:
+            await environments.close()
+        return environments.tools
+
+    if config.environment is None:
+        return
+    try:
+        chat = Chat(load_tokenizer(config.actor.policy.model.absolute()), asyncio.run(tools_of(config.environment)))
+        first = next((prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata), None)
+        if config.uses_reward_model and first is not None:
+            tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]
+            known = {**first.metadata, **chat.options}
+            check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
+    except (FunctionError, EnvironmentFailed, PromptError, TemplateError, ConfigError) as error:
+        yield str(error)
+
+
+async def _try_environment(environments: Environments, prompt: Prompt) -> None:
+    """Reset an instance with the prompt, and let it answer a made-up reply if it has no tools.
+
+    Raises EnvironmentFailed if it returns what no environment may; it may refuse this prompt or this reply.
+    """
+    instance = None
+    try:
+        shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
+        instance = await environments.open({SEED: 0, **prompt.metadata, **shown})
+        if environments.tools is None:
+            await instance.step(REPLY)
+    except EnvironmentFailed as error:
+        if error.is_misused:
+            raise
+    finally:
+        if instance is not None:
+            await instance.close()
+
+
+def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
+    text, metadata = row_texts(prompt, REPLY)
+    return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)
