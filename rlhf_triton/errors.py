@@ -28,8 +28,8 @@ RlhfError                    the user can fix it; the message names what is wron
   OutOfMemory                a GPU too small for the smallest part of the work
   RankOutOfMemory            … while the other ranks wait
   RankFailed                 an error of another rank
-Stopped, StopRequested, RankLost    ends that are not errors Trouble                      a failed attempt, before the
-next
+Stopped, StopRequested, RankLost    ends that are not errors
+AttemptFailed                       a failed attempt, before the next
 """
 
 

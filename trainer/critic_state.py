@@ -133,8 +133,8 @@ class CriticState:
         try:
             self.restore_newest(at_most=step)
             self._replay(end=step)
-        except (CheckpointError, DamagedEntry) as trouble:  # the caller gets the error, and training continues
-            return f"{step} cannot be reached: {trouble}"
+        except (CheckpointError, DamagedEntry) as error:  # the caller gets the error, and training continues
+            return f"{step} cannot be reached: {error}"
         if self.step != step:
             kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
             return f"{step} cannot be reached: there are checkpoints of steps {kept}"
@@ -192,10 +192,10 @@ class CriticState:
             report = self.update.train(
                 payload, lambda n: self._progress.renew_heartbeat(state, n), known.skipped_batches if known else None
             )
-        except (NotFinite, OutOfMemory) as trouble:
+        except (NotFinite, OutOfMemory) as error:
             if known is not None:
                 raise  # the step succeeded before, so the replayed weights would be wrong without it
-            return None, str(trouble)
+            return None, str(error)
         if report.is_finite and (known is not None or np.isfinite(canary_outputs(self.update.critic)).all()):
             return report, None
         cause = f"the update made {'values' if report.is_finite else 'weights'} of the critic non-finite"

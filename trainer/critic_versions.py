@@ -74,7 +74,7 @@ class CriticVersions:
         try:
             with span("publish", parent=self._critic.traceparent, step=step):
                 reload = self._progress.persist(f"publishing step {step}", attempt)
-        except VersionRejected as trouble:  # the caller gets the error; the old version keeps serving
-            return None, str(trouble)
+        except VersionRejected as error:  # the caller gets the error; the old version keeps serving
+            return None, str(error)
         set_log_position(version=reload.version)
         return reload, None

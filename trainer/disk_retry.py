@@ -61,19 +61,19 @@ def until_done(
         except OSError as error:
             if error.errno not in CURABLE:
                 raise
-            has_failed, trouble = True, reason_of(error)
+            has_failed, reason = True, reason_of(error)
         else:
             if has_failed:
                 logger.warning("%s: succeeded; the disk is writable again", what)
                 show(what, None)
             return result
         if time.monotonic() >= remind_at:
-            logger.error("%s: disk error, retrying: %s", what, trouble)
+            logger.error("%s: disk error, retrying: %s", what, reason)
             remind_at = time.monotonic() + REMIND_EVERY_S
-        show(what, trouble)
+        show(what, reason)
         if stop.wait(pause_s):
             raise RlhfError(
-                f"stopped while {what}, after a disk error: {trouble}; nothing is lost, because the journal has every "
+                f"stopped while {what}, after a disk error: {reason}; nothing is lost, because the journal has every "
                 "accepted request: make the disk writable, and start again"
             )
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -143,9 +143,9 @@ class Publisher:
             verified = time.monotonic()
             with span("reload", version=manifest.version):
                 served_by = self._serve(manifest, beat)
-        except WeightsError as trouble:
+        except WeightsError as error:
             self.rejected += 1
-            raise VersionRejected(str(trouble)) from trouble
+            raise VersionRejected(str(error)) from error
         served = time.monotonic()
         self._store.prune(keep=self._keep)
         return Reload(

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 
 from rlhf_triton.actor.data.recorded import PolicyTurn, Version
-from rlhf_triton.client.connection import timeout, trouble_of
-from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.client.connection import attempt_failure, timeout
+from rlhf_triton.client.errors import AttemptFailed, Kind
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import (
     exclusive_lock,
@@ -135,17 +135,19 @@ class VllmClient:
         """Return the server's complete response to one prompt. `more`: further fields of the request.
 
         Raises:
-            Trouble: the attempt failed.
+            AttemptFailed: the attempt failed.
             RlhfError: the server was started without a required option.
         """
         await self.check()
         body = {"token_ids": [*token_ids], "sampling_params": dict(sampling), **more}
         choices = (await self.post(GENERATE, body)).get("choices")
         if not choices:
-            raise Trouble(Kind.LOST, "answered without a response")
+            raise AttemptFailed(Kind.LOST, "answered without a response")
         choice: dict[str, Any] = choices[0]
         if choice.get("finish_reason") not in COMPLETE:  # "abort": the server was paused by another client
-            raise Trouble(Kind.LOST, "did not complete a response", f"finish_reason {choice.get('finish_reason')!r}")
+            raise AttemptFailed(
+                Kind.LOST, "did not complete a response", f"finish_reason {choice.get('finish_reason')!r}"
+            )
         tokens = list(choice["token_ids"])
         logprobs = [item["logprob"] for item in (choice.get("logprobs") or {}).get("content") or ()]
         versions: list[Version] = [None] * len(tokens)
@@ -153,7 +155,7 @@ class VllmClient:
             versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
         if not len(tokens) == len(logprobs) == len(versions) > 0:
             counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, and versions of {len(versions)} tokens"
-            raise Trouble(Kind.LOST, "answered without tokens, or with lists of different lengths", counts)
+            raise AttemptFailed(Kind.LOST, "answered without tokens, or with lists of different lengths", counts)
         return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs, versions)
 
     async def check(self) -> None:
@@ -173,33 +175,33 @@ class VllmClient:
         self._checked.add(self.url)
 
     async def get_ready(self, model: str) -> str | None:
-        """Check the server again, which may have been restarted; return None. Raises Trouble, RlhfError."""
+        """Check the server again, which may have been restarted; return None. Raises AttemptFailed, RlhfError."""
         self._checked.discard(self.url)
         await self.check()
         return None
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at `path`. Raises Trouble, RlhfError."""
+        """Return the JSON object at `path`. Raises AttemptFailed, RlhfError."""
         return await self._request("GET", path, None, PROBE_S)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Post a JSON object to `path` and return the server's reply. Raises Trouble, RlhfError."""
+        """Post a JSON object to `path` and return the server's reply. Raises AttemptFailed, RlhfError."""
         return await self._request("POST", path, body, self._deadline_s)
 
     async def _request(self, method: str, path: str, body: Any, deadline_s: float) -> dict[str, Any]:
-        """Return the JSON object in the server's reply, {} if there is none. Raises Trouble, RlhfError."""
+        """Return the JSON object in the server's reply, {} if there is none. Raises AttemptFailed, RlhfError."""
         try:
             async with timeout(deadline_s), self._session.request(method, path, json=body) as response:
                 text = await response.text()
                 status = response.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise trouble_of(error, deadline_s, hint=HINT) from error
+            raise attempt_failure(error, deadline_s, hint=HINT) from error
         if status != 200:
             raise self._refusal(path, status, text)
         try:
             reply = json.loads(text) if text.startswith("{") else {}
         except ValueError as error:
-            raise Trouble(Kind.LOST, f"answered {path} with a damaged response", text[:200]) from error
+            raise AttemptFailed(Kind.LOST, f"answered {path} with a damaged response", text[:200]) from error
         return reply if isinstance(reply, dict) else {}
 
     def _refusal(self, path: str, status: int, text: str) -> Exception:
@@ -215,9 +217,9 @@ class VllmClient:
         if missing:
             return RlhfError(f"the server at {self.url} {missing}")
         if path == GENERATE and status == 404:  # the adapter is unknown after a restart
-            return Trouble(Kind.LOST, "has lost the adapters", _message(text))
+            return AttemptFailed(Kind.LOST, "has lost the adapters", _message(text))
         kind = Kind.WRONG if status < 500 else Kind.BUSY
-        return Trouble(kind, f"refused {path}", _message(text) or f"status {status}")
+        return AttemptFailed(kind, f"refused {path}", _message(text) or f"status {status}")
 
 
 class VllmConnection:
@@ -250,7 +252,7 @@ class VllmConnection:
         All of it is sampled with the current version or, if weights are loaded meanwhile, with newer ones.
 
         Raises:
-            Trouble: the attempt failed, or the server was restarted and generated with other weights.
+            AttemptFailed: the attempt failed, or the server was restarted and generated with other weights.
             RlhfError: the server was started without a required option.
         """
         await self._load()
@@ -258,14 +260,14 @@ class VllmConnection:
         model = {"model": version.name} if self._is_adapter else {}
         try:
             turn = await self._server.generate(token_ids, sampling, **model)
-        except Trouble:
+        except AttemptFailed:
             self._is_loaded = False  # a restart loses adapters
             raise
         names = [*map(str, turn.versions or ())]
         if any(self._versions.steps.get(name, -1) < version.step for name in names):
             self._is_loaded = False
             used = ", ".join(sorted({*names}))
-            raise Trouble(Kind.LOST, "has other weights", f"it generated with {used}, not {version.name}")
+            raise AttemptFailed(Kind.LOST, "has other weights", f"it generated with {used}, not {version.name}")
         # A response uses the adapters that it names, whatever the server loads meanwhile.
         steps = [version.step if self._is_adapter else self._versions.steps[name] for name in names]
         return dataclasses.replace(turn, versions=[*steps])
@@ -277,7 +279,7 @@ class VllmConnection:
             self._start_loading()
 
     async def get_ready(self, model: str) -> str | None:
-        """Make the server ready: load the version if it is missing. Return None; raises Trouble if loading fails."""
+        """Load the version if it is missing; return None. Raises AttemptFailed if loading fails."""
         self._is_loaded = False  # the server may have been restarted
         await self._load()
         return None

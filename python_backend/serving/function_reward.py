@@ -159,8 +159,8 @@ def _refuse(call: Call, error: Exception) -> None:
     """
     try:
         _answer(call, [ScoreOutcome(error=str(error) or type(error).__name__)] * _num_rows(call))
-    except Exception as trouble:  # thread edge: every request must get a response
-        call.fail(trouble)
+    except Exception as unsent:  # thread edge: every request must get a response
+        call.fail(unsent)
 
 
 def _num_rows(call: Call) -> int:

@@ -127,10 +127,10 @@ class JournalServer:
             else:
                 call.answer(self._reply(result))
             return True
-        trouble = self._failure_reason(time.monotonic() - since)
-        if trouble:
-            call.fail(Unavailable(f"{trouble}; {self._journalled(entry)}"))
-        return trouble is not None
+        reason = self._failure_reason(time.monotonic() - since)
+        if reason:
+            call.fail(Unavailable(f"{reason}; {self._journalled(entry)}"))
+        return reason is not None
 
     def _failure_reason(self, waited_s: float) -> str | None:
         """Return why a call cannot expect a result after waiting `waited_s` seconds.

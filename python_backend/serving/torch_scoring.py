@@ -31,7 +31,7 @@ from rlhf_triton.wire.contract import UNTIL_LOADED, TokenRow
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 
-TROUBLES = {
+FAILURES = {
     "rlhf_lost_processes_total": "Processes of the model that lost their device or a rank, and had to be replaced",
     "rlhf_out_of_memory_total": "Forward passes halved because they did not fit into the device's memory",
 }
@@ -53,7 +53,7 @@ class TorchProcess:
         self._threads = threads_of(self.parameters.text("threads"))
         self.prepare_thread()
         self._memory = MemoryBudget(f"token_budget of {self.parameters.model}", remedy="lower the model's max_length")
-        self._troubles = MetricCounters(self.parameters.model, TROUBLES)
+        self._failures = MetricCounters(self.parameters.model, FAILURES)
         self._gauges: dict[str, Gauge] = {}
         self.passes_in_flight = 2 if self.device.type == "cuda" and size == 1 else 1
         if self.device.type == "cuda":
@@ -94,8 +94,8 @@ class TorchProcess:
             return lambda: found
         parts = self._memory.run_in_parts(lambda part: forward(version.model, part, width), rows)
         if halved := self._memory.new_halvings():
-            self._troubles.add((0, halved))
-            self._troubles.publish()
+            self._failures.add((0, halved))
+            self._failures.publish()
         return lambda: [output for part in parts for output in part()]
 
     def failed(self, error: BaseException | None) -> None:
@@ -159,8 +159,8 @@ class TorchProcess:
             os._exit(1)
         self._is_lost = True
         self.refuse_all(error)
-        self._troubles.add((1, 0))
-        self._troubles.publish()
+        self._failures.add((1, 0))
+        self._failures.publish()
         self.stop_loading(False)
 
 

@@ -155,8 +155,8 @@ class Call:
         self._count_failure(http_status(error))
         try:
             self._send(pb_utils.InferenceResponse(error=_triton_error(error)))
-        except Exception as trouble:  # process edge: see above
-            log_error(f"an error response could not be sent: {type(trouble).__name__}: {trouble}")
+        except Exception as unsent:  # process edge: see above
+            log_error(f"an error response could not be sent: {type(unsent).__name__}: {unsent}")
 
     def _send(self, response: Any) -> None:
         # This frame keeps `response` referenced until `send` has returned, so that its arrays are freed with the GIL

@@ -19,7 +19,7 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.client.errors import AttemptFailed, Kind
 from rlhf_triton.client.retry import HINT
 from rlhf_triton.client.served import Expected, ServedModel, served_model
 
@@ -80,7 +80,7 @@ class HTTPConnection:
     async def answer(
         self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
     ) -> T:
-        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline.
+        """Return the result of `ask`. Raises AttemptFailed if it fails or misses the deadline.
 
         `repeat_after_s`: repeat an idempotent request without a response after this time, then after twice as long, and
         so on: Triton never answers a request whose model process is killed while it waits there.
@@ -94,7 +94,7 @@ class HTTPConnection:
                     repeat_after_s *= 2
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise trouble_of(error, deadline_s) from error
+            raise attempt_failure(error, deadline_s) from error
 
     async def infer(self, message: Message) -> dict[str, np.ndarray]:
         """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
@@ -114,7 +114,7 @@ class HTTPConnection:
         return {name: answer.as_numpy(name) for name in message.outputs}
 
     async def describe(self, model: str) -> ServedModel:
-        """Return what a model declares. Raises Trouble if its parameters are unexpected; see also `infer`."""
+        """Return what a model declares. Raises AttemptFailed if its parameters are unexpected; see also `infer`."""
         served = served_model(await self.http.get_model_config(model))
         theirs, ours = served.parameters, dict(self._expected.get(model, {}))
         if model in self._declared:
@@ -128,10 +128,10 @@ class HTTPConnection:
         if difference != self._difference:
             logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
         self._difference = difference
-        raise Trouble(Kind.DIFFERENT, "serves another configuration", difference)
+        raise AttemptFailed(Kind.DIFFERENT, "serves another configuration", difference)
 
     async def get_ready(self, model: str) -> str | None:
-        """Return why the model is not ready; None if it is. Raises Trouble, also if its parameters are unexpected."""
+        """Return why the model is not ready, or None. Raises AttemptFailed, also if its parameters are unexpected."""
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
         if self._is_checked(model):
@@ -152,17 +152,17 @@ class HTTPConnection:
         await self.http.close()
 
 
-def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trouble:
+def attempt_failure(error: Exception, deadline_s: float, *, hint: str = HINT) -> AttemptFailed:
     """Classify an error of an attempt; timeouts and connection errors are transient.
 
     `hint`: end of the message if the server cannot be reached.
     """
     if isinstance(error, InferenceServerException):
-        return Trouble.refused(str(error.status() or ""), str(error.message()))
+        return AttemptFailed.refused(str(error.status() or ""), str(error.message()))
     if isinstance(error, asyncio.TimeoutError):
-        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
+        return AttemptFailed(Kind.LOST, f"did not respond within {deadline_s:g} s")
     if isinstance(error, aiohttp.ClientResponseError):  # not an HTTP status, which tritonclient handles itself
-        return Trouble(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
+        return AttemptFailed(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
-    return Trouble(kind, "cannot be reached", cause, hint=hint)
+    return AttemptFailed(kind, "cannot be reached", cause, hint=hint)

@@ -111,16 +111,19 @@ KINDS = {
 FAILURES = {Kind.FAILED: ServerFailed, Kind.WRONG: RequestRefused, Kind.DIFFERENT: ServersDiffer}
 
 
-class Trouble(Exception):
+class AttemptFailed(Exception):
     """A failed attempt; raised `from` the original error."""
 
-    def __init__(self, kind: Kind, what: str, why: str = "", *, hint: str = "") -> None:
-        """`what`, `why`, `hint`: parts of a sentence, "critic at host:8000 <what> after 2 attempts: <why><hint>"."""
-        super().__init__(what, why)
-        self.kind, self.what, self.why, self._hint = kind, what, why, hint
+    def __init__(self, kind: Kind, event: str, why: str = "", *, hint: str = "") -> None:
+        """`event`, `why`, `hint`: parts of a sentence, "critic at host:8000 <event> after 2 attempts: <why><hint>"."""
+        super().__init__(event, why)
+        self.kind = kind
+        self.event = event
+        self.why = why
+        self._hint = hint
 
     @classmethod
-    def refused(cls, status: str, message: str) -> Trouble:
+    def refused(cls, status: str, message: str) -> AttemptFailed:
         """Classify a server's error response; a 503 and an unloaded or dead model are transient."""
         return cls(KINDS.get(code_of(message) or "no code") or KINDS.get(status, Kind.WRONG), "refused", message)
 
@@ -129,11 +132,11 @@ class Trouble(Exception):
         """Whether the server refuses a step because it has not received the previous step."""
         return self.kind is Kind.WRONG and code_of(self.why) == STEP_AHEAD
 
-    def failure(self, sentence: str) -> RequestFailed:
+    def final_error(self, sentence: str) -> RequestFailed:
         """Return the error to raise if the request is not retried."""
         return FAILURES.get(self.kind, RequestFailed)(sentence, self.why)
 
     def sentence(self, model: str, url: str, attempts: int) -> str:
         """Return the error message."""
         tries = f" after {attempts} attempts" if attempts > 1 else ""
-        return f"{model} at {url} {self.what}{tries}" + (f": {self.why}" if self.why else "") + self._hint
+        return f"{model} at {url} {self.event}{tries}" + (f": {self.why}" if self.why else "") + self._hint

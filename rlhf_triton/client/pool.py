@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client import retry
-from rlhf_triton.client.errors import Kind, RequestFailed, ServersDiffer, Trouble
+from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed, ServersDiffer
 from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
@@ -109,21 +109,21 @@ class ServerPool(Generic[C]):
         if server.suspended.pop(model, None):
             self._wake_waiters()
 
-    async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
+    async def failed(self, server: Server[C], model: str, failure: AttemptFailed) -> bool:
         """Take the server out of service if it is lost, or only the model if its process died; return whether it did.
 
         A server that may only be overloaded is probed first.
         """
-        if trouble.kind.is_final:
+        if failure.kind.is_final:
             self.answered(server, model)
             return False
-        if trouble.kind is Kind.DEAD:
-            self._suspend(server, model, trouble)
+        if failure.kind is Kind.DEAD:
+            self._suspend(server, model, failure)
             return True
         if server in self._gone:
             return True
-        if server.down is None and (trouble.kind.is_refusal or await self._why_not_ready(server)):
-            self._set_aside(server, trouble)
+        if server.down is None and (failure.kind.is_refusal or await self._why_not_ready(server)):
+            self._set_aside(server, failure)
         return server.down is not None
 
     async def answer(
@@ -157,13 +157,13 @@ class ServerPool(Generic[C]):
                             answer = await ask(server.connection)
                         self.answered(server, attempts.model)
                         return answer
-                    except Trouble as trouble:
-                        if turn and trouble.is_out_of_order and not self.turns.is_first(turn):
+                    except AttemptFailed as failure:
+                        if turn and failure.is_out_of_order and not self.turns.is_first(turn):
                             self.answered(server, attempts.model)
                             self._counters.retries += 1  # the previous step was lost: wait for its response
                             pause_s = 0.0
                         else:
-                            pause_s = await self.pause_after(server, attempts, trouble, patient=patient)
+                            pause_s = await self.pause_after(server, attempts, failure, patient=patient)
                 await asyncio.sleep(pause_s)
         except RequestFailed:
             self._counters.failed_requests += 1
@@ -174,29 +174,31 @@ class ServerPool(Generic[C]):
         """Return whether any server other than `excluded` accepts requests for this model."""
         return any(server.accepts(model) for server in self.servers if server is not excluded)
 
-    async def pause_after(self, server: Server[C], attempts: Attempts, trouble: Trouble, *, patient: bool) -> float:
+    async def pause_after(
+        self, server: Server[C], attempts: Attempts, failure: AttemptFailed, *, patient: bool
+    ) -> float:
         """Record a failed attempt; return the pause in seconds before the next one.
 
         The pause is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed
         if there is no next attempt.
         """
-        if trouble.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
-            return self._pause_for_version(server, attempts, trouble)
-        is_lost = await self.failed(server, attempts.model, trouble)
+        if failure.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
+            return self._pause_for_version(server, attempts, failure)
+        is_lost = await self.failed(server, attempts.model, failure)
         goes_elsewhere = is_lost and self.can_accept(attempts.model, excluded=server)
         pause_s = 0.0
         if goes_elsewhere or (is_lost and patient and self._settings.max_outage_s > 0):
-            attempts.record_failover(trouble, server.url)
+            attempts.record_failover(failure, server.url)
             self._counters.failovers += goes_elsewhere
         else:
-            pause_s = attempts.pause_s(trouble, server.url)
+            pause_s = attempts.pause_s(failure, server.url)
         self._counters.retries += 1
         return pause_s
 
-    def _pause_for_version(self, server: Server[C], attempts: Attempts, trouble: Trouble) -> float:
+    def _pause_for_version(self, server: Server[C], attempts: Attempts, failure: AttemptFailed) -> float:
         """Return the pause before the next attempt: 0 unless no server has the demanded versions."""
         self.answered(server, attempts.model)
-        pause_s = attempts.pause_for_version_s(trouble, server.url)
+        pause_s = attempts.pause_for_version_s(failure, server.url)
         others = [
             other for other in self.servers if other.accepts(attempts.model) and other.url not in attempts.outdated
         ]
@@ -302,14 +304,14 @@ class ServerPool(Generic[C]):
 
     # Servers that are lost and recover:
 
-    def _set_aside(self, server: Server[C], trouble: Trouble) -> None:
+    def _set_aside(self, server: Server[C], failure: AttemptFailed) -> None:
         if server.down is not None or server in self._gone:
             return
-        server.down = trouble.why or trouble.what
+        server.down = failure.why or failure.event
         server.losses += 1
-        self._fail_waiting(server, trouble)
+        self._fail_waiting(server, failure)
         if len(self.servers) > 1:
-            level = logging.INFO if trouble.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
+            level = logging.INFO if failure.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
             logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
         self._spawn(self._probe_until_ready(server))
 
@@ -341,15 +343,15 @@ class ServerPool(Generic[C]):
     async def _probe(self, server: Server[C]) -> str | None:
         try:
             causes = [await server.connection.get_ready(model) for model in sorted(self._models)]
-        except Trouble as trouble:
-            self._fail_waiting(server, trouble)
-            return trouble.why or trouble.what
+        except AttemptFailed as failure:
+            self._fail_waiting(server, failure)
+            return failure.why or failure.event
         return "; ".join(cause for cause in causes if cause) or None
 
-    def _fail_waiting(self, server: Server[C], trouble: Trouble) -> None:
+    def _fail_waiting(self, server: Server[C], failure: AttemptFailed) -> None:
         """If the server is Kind.DIFFERENT, mark it as unusable; waiting requests fail once all servers are."""
-        if trouble.kind is Kind.DIFFERENT and not self._waits_for_same:
-            server.unusable = ServersDiffer(f"{server.url} {trouble.what}: {trouble.why}")
+        if failure.kind is Kind.DIFFERENT and not self._waits_for_same:
+            server.unusable = ServersDiffer(f"{server.url} {failure.event}: {failure.why}")
             self._wake_waiters()
 
     async def _why_not_answering(self, server: Server[C], model: str) -> str | None:
@@ -357,17 +359,17 @@ class ServerPool(Generic[C]):
         try:
             suspended = server.suspended.get(model)  # Triton reports the model of a dead process as ready
             cause = suspended.cause if suspended else await server.connection.get_ready(model)
-        except Trouble as trouble:
-            cause = trouble.why or trouble.what
+        except AttemptFailed as failure:
+            cause = failure.why or failure.event
         return f"{server.url}: {cause}" if cause else None
 
-    def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
+    def _suspend(self, server: Server[C], model: str, failure: AttemptFailed) -> None:
         known = server.suspended.get(model)
         if known and not known.on_trial:  # another request that was in flight has already recorded it
             return
         losses = known.losses + 1 if known else 1
         pause_s = backoff_s(retry.BACKOFF_S, losses - 1)
-        server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, trouble.why)
+        server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, failure.why)
         asyncio.get_running_loop().call_later(pause_s, self._wake_waiters)
 
     async def _wait(self, model: str) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
+    AttemptFailed,
     Kind,
     RequestFailed,
-    Trouble,
 )
 from rlhf_triton.config import ClientSection
 from rlhf_triton.wire.contract import VersionRange
@@ -104,19 +104,19 @@ class Attempts:
         self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
         self._unreached_since: float | None = None
 
-    def record_failover(self, trouble: Trouble, url: str) -> None:
+    def record_failover(self, failure: AttemptFailed, url: str) -> None:
         """Record a retry without a pause, after a server was lost. Raises RequestFailed if no retry is left."""
-        if not trouble.kind.is_refusal:
-            self._count_attempt(trouble, url)
+        if not failure.kind.is_refusal:
+            self._count_attempt(failure, url)
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
         elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
             # Servers that pass the probe but refuse this request never trigger the pool's `max_outage_s`.
-            raise self._failure(trouble, url) from trouble.__cause__
+            raise self._failure(failure, url) from failure.__cause__
         self.retried += 1
 
-    def pause_for_version_s(self, trouble: Trouble, url: str) -> float:
+    def pause_for_version_s(self, failure: AttemptFailed, url: str) -> float:
         """Return the pause before a retry while no server has the demanded versions.
 
         Raises RequestFailed after `deadline_s`.
@@ -125,41 +125,41 @@ class Attempts:
         self._unserved_since = self._unserved_since or now
         left_s = self._unserved_since + self._settings.deadline_s - now
         if left_s <= 0:
-            raise self._failure(trouble, url) from trouble.__cause__
+            raise self._failure(failure, url) from failure.__cause__
         self.outdated.add(url)
         self.retried += 1
         return min(left_s, backoff_s(BACKOFF_S, self.retried - 1))
 
-    def pause_s(self, trouble: Trouble, url: str) -> float:
+    def pause_s(self, failure: AttemptFailed, url: str) -> float:
         """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
-        if self._retry_outage(trouble, url):
+        if self._retry_outage(failure, url):
             self.retried += 1
             self._pauses += 1
             return backoff_s(BACKOFF_S, self._pauses)
-        self._count_attempt(trouble, url)
+        self._count_attempt(failure, url)
         if not self.budget.spend():
-            cause = trouble.sentence(self.model, url, self.retried + 1)
+            cause = failure.sentence(self.model, url, self.retried + 1)
             self.is_over_budget = True
             raise RequestFailed(
-                f"{cause}; not retried: too many requests fail, so the retry budget is exhausted", trouble.why
-            ) from trouble.__cause__
+                f"{cause}; not retried: too many requests fail, so the retry budget is exhausted", failure.why
+            ) from failure.__cause__
         self.retried += 1
         return backoff_s(BACKOFF_S, self._made - 1)
 
-    def _retry_outage(self, trouble: Trouble, url: str) -> bool:
+    def _retry_outage(self, failure: AttemptFailed, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""
-        if trouble.kind is not Kind.BUSY or not self._outlast_s:
+        if failure.kind is not Kind.BUSY or not self._outlast_s:
             return False
         if not self._pauses:
             self._busy_since = time.monotonic()
-            logger.warning("%s; retrying for up to %g s", trouble.sentence(self.model, url, 1), self._outlast_s)
+            logger.warning("%s; retrying for up to %g s", failure.sentence(self.model, url, 1), self._outlast_s)
         return time.monotonic() - self._busy_since < self._outlast_s
 
-    def _count_attempt(self, trouble: Trouble, url: str) -> None:
+    def _count_attempt(self, failure: AttemptFailed, url: str) -> None:
         self._made += 1
-        is_final = trouble.kind.is_final and not (trouble.kind is Kind.FAILED and self._repeats_failures)
+        is_final = failure.kind.is_final and not (failure.kind is Kind.FAILED and self._repeats_failures)
         if is_final or self._made > self._retries:
-            raise self._failure(trouble, url) from trouble.__cause__
+            raise self._failure(failure, url) from failure.__cause__
 
-    def _failure(self, trouble: Trouble, url: str) -> RequestFailed:
-        return trouble.failure(trouble.sentence(self.model, url, self.retried + 1))
+    def _failure(self, failure: AttemptFailed, url: str) -> RequestFailed:
+        return failure.final_error(failure.sentence(self.model, url, self.retried + 1))

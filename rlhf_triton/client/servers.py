@@ -20,7 +20,7 @@ class Connection(Protocol):
     async def get_ready(self, model: str) -> str | None:
         """Probe the server, and load what it lacks for the model; return why it is not ready, or None if it is.
 
-        Raises Trouble if the probe fails.
+        Raises AttemptFailed if the probe fails.
         """
 
     async def close(self) -> None:

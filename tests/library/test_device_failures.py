@@ -19,7 +19,7 @@ from triton_python_backend_utils import InferenceResponse, Request
 from tritonclient.utils import InferenceServerException
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.client.connection import trouble_of
+from rlhf_triton.client.connection import attempt_failure
 from rlhf_triton.client.errors import Kind
 from rlhf_triton.models.gpu import is_device_error
 from rlhf_triton.models.modeling import RewardModel, load_reward
@@ -140,7 +140,7 @@ def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (R
 @pytest.mark.parametrize("at_launch", [True, False])
 def test_model_refuses_requests_after_a_device_error(reward: Any, monkeypatch: pytest.MonkeyPatch, at_launch: bool):
     counted: list[tuple[int, ...]] = []
-    monkeypatch.setattr(reward.served.compute._troubles, "add", counted.append)
+    monkeypatch.setattr(reward.served.compute._failures, "add", counted.append)
     fail = Mock(side_effect=torch.AcceleratorError(ILLEGAL))
     # CUDA reports an error at a later call than the one that caused it.
     monkeypatch.setattr(reward.served, "forward", fail if at_launch else lambda *_: fail)
@@ -148,7 +148,7 @@ def test_model_refuses_requests_after_a_device_error(reward: Any, monkeypatch: p
         refused = str(ask(reward).error)
         assert refused.startswith("UNAVAILABLE: reward_model has lost its device")
         assert UNTIL_LOADED in refused
-        assert trouble_of(InferenceServerException(refused, "500"), 1.0).kind is Kind.DEAD
+        assert attempt_failure(InferenceServerException(refused, "500"), 1.0).kind is Kind.DEAD
     wait_for(lambda: bool(counted))  # it is counted after the answer
     assert counted == [(1, 0)]
 
@@ -175,7 +175,7 @@ def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(
         return forward(model, rows, width)
 
     monkeypatch.setattr(reward.served, "forward", limited)
-    monkeypatch.setattr(reward.served.compute._troubles, "add", halved.append)
+    monkeypatch.setattr(reward.served.compute._failures, "add", halved.append)
     np.testing.assert_allclose(ask(reward).outputs[REWARDS], expected, rtol=0, atol=1e-6)
     assert (sizes[0], halved) == (len(ROWS), [(0, 2)])  # 5 rows as 2 + 3, and 3 as 1 + 2
     most = 0

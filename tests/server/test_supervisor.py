@@ -74,7 +74,7 @@ class Rig:
         self.child.communicate()
 
     def run(self, script: Script) -> str | None:
-        """Run the checks; return their trouble."""
+        """Run the checks; return why the server must be restarted."""
 
         def wait(seconds: float) -> bool:
             pause = next(script, None)
@@ -84,7 +84,7 @@ class Rig:
         health = ServerHealth(self, print)  # type: ignore[arg-type]
         health._stopping = SimpleNamespace(wait=wait, is_set=lambda: False)  # type: ignore[assignment]
         health._watch()
-        return health.trouble
+        return health.restart_reason
 
     def control(self) -> Rig:
         return self
@@ -403,7 +403,7 @@ def test_repeated_hangs_restart_the_server(tmp_path: Path, monkeypatch: pytest.M
     with supervised(tmp_path, lines.append) as supervisor:
         first = supervisor.server
         block.touch()
-        wait_for(lambda: "although it has just been reloaded" in str(supervisor._watch.trouble))
+        wait_for(lambda: "although it has just been reloaded" in str(supervisor._watch.restart_reason))
         block.unlink()
         wait_for(lambda: supervisor.restart_if_down() or supervisor.server is not first)
         second = supervisor.server

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_triton.client.errors import Kind, Trouble
+from rlhf_triton.client.errors import AttemptFailed, Kind
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.client.servers import Server
 from rlhf_triton.config import ClientSection
 
-REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
-LOST = Trouble(Kind.LOST, "did not respond within 1 s")
-DEAD = Trouble(Kind.DEAD, "refused", "Stub process is not healthy.")
-UNLOADED = Trouble(Kind.UNLOADED, "refused", "Request for unknown model: 'm' has no available versions")
-BUSY = Trouble(Kind.BUSY, "refused", "no room")
+REFUSED = AttemptFailed(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
+LOST = AttemptFailed(Kind.LOST, "did not respond within 1 s")
+DEAD = AttemptFailed(Kind.DEAD, "refused", "Stub process is not healthy.")
+UNLOADED = AttemptFailed(Kind.UNLOADED, "refused", "Request for unknown model: 'm' has no available versions")
+BUSY = AttemptFailed(Kind.BUSY, "refused", "no room")
 
 
 class Scripted:
@@ -65,9 +65,9 @@ class Rig(ServerPool[Scripted]):
             self.answered(server, model)
             return server.url
 
-    async def fail(self, url: str, trouble: Trouble, model: str = "m") -> bool:
+    async def fail(self, url: str, failure: AttemptFailed, model: str = "m") -> bool:
         """Report a failed request to this server; return whether that suspends the server."""
-        return await self.failed(self[url], model, trouble)
+        return await self.failed(self[url], model, failure)
 
     async def lose_all(self) -> None:
         """Make all servers refuse connections."""

@@ -103,10 +103,10 @@ class _Watched:
 
 
 class ServerHealth:
-    """Checks the server in a background thread until `stop`; `trouble` says why the server must be restarted."""
+    """Checks the server in a background thread until `stop`; `restart_reason` says why the server must be restarted."""
 
     def __init__(self, server: TritonServer, log: Callable[[str], None]) -> None:
-        self.trouble: str | None = None
+        self.restart_reason: str | None = None
         """Why the server must be restarted, else None; the checks end once it is set."""
         self._server = server
         self._log = log
@@ -129,7 +129,7 @@ class ServerHealth:
 
     def _watch(self) -> None:
         try:
-            while not self._stopping.wait(PROBE_EVERY_S) and self.trouble is None:
+            while not self._stopping.wait(PROBE_EVERY_S) and self.restart_reason is None:
                 self._check_server()
         except ValueError:  # gRPC's error for a call on the connection that `stop` has closed
             if not self._stopping.is_set():
@@ -141,12 +141,12 @@ class ServerHealth:
             return
         processes = self._server.processes()
         for model, watched in self._models.items():
-            if self._stopping.is_set() or self.trouble is not None or self._server.poll() is not None:
+            if self._stopping.is_set() or self.restart_reason is not None or self._server.poll() is not None:
                 break
             self._check_model(model, watched, processes.get(model, []))
 
     def _server_answers(self) -> bool:
-        """Return whether the server answers over both protocols; set `trouble` after a long silence.
+        """Return whether the server answers over both protocols; set `restart_reason` after a long silence.
 
         The probes are requests that never wait in a queue.
         """
@@ -158,7 +158,7 @@ class ServerHealth:
             silence = self._silences[protocol]
             silence.record(answered=answered)
             if silence.seconds > SERVER_SILENT_S:
-                self.trouble = f"tritonserver has not answered over {protocol} for {silence.seconds:.0f} s"
+                self.restart_reason = f"tritonserver has not answered over {protocol} for {silence.seconds:.0f} s"
         return all(answers.values())
 
     def _check_model(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
@@ -245,7 +245,7 @@ class ServerHealth:
         return {name: float(value) for name, labelled, value in page if labelled == model}
 
     def _replace(self, model: str, watched: _Watched, reason: str, *, unload: bool = False) -> None:
-        """Reload the model; if the load gets no answer or does not help, set `trouble`, which restarts the server."""
+        """Reload the model; set `restart_reason` if the load gets no answer or does not help."""
         begin = time.monotonic()
         if begin < watched.again_at:
             return
@@ -261,11 +261,11 @@ class ServerHealth:
             if error.kind is Failure.REFUSED:  # the model itself cannot load, and could not in a restarted server
                 self._log(f"error: {error}\ntrying again in {pause_s:g} s")
             else:
-                self.trouble = f"{model} cannot be reloaded: {error}"
+                self.restart_reason = f"{model} cannot be reloaded: {error}"
         else:
             self._log(f"{model} serves again after {time.monotonic() - begin:.1f} s")
             if watched.replacements > 1:
-                self.trouble = f"{reason}, although it has just been reloaded"
+                self.restart_reason = f"{reason}, although it has just been reloaded"
         watched.again_at = time.monotonic() + pause_s
 
 

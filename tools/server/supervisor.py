@@ -30,7 +30,7 @@ class SupervisedServer(Protocol):
 class ServerWatch(Protocol):
     """What watches a running server."""
 
-    trouble: str | None
+    restart_reason: str | None
     """Why the server must be restarted."""
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class Supervisor(Generic[S]):
             self.server.raise_if_dead()
         except ServerStartError as death:
             return str(death).splitlines()[0]
-        return None if self._watch is None else self._watch.trouble
+        return None if self._watch is None else self._watch.restart_reason
 
     def _stop_server(self, reason: str) -> None:
         self._down_at = time.monotonic()

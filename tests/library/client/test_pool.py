@@ -13,13 +13,13 @@ from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted,
 
 from rlhf_triton.backoff import LONGEST_PAUSE_S
 from rlhf_triton.client import retry
-from rlhf_triton.client.errors import Kind, RequestFailed, Trouble
+from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
 from rlhf_triton.client.turns import Turns
 from rlhf_triton.config import ClientSection
 
-WRONG = Trouble(Kind.WRONG, "refused", "step: 9")
-RESET = Trouble(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
+WRONG = AttemptFailed(Kind.WRONG, "refused", "step: 9")
+RESET = AttemptFailed(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
 
 
 # ---- retries ----
@@ -54,12 +54,12 @@ def test_retry_budget_is_bounded_and_refilled_per_request():
     ],
 )
 def test_attempts_spend_the_retry_budget_only_for_pauses(
-    failures: list[Trouble], retries: int, reserve: int, error: str | None
+    failures: list[AttemptFailed], retries: int, reserve: int, error: str | None
 ):
     one = attempts(retries, budget=RetryBudget(reserve))
     record = {BUSY: one.pause_s, WRONG: one.pause_s, RESET: one.record_failover, REFUSED: one.record_failover}
-    for trouble in failures[:-1]:
-        record[trouble](trouble, "here:1")
+    for failure in failures[:-1]:
+        record[failure](failure, "here:1")
     with pytest.raises(RequestFailed, match=error) if error else contextlib.nullcontext():
         record[failures[-1]](failures[-1], "here:1")
     assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
@@ -78,9 +78,9 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch:
     times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
     monkeypatch.setattr("rlhf_triton.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
-    for trouble in (REFUSED, RESET, REFUSED, REFUSED):
+    for failure in (REFUSED, RESET, REFUSED, REFUSED):
         now = next(times)
-        one.record_failover(trouble, "here:1")
+        one.record_failover(failure, "here:1")
     now = next(times)
     with pytest.raises(RequestFailed, match=r"cannot be reached after 5 attempts: Connection refused"):
         one.record_failover(REFUSED, "here:1")
@@ -208,20 +208,20 @@ async def test_a_server_that_drains_is_set_aside_without_a_probe_or_a_warning(ca
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("trouble", [LOST, BUSY])
-async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(trouble: Trouble):
+@pytest.mark.parametrize("failure", [LOST, BUSY])
+async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(failure: AttemptFailed):
     async with Rig() as servers:
         await servers.take()
         connection = servers["a:1"].connection
         connection.gate.clear()
-        failing = [asyncio.create_task(servers.fail("a:1", trouble)) for _ in range(50)]
+        failing = [asyncio.create_task(servers.fail("a:1", failure)) for _ in range(50)]
         await until(lambda: bool(connection.asked))
         connection.gate.set()
         assert not any(await asyncio.gather(*failing))
         assert connection.asked == ["m"], "they share one probe"
         assert servers["a:1"].accepts("m")
         connection.refuses = True
-        assert await servers.fail("a:1", trouble)
+        assert await servers.fail("a:1", failure)
         assert not servers["a:1"].accepts("m")
 
 
