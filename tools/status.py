@@ -91,9 +91,9 @@ def _server(config: RunConfig) -> str:
     return f"http://{url} {'is up' if is_triton(url) else 'does not answer'}"
 
 
-def _memory(found: Mapping[str, Any]) -> str:
+def _memory(line: Mapping[str, Any]) -> str:
     """Return a process's memory on its GPU, as the end of its line; empty on a CPU."""
-    used, peak, size = (found.get(f"gpu_{name}bytes", 0) / (1 << 30) for name in ("", "peak_", "size_"))
+    used, peak, size = (line.get(f"gpu_{name}bytes", 0) / (1 << 30) for name in ("", "peak_", "size_"))
     return f"; {used:.1f} GiB on its GPU of {size:.1f} GiB, at most {peak:.1f}" if size else ""
 
 

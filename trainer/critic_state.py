@@ -185,18 +185,20 @@ class CriticState:
             )
 
     def _train_payload(
-        self, payload: TrainPayload, state: str, known: Result | None
+        self, payload: TrainPayload, state: str, earlier: Result | None
     ) -> tuple[UpdateReport | None, str | None]:
         """Train on the payload; return the report, or None and why the weights are unchanged. Raises as `train`."""
         try:
             report = self.update.train(
-                payload, lambda n: self._progress.renew_heartbeat(state, n), known.skipped_batches if known else None
+                payload,
+                lambda n: self._progress.renew_heartbeat(state, n),
+                earlier.skipped_batches if earlier else None,
             )
         except (NotFinite, OutOfMemory) as error:
-            if known is not None:
+            if earlier is not None:
                 raise  # the step succeeded before, so the replayed weights would be wrong without it
             return None, str(error)
-        if report.is_finite and (known is not None or np.isfinite(canary_outputs(self.update.critic)).all()):
+        if report.is_finite and (earlier is not None or np.isfinite(canary_outputs(self.update.critic)).all()):
             return report, None
         cause = f"the update made {'values' if report.is_finite else 'weights'} of the critic non-finite"
         before = self.step
@@ -216,18 +218,18 @@ class CriticState:
                 self.step = entry.step
 
 
-def _has_failed(known: Result | None) -> bool:
+def _has_failed(result: Result | None) -> bool:
     """Return whether a result is a failed step's. A replay must then leave the weights unchanged."""
-    return known is not None and known.loss_mean is None
+    return result is not None and result.loss_mean is None
 
 
-def _skip_damaged_entry(journal: Journal, entry: Entry, damage: DamagedEntry, known: Result | None) -> str:
+def _skip_damaged_entry(journal: Journal, entry: Entry, damage: DamagedEntry, result: Result | None) -> str:
     """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
 
     Raises:
         CheckpointError: the step has already been trained and acknowledged, and its weights cannot be reproduced.
     """
-    if known is not None:
+    if result is not None:
         raise CheckpointError(
             f"{damage}; step {entry.step} has already been trained and acknowledged, so the weights cannot be "
             "reproduced without it; restore the file, or start a new run"

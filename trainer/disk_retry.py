@@ -35,7 +35,7 @@ CURABLE = frozenset(
 
 
 def until_done(
-    what: str,
+    operation: str,
     action: Callable[[], T],
     stop: threading.Event,
     show: Callable[[str, str | None], None] = lambda *_: None,
@@ -43,7 +43,7 @@ def until_done(
     """Call `action`, with growing pauses while it fails with an error in `CURABLE`; return its result.
 
     Args:
-        what: the operation, for messages: "publishing step 3".
+        operation: for messages, such as "publishing step 3".
         action: must be safe to repeat after an OSError.
         stop: ends the retries when set.
         show: called with the operation and its error, or None as the error once a retry succeeds; must not raise.
@@ -64,16 +64,16 @@ def until_done(
             has_failed, reason = True, reason_of(error)
         else:
             if has_failed:
-                logger.warning("%s: succeeded; the disk is writable again", what)
-                show(what, None)
+                logger.warning("%s: succeeded; the disk is writable again", operation)
+                show(operation, None)
             return result
         if time.monotonic() >= remind_at:
-            logger.error("%s: disk error, retrying: %s", what, reason)
+            logger.error("%s: disk error, retrying: %s", operation, reason)
             remind_at = time.monotonic() + REMIND_EVERY_S
-        show(what, reason)
+        show(operation, reason)
         if stop.wait(pause_s):
             raise RlhfError(
-                f"stopped while {what}, after a disk error: {reason}; nothing is lost, because the journal has every "
-                "accepted request: make the disk writable, and start again"
+                f"stopped while {operation}, after a disk error: {reason}; nothing is lost, because the journal has "
+                "every accepted request: make the disk writable, and start again"
             )
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

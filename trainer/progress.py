@@ -59,9 +59,9 @@ class SidecarProgress:
         if time.monotonic() - self._last_beat >= BEAT_S:
             self._write_heartbeat(state, micro_batch, trouble=None)
 
-    def show_trouble(self, state: str, trouble: str | None) -> None:
+    def show_block(self, state: str, reason: str | None) -> None:
         """Write the error that blocks the sidecar to the heartbeat immediately; None clears it."""
-        self._write_heartbeat(state, 0, trouble)
+        self._write_heartbeat(state, 0, reason)
 
     @contextlib.contextmanager
     def working(self, state: str) -> Iterator[None]:
@@ -84,9 +84,9 @@ class SidecarProgress:
             done.set()
             thread.join()
 
-    def persist(self, what: str, action: Callable[[], T]) -> T:
+    def persist(self, operation: str, action: Callable[[], T]) -> T:
         """Run a disk operation with retries while renewing the heartbeat; return its result. Raises as `until_done`."""
-        return until_done(what, self.working(what)(action), self._stop, self.show_trouble)
+        return until_done(operation, self.working(operation)(action), self._stop, self.show_block)
 
     def wait(self, state: str) -> None:
         """Renew the heartbeat with `state`; call this repeatedly while waiting for a server.

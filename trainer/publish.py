@@ -67,13 +67,13 @@ class Publisher:
         run_id: str,
         epoch: int,
         model: LiveModel | None = None,
-        show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
+        show_block: Callable[[str, str], None] = lambda state, reason: None,
     ) -> None:
         """Create a publisher.
 
         Args:
             model: the model whose versions to publish; default: the critic.
-            show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
+            show_block: called with the current state and the error that blocks it, to report it to waiting callers.
         """
         settings, model = config.trainer, model or live_model(config, "critic")
         self._store = store
@@ -84,7 +84,7 @@ class Publisher:
         self._model = model.served_as
         self._reload = model.reload
         self._keep = settings.publish.keep
-        self._show_trouble = show_trouble
+        self._show_block = show_block
         self._maintain_at = self._check_instances_at = 0.0
         self._died_at: float | None = None
         self.rejected = 0
@@ -256,7 +256,7 @@ class Publisher:
             raise WeightsError(f"version {version} was refused by {refusal.url}: {refusal.error}")
         failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
         if failed:
-            self._show_trouble(f"waiting until version {version} is served", "; ".join(failed))
+            self._show_block(f"waiting until version {version} is served", "; ".join(failed))
 
     def _move_current_back(self, version: int | None) -> None:
         if version is not None:

@@ -36,7 +36,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
-        publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
+        publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_block=progress.show_block)
         critic = CriticState(config, store, journal, folder, progress, ranks)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)
         versions = CriticVersions(config, critic, publisher, store, progress)

@@ -69,7 +69,7 @@ def reply_to(
     stops = [(text.index(stop), stop) for stop in agent_request.sampling.stop if stop in text]
     end, stopped_by = min(stops, default=(len(text), None))
 
-    def taken(match: re.Match[str]) -> str:
+    def take_call(match: re.Match[str]) -> str:
         call = tool_calls(match[0])[0]
         if call.error:
             return match[0]
@@ -77,8 +77,8 @@ def reply_to(
         calls.append({"id": f"call_{name}_{len(calls)}", "type": "function", "function": function})
         return ""
 
-    rest = HERMES.sub(taken, text[:end]) if agent_request.calls_tools else text[:end]
-    return PolicyReply(name, rest.strip() if calls else rest, calls, stopped_by, prompt_tokens, sampled)
+    plain_text = HERMES.sub(take_call, text[:end]) if agent_request.calls_tools else text[:end]
+    return PolicyReply(name, plain_text.strip() if calls else plain_text, calls, stopped_by, prompt_tokens, sampled)
 
 
 # Request bodies. A field is refused if it would change the reply in an unsupported way.

@@ -108,7 +108,7 @@ def _message(op: str, instance: int, **arguments: Any) -> dict[str, Any]:
 
 
 class Instance:
-    """One instance of the environment, for one trajectory."""
+    """One instance of the environment, for one conversation."""
 
     observation: str | None = None
     """The first observation, from `reset`; None if it adds nothing to the prompt."""
@@ -120,12 +120,12 @@ class Instance:
         worker.load += 1
 
     async def ask(
-        self, what: str, op: str, clock: Callable[[], float] | None = None, **arguments: Any
+        self, call: str, op: str, clock: Callable[[], float] | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Call operation `op` and return its answer; errors name the call `what`. Raises EnvironmentFailed."""
+        """Call operation `op` and return its answer; errors name the call `call`. Raises EnvironmentFailed."""
         answer = await self._worker.ask(_message(op, self._number, **arguments), self._environments.limit_s, clock)
         if "error" in answer:
-            failure = EnvironmentFailed(f"{self._environments.name}: {what}: {answer['error']}")
+            failure = EnvironmentFailed(f"{self._environments.name}: {call}: {answer['error']}")
             failure.is_lost = answer.get("lost", False)
             failure.is_misused = answer.get("is_misused", False)
             raise failure

@@ -146,13 +146,13 @@ class HostedEnvironment:
         takes_one = self._tools is None and len(parameters) == len(needed) == 1
         return reset(self._row) if takes_one or "row" in parameters else reset(**_accepted(reset, self._row))
 
-    def _text(self, value: Any, what: str) -> str:
+    def _text(self, value: Any, source: str) -> str:
         if not isinstance(value, str):
-            raise BadScore(f"{what} is {value!r:.80}; return a str")
+            raise BadScore(f"{source} is {value!r:.80}; return a str")
         if len(value) > MAX_CHARACTERS:
-            raise BadScore(f"{what} has {len(value)} characters, must have at most {MAX_CHARACTERS}")
+            raise BadScore(f"{source} has {len(value)} characters, must have at most {MAX_CHARACTERS}")
         if SURROGATE.search(value):
-            raise BadScore(f"{what} has a lone surrogate, which UTF-8 cannot express; decode with errors=replace")
+            raise BadScore(f"{source} has a lone surrogate, which UTF-8 cannot express; decode with errors=replace")
         return value
 
 

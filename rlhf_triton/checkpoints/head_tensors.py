@@ -151,10 +151,10 @@ def _check_layer(name: str, tensors: Mapping[str, TensorInfo], width: int | None
     return weight.shape[0]
 
 
-def shape_error(name: str, found: TensorInfo, expected: str) -> str:
+def shape_error(name: str, tensor: TensorInfo, expected: str) -> str:
     """Return the error message for a head's tensor with an unexpected shape."""
     return (
-        f"the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the checkpoint again with "
+        f"the head's tensor {name} has shape {list(tensor.shape)}, expected {expected}; save the checkpoint again with "
         "save_pretrained of the model that it was trained with"
     )
 

@@ -319,11 +319,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def refused_key(given: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
-    """Return the key that makes `build(given)` fail, with its value, as text; None if no single key does."""
-    for key, value in given.items():
+def refused_key(config: Mapping[str, Any], build: Callable[[Mapping[str, Any]], object]) -> str | None:
+    """Return the key that makes `build(config)` fail, with its value, as text; None if no single key does."""
+    for key, value in config.items():
         with contextlib.suppress(Exception):
-            build({name: each for name, each in given.items() if name != key})
+            build({name: other_value for name, other_value in config.items() if name != key})
             return f"{key} is {str(value)[:80]!r}"
     return None
 

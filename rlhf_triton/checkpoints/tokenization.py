@@ -241,11 +241,11 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
             "eos_token_id in its generation_config.json"
         )
 
-    def known(token: int | None) -> bool:
+    def has_embedding(token: int | None) -> bool:
         return token is not None and (vocab_size is None or token < vocab_size)
 
-    pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
-    roles = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
+    pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if has_embedding(i))
+    roles = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if has_embedding(i)} - set(eos_ids)
     banned = {i for i in roles if is_special(tokenizer, i)}
     banned.update(ids_without_entry(tokenizer, vocab_size or 0))
     return SpecialTokens(eos_ids, pad_id, sorted(banned), None if end in named else end)

@@ -271,31 +271,31 @@ def rows_of(
     return found
 
 
-def _row(index: int, given: Any, metadata: dict[str, Any]) -> Row:
+def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
     where = f"inputs[{index}]"
-    if isinstance(given, str):
-        return Row((plain(where, given),), metadata=metadata)
+    if isinstance(value, str):
+        return Row((plain(where, value),), metadata=metadata)
     if (
-        isinstance(given, bytes | bytearray | Mapping)
-        or not hasattr(given, "__getitem__")
-        or getattr(given, "ndim", 1) == 0
+        isinstance(value, bytes | bytearray | Mapping)
+        or not hasattr(value, "__getitem__")
+        or getattr(value, "ndim", 1) == 0
     ):
-        raise ContractError(f"{where}: {given!r:.80}, must be {FORMS}")
-    prompt, response = given if len(given) == 2 else (None, None)
+        raise ContractError(f"{where}: {value!r:.80}, must be {FORMS}")
+    prompt, response = value if len(value) == 2 else (None, None)
     if isinstance(response, str):
         if isinstance(prompt, str):
             prompt, response = plain(where, [prompt, response])
             return text_row(prompt, response, metadata)
         if not isinstance(prompt, Sequence | np.ndarray):
             raise ContractError(f"{where}: the prompt is {prompt!r:.80}, must be a text or messages")
-        given = [*prompt, {"role": "assistant", "content": response}]
-    if isinstance(next(iter(given), None), Mapping):  # not given[0], which a pandas Series reads as a label
+        value = [*prompt, {"role": "assistant", "content": response}]
+    if isinstance(next(iter(value), None), Mapping):  # not value[0], which a pandas Series reads as a label
         try:
-            return chat_row(plain_messages(plain(where, [*given])), metadata)
+            return chat_row(plain_messages(plain(where, [*value])), metadata)
         except BadMessages as error:
             raise ContractError(f"{where}{error}") from error
     try:
-        (tokens,) = token_rows([given])
+        (tokens,) = token_rows([value])
     except ContractError as error:
         reason = str(error).removeprefix("tokens[0]: ")
         raise ContractError(f"{where}: {reason}; a row is {FORMS}") from error

@@ -21,9 +21,9 @@ def listed(name: str, entries: Any) -> list[Any]:
     return [*entries]
 
 
-def not_rows(name: str, given: Any) -> ContractError:
+def not_rows(name: str, value: Any) -> ContractError:
     """Return the error of an argument that is not a list of rows."""
-    shown = " ".join(repr(given).split())  # tables have several lines
+    shown = " ".join(repr(value).split())  # tables have several lines
     return ContractError(
         f"{name}: {shown:.80}, must be a list of rows; put brackets around one row, and turn a table into rows"
     )
@@ -98,12 +98,12 @@ def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) 
     }
 
 
-def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarray]:
+def _targets(name: str, rows: Rows, tokens: list[np.ndarray]) -> list[np.ndarray]:
     """Return rows float32 `[length_i - 1]`: one finite number for each token except the last."""
-    arrays = _arrays(name, given)
+    arrays = _arrays(name, rows)
     if len(arrays) != len(tokens):
         raise ContractError(f"{name}: {len(arrays)} rows, must be {len(tokens)} as in {TOKENS}")
-    found = []
+    targets = []
     for i, (array, row) in enumerate(zip(arrays, tokens, strict=True)):
         if array.size != row.size - 1:
             raise ContractError(
@@ -115,8 +115,8 @@ def _targets(name: str, given: Rows, tokens: list[np.ndarray]) -> list[np.ndarra
         if not np.isfinite(numbers).all():
             at = int(np.argmin(np.isfinite(numbers)))
             raise ContractError(f"{name}[{i}][{at}]: {array[at]}, must be a finite float32")
-        found.append(numbers)
-    return found
+        targets.append(numbers)
+    return targets
 
 
 def _arrays(name: str, rows: Rows) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""The YAML's `environment` section: the environment of an agent, and limits of a trajectory."""
+"""The YAML's `environment` section: the environment of an agent, and limits of a conversation."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class EnvironmentSection(Section):
 
     class_: FunctionSpec | None = Field(default=None, alias="class")
     """`path/to/file.py:name` or `package.module:name` of a class with `reset` and `step`, or one for TRL's
-    `environment_factory`; one instance per trajectory. For an OpenEnv server, see docs/environments.md."""
+    `environment_factory`; one instance per conversation. For an OpenEnv server, see docs/environments.md."""
     agent: FunctionSpec | None = None
     """An agent instead of `class`: a function `run(base_url, task)` that calls the policy at `base_url` through
     OpenAI's or Anthropic's API. See docs/environments.md."""
     options: Options = Field(default={})
     """Keyword arguments of the class or agent."""
     reward: FunctionSpec | None = None
-    """Function with TRL's signature, `f(environments, **columns)`, that scores trajectories."""
+    """Function with TRL's signature, `f(environments, **columns)`, that scores conversations."""
     max_turns: Count = 8
-    """Maximum turns of the policy in a trajectory; for an agent, its calls of the policy."""
+    """Maximum turns of the policy in a conversation; for an agent, its calls of the policy."""
     max_tokens: Count = 4096
-    """Maximum tokens of a trajectory: prompt, turns and observations."""
+    """Maximum tokens of a conversation: prompt, turns and observations."""
     timeout_s: Seconds = 600.0
-    """Timeout of a trajectory, which is then truncated. If a single call takes longer, the trajectory fails and its
+    """Timeout of a conversation, which is then truncated. If a single call takes longer, the conversation fails and its
     worker is killed."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
-    """What to do with trajectories that reach a limit: `mask` excludes them, `bootstrap` adds the critic's value of the
+    """What to do with conversations that reach a limit: `mask` excludes them, `bootstrap` adds the critic's value of the
     end, `score` uses the rewards so far."""
     workers: Count = 1
     """Worker processes per rank; each holds many instances."""
@@ -53,7 +53,7 @@ def check_environment(environment: EnvironmentSection, actor: ActorSection) -> N
     algorithm = actor.algorithm
     if environment.max_tokens <= actor.prompts.max_tokens:
         raise ValueError(
-            f"environment.max_tokens ({environment.max_tokens}), the limit of a whole trajectory, must be above "
+            f"environment.max_tokens ({environment.max_tokens}), the limit of a whole conversation, must be above "
             f"actor.prompts.max_tokens ({actor.prompts.max_tokens}), the limit of its prompt"
         )
     if environment.truncated == "bootstrap" and not algorithm.uses_critic:

@@ -234,9 +234,9 @@ def client_parameters(reward: RewardSection) -> dict[str, str | None]:
     }
 
 
-def _need(reward: RewardSection, what: str, **values: Any) -> None:
+def _need(reward: RewardSection, feature: str, **values: Any) -> None:
     for name, value in values.items():
         if getattr(reward, name) != value:
             raise ValueError(
-                f"reward.{name} is {getattr(reward, name)!r}, but {what} needs {value!r}; remove reward.{name}"
+                f"reward.{name} is {getattr(reward, name)!r}, but {feature} needs {value!r}; remove reward.{name}"
             )

@@ -90,7 +90,7 @@ def _algorithm_rules(actor: ActorSection) -> Iterator[Rule]:
     algorithm = actor.algorithm
     advantage, name = algorithm.defaults.advantage, algorithm.name
     is_ours = algorithm.advantage == "auto"
-    bootstraps = algorithm.uses_critic  # with an environment, the values of truncated trajectories are discounted
+    bootstraps = algorithm.uses_critic  # with an environment, the values of truncated conversations are discounted
     keys = _in("actor.algorithm", "lam")
     yield is_ours and not algorithm.defaults.needs_critic, f"{name}'s advantages have no lambda", keys
     is_undiscounted = is_ours and advantage not in DISCOUNTING and not bootstraps

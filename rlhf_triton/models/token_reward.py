@@ -85,15 +85,15 @@ def load_logit_reward(
     )
 
 
-def _label_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Sequence[float] | None:
+def _label_weights(info: CheckpointInfo, head: Head, weights: Sequence[float] | None) -> Sequence[float] | None:
     """Return the weights that merge a head's outputs into one score; None if it has only one output."""
     if not head.is_plain:
         raise CheckpointError(
             f"{info.folder}: the head {head.prefix} has its own pooling or gate, so it cannot score single tokens; use "
             "a token classification checkpoint, or a decoder with a linear head"
         )
-    if given is not None or head.num_labels == 1:
-        return given
+    if weights is not None or head.num_labels == 1:
+        return weights
     if info.good_label is None:  # or more than two labels
         raise CheckpointError(
             f"{info.folder}: unknown which of its {head.num_labels} labels ({', '.join(info.label_names)}) marks a "

@@ -272,15 +272,15 @@ class TrlFunction:
     ) -> None:
         """`needed`: parameters without a default; as in TRL, they are None for rows without the column."""
         self._function, self._needed = function, needed
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = None if takes_all else parameters.keys()
 
-    def __call__(self, given: Sample | list[Sample]) -> Any:
+    def __call__(self, sample_or_group: Sample | list[Sample]) -> Any:
         """Return the score of a sample, or a list of scores for a list of samples; None becomes NOT_APPLICABLE."""
-        samples = given if isinstance(given, list) else [given]
+        samples = sample_or_group if isinstance(sample_or_group, list) else [sample_or_group]
         prompts, completions = zip(*map(_texts, samples), strict=True)
-        found = {name for sample in samples for name in sample.metadata}
-        columns = {*found, *self._needed} - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY, REPLY_KEY}
+        sent = {name for sample in samples for name in sample.metadata}
+        columns = {*sent, *self._needed} - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY, REPLY_KEY}
         lists = {
             **{name: [sample.metadata.get(name) for sample in samples] for name in columns},
             "prompts": [*prompts],
@@ -290,7 +290,7 @@ class TrlFunction:
             **{name: value for name, value in lists.items() if self._names is None or name in self._names}
         )
         values = [NOT_APPLICABLE if score is None else score for score in group_scores(scores, len(samples))]
-        return values if isinstance(given, list) else values[0]
+        return values if isinstance(sample_or_group, list) else values[0]
 
 
 def _texts(sample: Sample) -> tuple[Any, Any]:

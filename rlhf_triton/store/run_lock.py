@@ -62,7 +62,7 @@ def _holder() -> str:
 
 
 @contextlib.contextmanager
-def _hold_lock(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
+def _hold_lock(holder: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
     path = folder / name
     with contextlib.ExitStack() as stack:
         try:
@@ -71,8 +71,8 @@ def _hold_lock(what: str, folder: Path, name: str, *, key: str = "run.dir") -> I
             path.write_text(_holder())
         except TimeoutError:
             raise RlhfError(
-                f"another {what} is running in {folder} ({path.read_text()}); stop it first, or use another folder for "
-                f"this one ({key})"
+                f"another {holder} is running in {folder} ({path.read_text()}); stop it first, or use another folder "
+                f"for this one ({key})"
             ) from None
         except OSError as error:
             raise RlhfError(f"{key}: {folder} cannot be used: {error.strerror}; choose another folder") from error

@@ -127,18 +127,18 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
 def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
     """Yield place and value of all content in messages: texts and tool calls' arguments, except the keys in `LINKS`."""
 
-    def found(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    def content_of(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
         if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):
             if value.strip() if isinstance(value, str) else value:
                 yield place, value
         elif isinstance(value, (dict, list)):
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 if key not in LINKS:
-                    yield from found(inner, (*place, key))
+                    yield from content_of(inner, (*place, key))
 
     for i, message in enumerate(messages):
         is_result = message["role"] not in ("system", "user", "assistant")  # its name repeats the call's
-        yield from found({key: message[key] for key in message if not (is_result and key == "name")}, (i,))
+        yield from content_of({key: message[key] for key in message if not (is_result and key == "name")}, (i,))
 
 
 def _kind(messages: Messages, options: Mapping[str, Any], template: str) -> str:

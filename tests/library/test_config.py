@@ -114,7 +114,7 @@ def test_yaml_files_in_configs_are_valid(path: Path):
         ),
         (
             "environment: {class: a.py:B, max_tokens: 512}",
-            "environment.max_tokens (512), the limit of a whole trajectory, must be above actor.prompts.max_tokens",
+            "environment.max_tokens (512), the limit of a whole conversation, must be above actor.prompts.max_tokens",
         ),
         (
             "{environment: {class: a.py:B, truncated: bootstrap}, actor: {algorithm: {name: reinforce++}}}",

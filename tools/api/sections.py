@@ -62,69 +62,69 @@ class Sections:
         if self.get(key) is None:
             self.set(key, value)
 
-    def set_model(self, key: str, given: str | os.PathLike[str] | None) -> None:
-        """Set the folder of a model, which is downloaded if `given` is `organization/name` and there is no such folder.
+    def set_model(self, key: str, model: str | os.PathLike[str] | None) -> None:
+        """Set the folder of a model, which is downloaded if `model` is `organization/name` and there is no such folder.
 
         Raises RlhfError if it cannot be downloaded, or is no path. None: do nothing, as in the other methods.
         """
-        if given is None:
+        if model is None:
             return
-        if not isinstance(given, (str, os.PathLike)):
+        if not isinstance(model, (str, os.PathLike)):
             raise RlhfError(
-                f"{key}: {type(given).__name__}, must be the folder of a model; `save_pretrained(folder)` of model and "
+                f"{key}: {type(model).__name__}, must be the folder of a model; `save_pretrained(folder)` of model and "
                 "tokenizer writes one"
             )
-        folder = Path(given).expanduser()
-        if isinstance(given, str) and HUB_NAME.fullmatch(given) and not folder.parent.exists():
-            folder = _download(key, given)
+        folder = Path(model).expanduser()
+        if isinstance(model, str) and HUB_NAME.fullmatch(model) and not folder.parent.exists():
+            folder = _download(key, model)
         self.set_once(key, folder.absolute())
 
-    def set_rewards(self, given: Any) -> None:
+    def set_rewards(self, rewards: Any) -> None:
         """Set `reward` and `rewards` to a model's folder, a function, or a list of these and of (which, weight).
 
         Raises RlhfError for more than one model, and FunctionError for a function that cannot be written down.
         """
-        if given is None:
+        if rewards is None:
             return
         terms: dict[str, dict[str, Any]] = {}
-        pairs: list[Any] = given if isinstance(given, list) else [given]
-        for each in pairs:
-            what, weight = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
+        pairs: list[Any] = rewards if isinstance(rewards, list) else [rewards]
+        for term in pairs:
+            reward, weight = term if isinstance(term, tuple) and len(term) == 2 else (term, 1.0)
             if not hasattr(weight, "__float__"):
-                raise RlhfError(f"reward: the weight of {what!r:.80} is {weight!r:.40}, must be a number")
-            if (spec := self._function("reward", what)) is not None:
+                raise RlhfError(f"reward: the weight of {reward!r:.80} is {weight!r:.40}, must be a number")
+            if (spec := self._function("reward", reward)) is not None:
                 name = _term_name(spec.rpartition(":")[2], terms)
                 terms[name] = {"function": spec, "weight": float(weight)}
             elif MODEL_TERM in terms:
                 first = self.data["reward"]["model"]
-                raise RlhfError(f"reward: {first} and {what} are two models, but a server has one reward model")
+                raise RlhfError(f"reward: {first} and {reward} are two models, but a server has one reward model")
             else:
-                self.set_model("reward.model", what)
+                self.set_model("reward.model", reward)
                 terms[MODEL_TERM] = {"weight": float(weight)}
         if terms != {MODEL_TERM: {"weight": 1.0}}:  # which is the default
             self.set("rewards", terms)
 
-    def set_prompts(self, key: str, given: Any, *, name: str) -> None:
+    def set_prompts(self, key: str, prompts: Any, *, name: str) -> None:
         """Set prompts to a file, or to rows, which become one: a data set, texts, chats, or dictionaries.
 
         `name`: of the argument. Raises RlhfError for a row that is none, or that JSON cannot express.
         """
-        if given is None:
+        if prompts is None:
             return
-        if isinstance(given, (str, os.PathLike)):
-            path = Path(given).expanduser().absolute()
-        elif isinstance(given, Mapping):
-            raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, given))}; give one of its data sets")
-        elif hasattr(given, "to_parquet") and getattr(given, "format", {}).get("type") != "custom":  # a transform
+        if isinstance(prompts, (str, os.PathLike)):
+            path = Path(prompts).expanduser().absolute()
+        elif isinstance(prompts, Mapping):
+            raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, prompts))}; give one of its data sets")
+        elif hasattr(prompts, "to_parquet") and getattr(prompts, "format", {}).get("type") != "custom":  # a transform
             path = self.folder / f"{name}.parquet"
-            self._tables[path] = given
-        elif isinstance(given, Iterable):
+            self._tables[path] = prompts
+        elif isinstance(prompts, Iterable):
             path = self.folder / f"{name}.jsonl"
-            self._files[path] = "".join(_line(f"{name}[{i}]", row) for i, row in enumerate(given))
+            self._files[path] = "".join(_line(f"{name}[{i}]", row) for i, row in enumerate(prompts))
             if not self._files[path]:
                 raise RlhfError(f"{name}: there are no prompts; give {PROMPT_FORMS}")
         else:
-            raise RlhfError(f"{name}: {given!r:.80}, must be {PROMPT_FORMS}")
+            raise RlhfError(f"{name}: {prompts!r:.80}, must be {PROMPT_FORMS}")
         self.set_once(key, path)
 
     def check(self, source: str) -> RunConfig:
@@ -162,28 +162,28 @@ class Sections:
             return value
         raise RlhfError(f"{key}: {value!r:.80} cannot be written into a YAML; give numbers, texts, lists or functions")
 
-    def _function(self, key: str, given: Any) -> str | None:
+    def _function(self, key: str, value: Any) -> str | None:
         """Return `file.py:name` of a function; None for the folder of a model."""
-        if isinstance(given, str) and (FILE_SPEC.fullmatch(given) or MODULE_SPEC.fullmatch(given)):
-            return with_absolute_path(given, Path.absolute)
-        if not callable(given) or hasattr(given, "save_pretrained"):
+        if isinstance(value, str) and (FILE_SPEC.fullmatch(value) or MODULE_SPEC.fullmatch(value)):
+            return with_absolute_path(value, Path.absolute)
+        if not callable(value) or hasattr(value, "save_pretrained"):
             return None
         try:
-            return function_spec(given, self.folder / "functions", self._files)
+            return function_spec(value, self.folder / "functions", self._files)
         except RlhfError as error:
             raise type(error)(f"{key}: {error}") from error
 
 
 @contextlib.contextmanager
-def new_folder(given: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]:
-    """Yield the folder `given`, by default the first free `runs/<kind>-N`.
+def new_folder(name: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]:
+    """Yield the folder `name`, by default the first free `runs/<kind>-N`.
 
     If the block fails, a new folder is removed, unless a run has started in it.
 
     Raises RlhfError if it cannot be made.
     """
     try:
-        is_new, folder = _made(given, kind)
+        is_new, folder = _made(name, kind)
     except OSError as error:
         raise RlhfError(f"dir: {reason_of(error)}; name another folder") from error
     try:
@@ -194,18 +194,18 @@ def new_folder(given: str | os.PathLike[str] | None, kind: str) -> Iterator[Path
         raise
 
 
-def _made(given: str | os.PathLike[str] | None, kind: str) -> tuple[bool, Path]:
+def _made(name: str | os.PathLike[str] | None, kind: str) -> tuple[bool, Path]:
     number = 1
     while True:
-        folder = Path("runs", f"{kind}-{number}").absolute() if given is None else Path(given).expanduser().absolute()
+        folder = Path("runs", f"{kind}-{number}").absolute() if name is None else Path(name).expanduser().absolute()
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700)
             return True, folder
         except FileExistsError:
-            if given is not None and folder.is_dir():
+            if name is not None and folder.is_dir():
                 return False, folder
-            if given is not None:
+            if name is not None:
                 raise
         number += 1
 
@@ -223,11 +223,11 @@ def _merge(data: dict[str, Any], added: Mapping[str, Any]) -> None:
             data[key] = value
 
 
-def _term_name(name: str, taken: Mapping[str, Any]) -> str:
+def _term_name(name: str, used: Mapping[str, Any]) -> str:
     """Return a valid name of a term of `rewards` for a function."""
     base = re.sub("[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")[:36] or "reward"
     names = [base, *(f"{base}_{number}" for number in range(2, 100))]
-    return next(each for each in names if each not in taken and each != MODEL_TERM)
+    return next(candidate for candidate in names if candidate not in used and candidate != MODEL_TERM)
 
 
 def _line(where: str, row: Any) -> str:

@@ -206,18 +206,18 @@ class ServerHealth:
         """
         if not processes:
             raise ControlPlaneError(f"{model}: its process is gone", Failure.DIED)
-        found = self._metrics(model)
+        metrics = self._metrics(model)
         if model not in PROBED_OUTPUTS:
-            return not _is_stopped(processes) and self._progresses(watched, found, scores=False)
+            return not _is_stopped(processes) and self._progresses(watched, metrics, scores=False)
         watched.num_instances = watched.num_instances or self._control.num_instances(model)
         if len(processes) < watched.num_instances:
             left = f"{len(processes)} of its {watched.num_instances} processes are left"
             raise ControlPlaneError(f"{model}: {left}", Failure.DIED)
-        lost, watched.on_gpu = found.get(LOST, 0.0), GPU_BYTES in found
+        lost, watched.on_gpu = metrics.get(LOST, 0.0), GPU_BYTES in metrics
         watched.lost = lost if watched.lost is None else watched.lost
         if lost > watched.lost:
             raise ControlPlaneError(f"a process of {model} has lost its device or a rank", Failure.UNUSABLE)
-        counts, forwards = self._control.statistics(model), found.get(FORWARDS)
+        counts, forwards = self._control.statistics(model), metrics.get(FORWARDS)
         before, failed = watched.successes, counts.failure_count > watched.failures
         moved = counts.success_count != before and forwards != watched.forwards
         watched.successes, watched.failures, watched.forwards = counts.success_count, counts.failure_count, forwards
@@ -231,14 +231,14 @@ class ServerHealth:
             watched.probe_at = time.monotonic() + IDLE_PROBE_S
         return True
 
-    def _progresses(self, watched: _Watched, found: Mapping[str, float], *, scores: bool) -> bool:
-        """Return whether a model with the metrics `found` has made progress since the last check.
+    def _progresses(self, watched: _Watched, metrics: Mapping[str, float], *, scores: bool) -> bool:
+        """Return whether a model with these `metrics` has made progress since the last check.
 
         If it does not score rows, also return True if it has nothing to do.
         """
-        progress = tuple(found.get(name, 0.0) for name in ((FORWARDS,) if FORWARDS in found else PROGRESS))
+        progress = tuple(metrics.get(name, 0.0) for name in ((FORWARDS,) if FORWARDS in metrics else PROGRESS))
         moved, watched.progress = progress != watched.progress, progress
-        return moved or (not scores and not found.get(WAITING))
+        return moved or (not scores and not metrics.get(WAITING))
 
     def _metrics(self, model: str) -> dict[str, float]:
         page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
