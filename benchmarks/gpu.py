@@ -217,7 +217,18 @@ def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
     weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
     weights[:, PROMPT - 1 :] = 1.0
     zeros = torch.zeros_like(weights)
-    return PPOBatch(tokens, lengths, weights, weights, zeros, None, weights, zeros, zeros, None)
+    return PPOBatch(
+        tokens=tokens,
+        lengths=lengths,
+        mask=weights,
+        policy_weights=weights,
+        logprobs=zeros,
+        ref_logprobs=None,
+        advantages=weights,
+        returns=zeros,
+        prev_values=zeros,
+        kl=None,
+    )
 
 
 def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:

@@ -23,7 +23,7 @@ KEEP_FILE = "keep_steps.json"
 DAMAGED_PREFIX = "damaged-"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointState:
     """The content of a checkpoint's state.json."""
 

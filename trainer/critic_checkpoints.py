@@ -93,8 +93,8 @@ class CriticCheckpoints:
         if known is not None and known.digest == digest:
             return known
         return Result(
-            entry.name,
-            self._store.current() or 0,
+            entry=entry.name,
+            weights_version=self._store.current() or 0,
             digest=digest,
             error=f"step {entry.step} was sent again after its result was lost, and the critic is at step "
             f"{self._critic.step}: resume the actor from its checkpoint, which rewinds the critic",
@@ -105,15 +105,15 @@ class CriticCheckpoints:
         critic, trained = self._critic, self._critic.update.trained
         results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
         state = CheckpointState(
-            self._journal.run_id,
-            critic.step,
-            trained.optimizer_step,
-            self._store.current() or 0,
-            self._progress.epoch,
-            asked,
-            trained.settings,
-            critic.base_digest,
-            results,
+            run_id=self._journal.run_id,
+            step=critic.step,
+            optimizer_step=trained.optimizer_step,
+            version=self._store.current() or 0,
+            epoch=self._progress.epoch,
+            asked=asked,
+            settings=trained.settings,
+            base_digest=critic.base_digest,
+            results=results,
         )
 
         def write() -> None:

@@ -76,11 +76,11 @@ class CriticState:
             self._journal.forget_aside(keep=KEEP_SET_ASIDE)
         self.step = entry.step  # also after a failed step: its caller gets the error and continues with the next step
         return report, known or Result(
-            entry.name,
-            -1,
-            report.loss_mean if report else None,
-            digest,
-            error,
+            entry=entry.name,
+            weights_version=-1,
+            loss_mean=report.loss_mean if report else None,
+            digest=digest,
+            error=error,
             skipped_batches=report.skipped_batches if report else [],
         )
 

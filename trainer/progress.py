@@ -164,7 +164,16 @@ class SidecarProgress:
         shown = {"step": self.step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(trouble is not None)}
         self._exporter.show(shown)
         with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar
-            self._journal.write_heartbeat(Heartbeat(self.epoch, self.step, micro_batch, state, time.time(), trouble))
+            self._journal.write_heartbeat(
+                Heartbeat(
+                    epoch=self.epoch,
+                    step=self.step,
+                    micro_batch=micro_batch,
+                    state=state,
+                    time=time.time(),
+                    trouble=trouble,
+                )
+            )
 
     def _write(self, line: dict[str, object]) -> None:
         try:

@@ -42,10 +42,17 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         versions = CriticVersions(config, critic, publisher, store, progress)
         critic.restore_at_start()
         logger.info("following run %s from step %d, epoch %d", journal.run_id, critic.step, epoch)
-        Sidecar(journal, PendingEntries(journal, progress), critic, checkpoints, versions, progress).run(stop)
+        Sidecar(
+            journal=journal,
+            pending=PendingEntries(journal, progress),
+            critic=critic,
+            checkpoints=checkpoints,
+            versions=versions,
+            progress=progress,
+        ).run(stop)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sidecar:
     """Trains one critic; the caller holds the journal's lock."""
 
@@ -93,12 +100,12 @@ class Sidecar:
         try:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
-            return Result(entry.name, self.versions.current(), error=str(damage))
+            return Result(entry=entry.name, weights_version=self.versions.current(), error=str(damage))
         # A rejected version leaves the checkpoint on disk and the old version serving.
         error = self.checkpoints.write_step(entry.step) or self.versions.publish_remainder()
         if error is None and keep_steps is not None:
             self.checkpoints.keep_only(keep_steps, step=entry.step)
-        return Result(entry.name, self.versions.current(), error=error)
+        return Result(entry=entry.name, weights_version=self.versions.current(), error=error)
 
     def rewind(self, entry: Entry) -> Result:
         """Restore step `entry.target`, set later entries aside, publish the weights again; return the result."""
@@ -114,4 +121,4 @@ class Sidecar:
             error = self.versions.publish_again()
             logger.warning("rewound from step %d to step %d; later entries are in %s", entry.step, entry.target, aside)
             self.checkpoints.write_asked()
-        return Result(entry.name, self.versions.current(), error=error, owners=owners)
+        return Result(entry=entry.name, weights_version=self.versions.current(), error=error, owners=owners)

@@ -16,7 +16,7 @@ from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_sha
 MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
     """The scored responses of a rollout, which the stages shape before an advantage function receives them."""
 
@@ -71,7 +71,7 @@ class ClipRange:
     high: float = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """A micro-batch, which is a part of a minibatch. Log-probs are 0 where the weight is 0.
 

@@ -105,7 +105,7 @@ def _describe_value(value: Any) -> str:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """An algorithm with its settings resolved from the configuration."""
 
@@ -135,10 +135,10 @@ class Method:
         kl_in = defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in
         default_estimator = "k3" if kl_in == "loss" else "abs"
         method = cls(
-            s,
-            advantage if s.advantage == "auto" else checked_advantage(s.advantage, advantage),
-            loss if s.loss_name in LOSSES else checked_loss(s.loss_name, loss),
-            ClipRange(*s.clip),
+            settings=s,
+            advantage=advantage if s.advantage == "auto" else checked_advantage(s.advantage, advantage),
+            loss=loss if s.loss_name in LOSSES else checked_loss(s.loss_name, loss),
+            clip=ClipRange(*s.clip),
             whitens=defaults.whitens,
             kl_estimator=default_estimator if kl.estimator == "auto" else kl.estimator,
             kl_in_loss=kl_in == "loss",

@@ -18,7 +18,7 @@ from rlhf_triton.checkpoints.tokenization import reply_text
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentRequest:
     """An agent's request, in the form that the chat template and the sampler need."""
 
@@ -31,7 +31,7 @@ class AgentRequest:
     stream_usage: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyReply:
     """A reply, independent of the API that renders it."""
 
@@ -78,7 +78,14 @@ def reply_to(
         return ""
 
     plain_text = HERMES.sub(take_call, text[:end]) if agent_request.calls_tools else text[:end]
-    return PolicyReply(name, plain_text.strip() if calls else plain_text, calls, stopped_by, prompt_tokens, sampled)
+    return PolicyReply(
+        id=name,
+        text=plain_text.strip() if calls else plain_text,
+        calls=calls,
+        stopped_by=stopped_by,
+        prompt_tokens=prompt_tokens,
+        sampled=sampled,
+    )
 
 
 # Request bodies. A field is refused if it would change the reply in an unsupported way.

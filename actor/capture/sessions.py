@@ -44,7 +44,7 @@ class Sampler(Protocol):
         """
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class PolicyCall:
     """One call of the policy: the messages that it added after the reply to `parent`, and the policy's reply."""
 
@@ -151,7 +151,9 @@ class Session:
                 f"room for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
                 "messages",
             )
-        return PolicyCall(parent, messages[num_known:], before, digests[-1], chat.options), num_left
+        return PolicyCall(
+            parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=chat.options
+        ), num_left
 
     def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
         """Record a call with its reply. Raises HttpError if the session has ended meanwhile."""

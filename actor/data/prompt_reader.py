@@ -53,7 +53,7 @@ class Prompt:
         return cls(**{**fields, "tokens": np.array(fields["tokens"], np.int64)})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptReader:
     """Tokenises rows with `text`, or with chat `messages` that the tokenizer's template renders.
 
@@ -74,7 +74,12 @@ class PromptReader:
         """Return the reader of a run."""
         prompts, has_environment = config.actor.prompts, config.environment is not None
         return cls(
-            tokenizer, prompts.max_tokens, prompts.too_long, vocab_size, prompts.add_special_tokens, has_environment
+            tokenizer=tokenizer,
+            max_tokens=prompts.max_tokens,
+            too_long=prompts.too_long,
+            vocab_size=vocab_size,
+            add_special_tokens=prompts.add_special_tokens,
+            has_environment=has_environment,
         )
 
     def prompt(self, row: PromptRow) -> Prompt:

@@ -31,7 +31,7 @@ class SampledTurn:
     number: int = 0  # counts the turns of the conversation in time, over all of its rows
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RecordedRow:
     """The `n` tokens of a conversation so far, with its prompt, as they were sampled or observed."""
 

@@ -19,7 +19,7 @@ from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow, SampledTurn
 from rlhf_triton.checkpoints.tokenization import without_end
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Score:
     """Scores of a row from servers and environment; the reward of a whole conversation belongs to its last row."""
 
@@ -38,7 +38,7 @@ class Score:
 UNSCORED = Score(failure="it was not scored")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutRow:
     """A prompt and its response, or one row of a conversation with an environment."""
 
@@ -113,7 +113,14 @@ def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
     row = np.concatenate([prompt.tokens, np.asarray(response.tokens, np.int64)])
     logprobs = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
     versions = None if response.versions is None else np.array([-1] * size + response.versions, np.int64)
-    return RolloutRow(prompt, row, np.arange(len(row)) >= size, response.ended, logprobs, versions)
+    return RolloutRow(
+        prompt=prompt,
+        tokens=row,
+        sampled=np.arange(len(row)) >= size,
+        ended=response.ended,
+        logprobs=logprobs,
+        versions=versions,
+    )
 
 
 def conversation_of(
@@ -128,8 +135,8 @@ def conversation_of(
         logprobs = np.array(row.logprobs, np.float32)
         converted.append(
             RolloutRow(
-                prompt,
-                np.array(row.tokens, np.int64),
+                prompt=prompt,
+                tokens=np.array(row.tokens, np.int64),
                 sampled=~np.array(row.observed, np.bool_),
                 ended=bool(row.turns) and not truncated and not error,
                 logprobs=None if np.isnan(logprobs).any() else logprobs,

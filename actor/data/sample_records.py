@@ -28,7 +28,9 @@ def record_of(group: Group, **about: Any) -> StoredRecord:
     prompts = list({id(row.prompt): row.prompt for row in rows}.values())
     numbers = {id(prompt): number for number, prompt in enumerate(prompts)}
     fields = [_fields_of(row) for row in rows]
-    defaults = _fields_of(RolloutRow(prompts[0], rows[0].tokens, rows[0].sampled, False, score=Score()))
+    defaults = _fields_of(
+        RolloutRow(prompt=prompts[0], tokens=rows[0].tokens, sampled=rows[0].sampled, ended=False, score=Score())
+    )
     lengths = np.array([len(row.tokens) for row in rows])
     columns: dict[str, dict[str, Any]] = {}
     arrays: dict[str, np.ndarray] = {}

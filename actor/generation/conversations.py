@@ -48,7 +48,7 @@ class _FinishedConversation:
 Arrival = tuple[int, Sequence[int]] | _FinishedConversation | BaseException | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _ConversationState:
     """A conversation in progress."""
 
@@ -159,7 +159,7 @@ class ConversationRunner:
             rows: samples the policy's turns.
             may_restart: raise EnvironmentFailed instead if the environment is lost.
         """
-        state, instance = _ConversationState(prompt), None
+        state, instance = _ConversationState(prompt=prompt), None
         try:
             instance = await self._open(prompt, seed)
             state.start_row(self._first_prompt(prompt, instance.observation))

@@ -184,14 +184,14 @@ class LocalGeneration(Generation):
     def _sampling_settings(self) -> SamplingSettings:
         s = self._settings
         return SamplingSettings(
-            s.max_new_tokens,
-            self._eos_ids,
-            self._banned_ids,
-            s.min_new_tokens,
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            self._has_stop if s.stop_strings else None,
+            max_new_tokens=s.max_new_tokens,
+            eos_ids=self._eos_ids,
+            banned_ids=self._banned_ids,
+            min_new_tokens=s.min_new_tokens,
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            has_stop_string=self._has_stop if s.stop_strings else None,
         )
 
     def _has_stop(self, response: Sequence[int]) -> bool:
@@ -244,7 +244,9 @@ class LocalGeneration(Generation):
             for index, probabilities in zip(indices, logits.softmax(-1), strict=True):
                 distributions[index].append(probabilities)
 
-        settings = SamplingSettings(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
+        settings = SamplingSettings(
+            max_new_tokens=min(PROOF_TOKENS, self._settings.max_new_tokens), eos_ids=[], banned_ids=self._banned_ids
+        )
         decoder = Decoder(self._model, settings, slots=len(starts), watch=watch)
         row_source = PromptSource(max_new_tokens=settings.max_new_tokens)
         prompts = {i: Prompt("", "", start) for i, start in enumerate(starts)}
@@ -270,7 +272,13 @@ class LocalGeneration(Generation):
         while source.size and not is_paused():
             if not self._waiting_rows:
                 self._waiting_rows = [
-                    DecodedRow(index, [*tokens], len(tokens), source.draws(index), source.order(index))
+                    DecodedRow(
+                        index=index,
+                        tokens=[*tokens],
+                        turn_start=len(tokens),
+                        draws=source.draws(index),
+                        order=source.order(index),
+                    )
                     for index, tokens in source.next_rows(wait=True)
                 ]
                 self._waiting_rows.sort(key=lambda row: (-len(row.tokens), row.index))

@@ -34,7 +34,7 @@ Draws = Callable[[int], Iterator[float] | None]
 Watch = Callable[[list[int], Tensor], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """Sampling parameters and stopping criteria of a turn."""
 
@@ -48,7 +48,7 @@ class SamplingSettings:
     has_stop_string: Callable[[list[int]], bool] | None = None  # returns whether a turn's tokens end with a stop string
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DecodedRow:
     """A row in decoding: a prompt with the response so far, or a conversation with the turn so far."""
 
@@ -193,7 +193,13 @@ class Decoder:
             if wait and not new_rows and not row_source.size:
                 break
             for index, tokens in new_rows:
-                row = DecodedRow(index, [*tokens], len(tokens), draws(index), row_source.order(index))
+                row = DecodedRow(
+                    index=index,
+                    tokens=[*tokens],
+                    turn_start=len(tokens),
+                    draws=draws(index),
+                    order=row_source.order(index),
+                )
                 self._waiting.append(row)
             self._resize(row_source)
             # Longest first: rows that join later mostly fit into the columns left of `end`, and padding stays small.

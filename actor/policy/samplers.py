@@ -114,7 +114,10 @@ class OtherSamplers:
             message = self._message_of_rank_0()
             sizes, no_prompt = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
             parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
-            rows = [RolloutRow(no_prompt, tokens.numpy(), sampled.numpy(), ended=True) for tokens, sampled in parts]
+            rows = [
+                RolloutRow(prompt=no_prompt, tokens=tokens.numpy(), sampled=sampled.numpy(), ended=True)
+                for tokens, sampled in parts
+            ]
             with self._reported():
                 self._reply(number, {"logprobs": _concatenated(compute(rows, reference=reference), np.float32)})
 

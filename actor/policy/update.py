@@ -192,16 +192,16 @@ class PolicyUpdate:
             # As weights they would cancel in the mean, and would also weight the KL, the entropy and `max_kl`.
             advantages = advantages * part["importance"]
         inputs = LossInputs(
-            logprobs,
-            old,
-            advantages,
-            weights,
-            total,
-            method.clip,
-            part["mask"],
-            part.get("groups", rows),
-            part.get("versions", torch.full_like(rows, -1)),
-            part.get("ref_logprobs"),
+            logprobs=logprobs,
+            old_logprobs=old,
+            advantages=advantages,
+            weights=weights,
+            total=total,
+            clip=method.clip,
+            mask=part["mask"],
+            groups=part.get("groups", rows),
+            versions=part.get("versions", torch.full_like(rows, -1)),
+            ref_logprobs=part.get("ref_logprobs"),
         )
         loss, metrics = method.loss(inputs)
         stats = {**inputs.statistics(), **metrics}

@@ -48,7 +48,7 @@ COUNTERS = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Scoring:
     """A request in flight: its rows, their outputs so far, and the model that scores all of them."""
 
@@ -233,7 +233,15 @@ class Engine:
         timeout_s = call.timeout_s or self._timeout_s
         deadline = None if timeout_s is None else received + timeout_s
         width = width or max(row.tokens.size for row in rows)
-        return Scoring(call, rows, width, received, deadline, call.versions(), [None] * len(rows))
+        return Scoring(
+            call=call,
+            rows=rows,
+            width=width,
+            received=received,
+            deadline=deadline,
+            demanded=call.versions(),
+            outputs=[None] * len(rows),
+        )
 
     def _enqueue(self, scorings: Sequence[Scoring | None]) -> None:
         """Queue the requests' rows; None is a refused request. The caller must hold the lock."""

@@ -164,7 +164,7 @@ class StoredAdapters:
     rounded: tuple[str, ...]  # weights that were rounded to bfloat16 in training
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """Result of `inspect_checkpoint`."""
 

@@ -45,8 +45,11 @@ class RequestFailed(RlhfError):
         """`why`: the server's own message, if it sent one."""
         super().__init__(message)
         self.why = why
-        self.code = code_of(why)
-        """The code in the server's message, or None."""
+
+    @property
+    def code(self) -> str | None:
+        """The code in the server's error, or None."""
+        return code_of(self.why)
 
 
 class ServerFailed(RequestFailed):

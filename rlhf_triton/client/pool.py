@@ -282,7 +282,7 @@ class ServerPool(Generic[C]):
             urls = await self._names.urls()
             before = self.servers
             known = {server.url for server in before}
-            joined = [Server(url, self._connect(url)) for url in urls if url not in known]
+            joined = [Server(url=url, connection=self._connect(url)) for url in urls if url not in known]
             left = [server for server in before if server.url not in urls]
             self.servers = [*(server for server in before if server not in left), *joined]
             self._gone += left

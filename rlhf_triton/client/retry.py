@@ -22,7 +22,7 @@ PER_REQUEST = 0.2  # fraction of a retry that each request adds to the budget
 RETRY_RESERVE = 100  # size of a retry budget: enough for a small run's failures, too little for a retry storm
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RequestCounters:
     """Counts of requests, retries and outages; a request that succeeds after retries does not count as failed."""
 

@@ -45,7 +45,7 @@ MAY_DIFFER = frozenset(
 """Parameters that may differ between servers of a run; all others affect scores or values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """What a served model declares; the fields from `components` on describe a reward."""
 
@@ -76,11 +76,11 @@ class ServedModel:
             tuple(json.loads(parameters.get(key) or "[]")) for key in (REWARD_COMPONENTS, REWARD_WEIGHTS, LABELS)
         )
         return cls(
-            parameters,
-            frozenset(outputs),
-            components,
-            weights,
-            labels,
+            parameters=parameters,
+            outputs=frozenset(outputs),
+            components=components,
+            weights=weights,
+            labels=labels,
             num_rewards=int(parameters.get("num_rewards") or 1),
             groupwise=parameters.get(GROUPWISE) == "true",
             granularity=parameters.get(PROCESS),

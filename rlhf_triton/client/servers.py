@@ -44,7 +44,7 @@ class Suspension:
     on_trial: bool = False  # a request is in flight that tests the model
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Server(Generic[C]):
     """State of one server."""
 

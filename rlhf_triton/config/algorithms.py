@@ -13,7 +13,7 @@ from pydantic import AfterValidator, WithJsonSchema
 from rlhf_triton.rewards.function import check_spec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """An advantage function, its requirements, and the published choices for settings that are `auto` or unset."""
 
@@ -55,16 +55,16 @@ class Gate:
 
 
 _PPO = Algorithm(
-    "Schulman et al. 2017 (arXiv 1707.06347)",
-    "GAE over the critic's values",
-    "rlhf_triton.actor.algorithms.ppo:advantage",
+    source="Schulman et al. 2017 (arXiv 1707.06347)",
+    meaning="GAE over the critic's values",
+    advantage="rlhf_triton.actor.algorithms.ppo:advantage",
     needs_critic=True,
     whitens=True,
 )
 _GRPO = Algorithm(
-    "Shao et al. 2024 (arXiv 2402.03300)",
-    "total, standardised within the responses to the prompt",
-    "rlhf_triton.actor.algorithms.grpo:advantage",
+    source="Shao et al. 2024 (arXiv 2402.03300)",
+    meaning="total, standardised within the responses to the prompt",
+    advantage="rlhf_triton.actor.algorithms.grpo:advantage",
     needs_groups=True,
     kl_in="loss",
     loss_mean="sequence",
@@ -107,9 +107,9 @@ ALGORITHMS = {
         },
     ),
     "reinforce++": Algorithm(
-        "Hu et al. 2025 (arXiv 2501.03262)",
-        "return-to-go of the token rewards",
-        "rlhf_triton.actor.algorithms.reinforce_plus_plus:advantage",
+        source="Hu et al. 2025 (arXiv 2501.03262)",
+        meaning="return-to-go of the token rewards",
+        advantage="rlhf_triton.actor.algorithms.reinforce_plus_plus:advantage",
         whitens=True,
     ),
     "reinforce++-baseline": replace(
@@ -120,9 +120,9 @@ ALGORITHMS = {
         recipe={"actor.kl.estimator": "k2"},
     ),
     "rloo": Algorithm(
-        "Ahmadian et al. 2024 (arXiv 2402.14740)",
-        "total minus the mean of the other responses to the prompt",
-        "rlhf_triton.actor.algorithms.rloo:advantage",
+        source="Ahmadian et al. 2024 (arXiv 2402.14740)",
+        meaning="total minus the mean of the other responses to the prompt",
+        advantage="rlhf_triton.actor.algorithms.rloo:advantage",
         loss="reinforce",
         needs_groups=True,
         takes_process_rewards=False,
@@ -156,9 +156,9 @@ ALGORITHMS = {
         loss_mean="token",
     ),
     "flash_reinforce": Algorithm(
-        "FlashREINFORCE 2026 (github.com/yifanzhang-pro/FlashREINFORCE)",
-        "total minus the mean of all responses of the step",
-        "rlhf_triton.actor.algorithms.flash_reinforce:advantage",
+        source="FlashREINFORCE 2026 (github.com/yifanzhang-pro/FlashREINFORCE)",
+        meaning="total minus the mean of all responses of the step",
+        advantage="rlhf_triton.actor.algorithms.flash_reinforce:advantage",
         loss="flash_reinforce",
         takes_process_rewards=False,
         kl_in="loss",

@@ -34,8 +34,8 @@ class EnvironmentSection(Section):
     """Timeout of a conversation, which is then truncated. If a single call takes longer, the conversation fails and its
     worker is killed."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"
-    """What to do with conversations that reach a limit: `mask` excludes them, `bootstrap` adds the critic's value of the
-    end, `score` uses the rewards so far."""
+    """What to do with conversations that reach a limit: `mask` excludes them, `bootstrap` adds the critic's value of
+    the end, `score` uses the rewards so far."""
     workers: Count = 1
     """Worker processes per rank; each holds many instances."""
 

@@ -47,7 +47,7 @@ READ_EVERY_S = 0.1  # minimum time between two reads of the file
 HEARTBEAT_TIMEOUT_S = 15.0  # time without progress of the sidecar after which callers of critic_train get a 503
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """Progress of the sidecar, written at every micro-batch."""
 
@@ -161,7 +161,11 @@ class JournalState:
         if data is None and (changed_at(self._entries) is None or not (self._entries / entry.name).exists()):
             data = read_json(self._result_path(entry))  # finished and removed between the two calls
             if data is None:
-                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: removed by a rewind")
+                return Result(
+                    entry=entry.name,
+                    weights_version=-1,
+                    error=f"{entry.kind} at step {entry.step}: removed by a rewind",
+                )
         return None if data is None else Result(**data)
 
     def last_step(self) -> int:

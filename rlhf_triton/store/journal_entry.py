@@ -77,7 +77,7 @@ def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """Result of processing one journal entry; the server converts it to the response."""
 

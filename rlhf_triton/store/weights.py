@@ -35,7 +35,7 @@ REMOTE_SILENCE_S = 15.0
 STOPPED = ("T", "t")  # process states: suspended by a signal or by a debugger
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServingRecord:
     """State of one instance of a model: which version it serves, and whether it is alive.
 
@@ -59,11 +59,20 @@ class ServingRecord:
     staging_error: str | None = None  # why the instance cannot serve the staged version
 
     @classmethod
-    def of_this_process(cls, instance: str, version: int | None, **more: object) -> ServingRecord:
+    def of_this_process(cls, instance: str, version: int | None, **more: Any) -> ServingRecord:
         """Return a record for an instance in this process, with the current time."""
         pid = os.getpid()
         born = _process(pid)[1]
-        return cls(instance, socket.gethostname(), this_place(), pid, born, version, time.time(), **more)  # type: ignore[arg-type]
+        return cls(
+            instance=instance,
+            host=socket.gethostname(),
+            place=this_place(),
+            pid=pid,
+            born=born,
+            version=version,
+            time=time.time(),
+            **more,
+        )
 
     @property
     def name(self) -> str:

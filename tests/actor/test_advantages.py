@@ -225,7 +225,16 @@ def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name
     zeros = torch.zeros(6, 2)
     mask = torch.ones(6, 2)
     yes = torch.ones(6).bool()
-    inputs = AdvantageInputs(rewards, zeros, zeros, mask, groups, yes, yes, rewards < 100)
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        penalty=zeros,
+        values=zeros,
+        mask=mask,
+        groups=groups,
+        scored=yes,
+        ended=yes,
+        counted=rewards < 100,
+    )
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
     assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0, 0], abs=1e-5)
     assert returns[:, 1].tolist() == rewards.tolist()

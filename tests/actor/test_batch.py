@@ -313,7 +313,16 @@ def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tenso
     responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
     groups, zeros = torch.arange(count) // 2, torch.zeros_like(mask)
-    inputs = AdvantageInputs(rewards, zeros, zeros, mask, groups, scored, torch.arange(count) == 0, scored)
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        penalty=zeros,
+        values=zeros,
+        mask=mask,
+        groups=groups,
+        scored=scored,
+        ended=torch.arange(count) == 0,
+        counted=scored,
+    )
     return shaper.run(inputs).rewards
 
 
@@ -374,8 +383,15 @@ def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (T
     """Return two responses with process rewards, values that grow by 0.1 per token, and no KL."""
     rows = []
     for i, size in enumerate((6, 5)):
-        given = STEPS[i, :size].numpy(), ENDS[i, :size].numpy(), np.arange(size, dtype=np.float32) * np.float32(0.1)
-        score = Score([0.5, 3.0][i], outcome[i], *given, version=1, failure="" if ok[i] else "503")
+        score = Score(
+            reward=[0.5, 3.0][i],
+            outcome=outcome[i],
+            steps=STEPS[i, :size].numpy(),
+            ends=ENDS[i, :size].numpy(),
+            values=np.arange(size, dtype=np.float32) * np.float32(0.1),
+            version=1,
+            failure="" if ok[i] else "503",
+        )
         rows.append(a_sample([7, 8, *[1] * (size - 2)], 2, name=str(i), score=score))
     return rows
 
@@ -407,8 +423,18 @@ def test_grpo_standardises_process_rewards_within_the_group():
     assert found.returns[0].tolist() == [0, 3, 3, 2, 2]
     # A step may end with the first sampled token, whose position is 0 after a prompt of one token.
     zeros, ones, yes = torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2).bool()
-    given = torch.tensor([1.0, 2.0]), zeros, zeros, ones, 0 * yes, yes, yes, yes
-    inputs = AdvantageInputs(*given, process_rewards=zeros, process_ends=torch.tensor([[True, False]] * 2))
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, 2.0]),
+        penalty=zeros,
+        values=zeros,
+        mask=ones,
+        groups=0 * yes,
+        scored=yes,
+        ended=yes,
+        counted=yes,
+        process_rewards=zeros,
+        process_ends=torch.tensor([[True, False]] * 2),
+    )
     assert grpo.advantage(inputs)[1].tolist() == [[1, 0], [2, 0]]
 
 

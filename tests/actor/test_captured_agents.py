@@ -64,7 +64,7 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agent
         assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
         for number, turn in enumerate(row.turns, 1):
             decoder, draws = (
-                Decoder(model, SamplingSettings(8, [EOS], BANNED), slots=1),
+                Decoder(model, SamplingSettings(max_new_tokens=8, eos_ids=[EOS], banned_ids=BANNED), slots=1),
                 uniform_draws(3, i + number * ROW_STEP),
             )
             given = one_response(decoder, row.tokens[: turn.start], draws, 8)

@@ -487,7 +487,10 @@ def test_each_turn_is_sampled_from_the_whole_row_before_it(
     for i, number, row in ((i, number, row) for i, rows in enumerate(found) for number, row in enumerate(rows)):
         draws, inside = uniform_draws(3, i + number * ROW_STEP), np.zeros(len(row.tokens), np.bool_)
         for turn in row.turns:
-            decoder, before = Decoder(model, SamplingSettings(8, [EOS], BANNED), slots=1), row.tokens[: turn.start]
+            decoder, before = (
+                Decoder(model, SamplingSettings(max_new_tokens=8, eos_ids=[EOS], banned_ids=BANNED), slots=1),
+                row.tokens[: turn.start],
+            )
             assert row.tokens[turn.start : turn.end].tolist() == one_response(decoder, before, draws, 8)
             inside[turn.start : turn.end] = True
         assert (row.sampled == inside).all()

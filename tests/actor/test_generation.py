@@ -131,7 +131,7 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytes
     monkeypatch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found: dict[int, list[int]] = {}
-    decoder = Decoder(model, SamplingSettings(24, [EOS], [0, 1]), slots=4)
+    decoder = Decoder(model, SamplingSettings(max_new_tokens=24, eos_ids=[EOS], banned_ids=[0, 1]), slots=4)
     decoder.run(asking(prompts, found, most=24), lambda _: None)
     assert len(sizes) == 1
     assert len(shifts) > 3
@@ -178,7 +178,7 @@ def test_rows_of_a_group_share_the_prefill_of_their_prompt(
             prefill(self, *given)
 
     monkeypatch.setattr(Decoder, "_prefill", watched)
-    settings = SamplingSettings(16, [EOS], [0, 1])
+    settings = SamplingSettings(max_new_tokens=16, eos_ids=[EOS], banned_ids=[0, 1])
     decoder = Decoder(make_model("llama", eos_bias=2.0), settings, slots=size, token_budget=token_budget)
     together: dict[int, list[int]] = {}
     decoder.run(asking(prompts, together, most=16), functools.partial(uniform_draws, 3))
@@ -245,7 +245,7 @@ def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float]
 def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int, budget: int | None):
     model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
     for seed in range(2):
-        settings = SamplingSettings(12, [EOS], [0, 1], min_new_tokens=seed)
+        settings = SamplingSettings(max_new_tokens=12, eos_ids=[EOS], banned_ids=[0, 1], min_new_tokens=seed)
         talk = Talk(prompts, seed)
         Decoder(model, settings, slots=slots, token_budget=budget).run(
             talk, functools.cache(functools.partial(uniform_draws, seed))

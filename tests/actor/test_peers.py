@@ -64,8 +64,17 @@ def test_loss_and_gradient_match_peers(case: dict[str, Any]):
 def advantage_inputs(rewards: list[float], groups: list[int], values: Tensor, **settings: Any) -> AdvantageInputs:
     scored = torch.ones(len(MASK), dtype=torch.bool)
     zeros = torch.zeros_like(MASK)
-    given = torch.tensor(rewards), zeros, values, MASK, torch.tensor(groups), scored, scored, scored
-    return AdvantageInputs(*given, **settings)
+    return AdvantageInputs(
+        rewards=torch.tensor(rewards),
+        penalty=zeros,
+        values=values,
+        mask=MASK,
+        groups=torch.tensor(groups),
+        scored=scored,
+        ended=scored,
+        counted=scored,
+        **settings,
+    )
 
 
 @cases("advantages")
@@ -84,8 +93,18 @@ def test_gdpo_advantages_match_peers(case: dict[str, Any]):
     components = torch.tensor([[math.nan if x is None else x for x in row] for row in case["components"]]).T
     mask = MASK if case["tokens"] == "mask" else torch.ones(len(components), 1)
     all_rows, zeros = torch.ones(len(mask), dtype=torch.bool), torch.zeros_like(mask)
-    given = zeros[:, 0], zeros, zeros, mask, torch.tensor(case["groups"]), all_rows, all_rows, all_rows
-    inputs = AdvantageInputs(*given, components=components, component_weights=torch.tensor(case["weights"]))
+    inputs = AdvantageInputs(
+        rewards=zeros[:, 0],
+        penalty=zeros,
+        values=zeros,
+        mask=mask,
+        groups=torch.tensor(case["groups"]),
+        scored=all_rows,
+        ended=all_rows,
+        counted=all_rows,
+        components=components,
+        component_weights=torch.tensor(case["weights"]),
+    )
     advantages = import_function(ALGORITHMS["gdpo"].advantage)(inputs)[0]
     n = float(mask.sum())  # the peers whiten with n - 1
     close(masked_whiten(advantages, mask) * ((n - 1) / n) ** 0.5, case["advantages"], case["tolerance"])

@@ -48,9 +48,21 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) 
     advantages, ref = torch.nn.functional.pad(noise, (0, width - most)) * mask
     with torch.no_grad():
         logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask).cpu()
-    zeros = [torch.zeros_like(mask)] * 3
+    zeros = torch.zeros_like(mask)
     positive = torch.arange(len(LENGTHS)) % 2 == 0
-    batch = PPOBatch(tokens, lengths, mask, mask, logprobs, logprobs + 0.1 * ref, advantages, *zeros, positive=positive)
+    batch = PPOBatch(
+        tokens=tokens,
+        lengths=lengths,
+        mask=mask,
+        policy_weights=mask,
+        logprobs=logprobs,
+        ref_logprobs=logprobs + 0.1 * ref,
+        advantages=advantages,
+        returns=zeros,
+        prev_values=zeros,
+        kl=zeros,
+        positive=positive,
+    )
     return replace(batch, **changes)
 
 

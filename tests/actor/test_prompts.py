@@ -34,7 +34,7 @@ def write(tmp_path: Path, *lines: Any) -> Path:
 
 
 def read(path: Path, *, limit: int | None = None, tokenizer: Any = bytewise, **limits: Any) -> list[Prompt]:
-    return read_prompts(path, PromptReader(tokenizer, **{"max_tokens": 100, **limits}), limit=limit)
+    return read_prompts(path, PromptReader(tokenizer=tokenizer, **{"max_tokens": 100, **limits}), limit=limit)
 
 
 class PanicException(BaseException):
@@ -292,7 +292,10 @@ COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
 @pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
 def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path: Path, write_table: Any):
     """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
-    path, reader = write_table(tmp_path, [row for row, _, _ in UNEVEN]), PromptReader(Verbatim(), 1000)
+    path, reader = (
+        write_table(tmp_path, [row for row, _, _ in UNEVEN]),
+        PromptReader(tokenizer=Verbatim(), max_tokens=1000),
+    )
     for row, (_, messages, metadata) in zip(read_rows(path), UNEVEN, strict=True):
         if messages is None:
             with pytest.raises(PromptError, match=re.escape(f"{row.where}: prompt[0].content: missing or null, must")):

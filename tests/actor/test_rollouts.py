@@ -88,14 +88,21 @@ class Simulation:
         demanded = await versions
         version = 0 if demanded is None else demanded.least
         scores = [Score(reward=float(reward), version=version) for reward in self.reward(prompt)]
-        return Group(tuple((RolloutRow(*row, score=score),) for row, score in zip(rows, scores, strict=True)))
+        return Group(tuple((RolloutRow(**row, score=score),) for row, score in zip(rows, scores, strict=True)))
 
-    async def _row(self, prompt: Prompt, seed: int, index: int) -> tuple[Any, ...]:
+    async def _row(self, prompt: Prompt, seed: int, index: int) -> dict[str, Any]:
         async with self._free:
             first = self.version
             await asyncio.sleep(self.seconds(prompt, seed, index))
         versions = np.array([-1, first, self.version])
-        return prompt, np.array([5, 6, 7]), np.array([False, True, True]), True, None, versions
+        sampled = np.array([False, True, True])
+        return {
+            "prompt": prompt,
+            "tokens": np.array([5, 6, 7]),
+            "sampled": sampled,
+            "ended": True,
+            "versions": versions,
+        }
 
 
 class InstantCritic(RemoteCritic):

@@ -110,8 +110,16 @@ def test_group_is_restored_bit_for_bit(group: Group):
 def a_group() -> Group:
     def row(prompt: Prompt, size: int) -> RolloutRow:
         numbers = np.arange(size, dtype=np.float32)
-        score = Score(1.0, values=numbers + 0.5, version=3)
-        return RolloutRow(prompt, np.arange(size) + 7, numbers > 1, True, numbers, policy_logprobs=numbers, score=score)
+        score = Score(reward=1.0, values=numbers + 0.5, version=3)
+        return RolloutRow(
+            prompt=prompt,
+            tokens=np.arange(size) + 7,
+            sampled=numbers > 1,
+            ended=True,
+            logprobs=numbers,
+            policy_logprobs=numbers,
+            score=score,
+        )
 
     prompt = Prompt("p7", "hello", np.arange(2))
     return Group(tuple((row(prompt, size),) for size in (5, 3, 4)))

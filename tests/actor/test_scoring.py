@@ -360,7 +360,16 @@ class Swapping:
             return Score(failure="503")
         reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
         steps, values = np.eye(size, dtype=np.float32)[-1] * np.float32(reward), np.full(size, 7, np.float32)
-        return Score(reward, reward, steps, steps != 0, values, 5, {"model": reward}, version)
+        return Score(
+            reward=reward,
+            outcome=reward,
+            steps=steps,
+            ends=steps != 0,
+            values=values,
+            version=5,
+            components={"model": reward},
+            reward_version=version,
+        )
 
 
 @pytest.mark.parametrize(
@@ -468,7 +477,7 @@ def with_a_tool(prompt: Prompt, reply: str) -> RolloutRow:
 
 
 def row_of(columns: dict[str, Any]) -> Prompt:
-    return PromptReader(POLICY, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
+    return PromptReader(tokenizer=POLICY, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
 
 
 SHAPES = {  # prompt, and the messages before the reply
@@ -672,9 +681,9 @@ def test_tools_and_template_kwargs_of_a_row_reach_policy_and_reward_model(tmp_pa
     theirs = with_thoughts("qwen2", chat_template=template)
     options: dict[str, Any] = {"tools": [{"name": "look"}], "effort": "low"}
     columns = {"prompt": [QUESTION], "tools": options["tools"], "chat_template_kwargs": {"effort": "low"}}
-    prompt = PromptReader(theirs, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
+    prompt = PromptReader(tokenizer=theirs, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
     assert prompt.text == theirs.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **options)
     whole = theirs.apply_chat_template([QUESTION, assistant(" A day.")], tokenize=False, **options)
     assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole)
     with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which defines the tools"):
-        PromptReader(theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))
+        PromptReader(tokenizer=theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))

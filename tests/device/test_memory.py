@@ -166,7 +166,7 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
     exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}
     assert exported["rlhf_trainer_gpu_peak_bytes"] == 40 * GIB
     assert exported["rlhf_trainer_out_of_memory"] == 3
-    journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
+    journal.write_heartbeat(Heartbeat(epoch=1, step=1, micro_batch=0, state="idle", time=0.0))
     (actor,) = [line for line in status.status(run.config) if line.startswith("actor")]
     assert actor.endswith("; 0.0 GiB on its GPU of 80.0 GiB, at most 0.0")
     assert "; 1.0 GiB on its GPU of 80.0 GiB, at most 40.0;" in status._sidecar(run.config)

@@ -62,7 +62,7 @@ def train(journal: Journal, step: int | None, value: float | None = None) -> Ent
 
 def done(journal: Journal, entry: Entry, **more: object) -> None:
     digest = journal.load(entry)[1] if entry.kind == "train" else None
-    journal.finish(entry, Result(entry.name, entry.step, digest=digest, **more))
+    journal.finish(entry, Result(entry=entry.name, weights_version=entry.step, digest=digest, **more))
 
 
 def conflict(text: str | None) -> contextlib.AbstractContextManager[object]:
@@ -280,7 +280,7 @@ def test_full_disk_leaves_no_entry(journal: Journal, monkeypatch: pytest.MonkeyP
 def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal: Journal):
     last = KEPT_RESULTS + 2
     for step in (1, 2, 3, last):
-        journal.finish(Entry(step, 0, "train"), Result(f"{step:08d}.train", step, digest="x"))
+        journal.finish(Entry(step, 0, "train"), Result(entry=f"{step:08d}.train", weights_version=step, digest="x"))
     journal.forget_covered(last)
     assert [result.entry for result in journal.results()] == ["00000003.train", f"{last:08d}.train"]
     with conflict("step: 1 of run 'run' was trained too long ago to compare"):
@@ -321,7 +321,7 @@ def test_requests_of_an_owner_before_a_rewind_are_refused(journal: Journal):
         rewound(journal, 0, sender)
     last = 2 * KEPT_RESULTS
     for step in (1, last):
-        journal.finish(Entry(step, 0, "train"), Result(f"{step:08d}.train", step, digest="x"))
+        journal.finish(Entry(step, 0, "train"), Result(entry=f"{step:08d}.train", weights_version=step, digest="x"))
     journal.forget_covered(last)
     assert len(journal.results()) == 2, "all but the last step's and the newest rewind's are gone"
     assert journal.owners() == ["second/2", "second/1", "first/1"]
@@ -398,7 +398,7 @@ def test_repeated_step_with_a_damaged_entry_returns_the_same_entry(journal: Jour
     assert train(journal, 1) == entry
     for _ in range(2):  # a sidecar killed between the two begins again
         journal.set_aside_damaged(entry)
-    journal.finish(entry, Result(entry.name, 0, error="it is damaged"))
+    journal.finish(entry, Result(entry=entry.name, weights_version=0, error="it is damaged"))
     assert train(journal, 1) == entry
     assert train(journal, 2).step == 2
     assert [path.read_bytes() for path in (journal.root / "run" / "set_aside").glob("*/*")] == [b"?"]
@@ -532,7 +532,7 @@ def ask(model: TritonModel, sender: str, **inputs: int | list[int]) -> Callable[
 def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(model: TritonModel, tmp_path: Path, ahead_s: float):
     journal = Journal(tmp_path, "run")
     with journal.lock():
-        journal.write_heartbeat(Heartbeat(1, 7, 0, "training", time.time() + ahead_s))
+        journal.write_heartbeat(Heartbeat(epoch=1, step=7, micro_batch=0, state="training", time=time.time() + ahead_s))
         error = str(ask(model, "", rewind_to=0)().error)
     assert "the sidecar has made no progress for" in error
     assert "(step 7, micro-batch 0, training)" in error
@@ -552,7 +552,7 @@ def test_sender_header_decides_whether_a_request_is_served_after_a_rewind(
         response = ask(model, sender, dummy_var=0, step=0, keep_steps=[3, 0])
         for entry in journal.entries():
             assert journal.keep_steps(entry) == [0, 3]
-            journal.finish(entry, Result(entry.name, 7))
+            journal.finish(entry, Result(entry=entry.name, weights_version=7))
         answer = response()
     if is_served:
         assert answer.outputs[WEIGHTS_VERSION].tolist() == [7]

@@ -320,10 +320,15 @@ def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_pa
         train(journal, 2)
         assert sidecar(journal.changed_at) not in (None, before)
         done(journal, entry)
-        assert server(lambda: journal.result(entry)) == Result(entry.name, 1, digest=journal.load(entry)[1])
-        journal.write_heartbeat(Heartbeat(1, 1, 0, "idle", 0.0))
+        assert server(lambda: journal.result(entry)) == Result(
+            entry=entry.name, weights_version=1, digest=journal.load(entry)[1]
+        )
+        journal.write_heartbeat(Heartbeat(epoch=1, step=1, micro_batch=0, state="idle", time=0.0))
         store.announce(3)
-        assert (server(journal.heartbeat), server(store.announced)) == (Heartbeat(1, 1, 0, "idle", 0.0), 3)
+        assert (server(journal.heartbeat), server(store.announced)) == (
+            Heartbeat(epoch=1, step=1, micro_batch=0, state="idle", time=0.0),
+            3,
+        )
         journal.set_aside_after(journal.accept_rewind(run_id=None, target=0))
         assert "removed by a rewind" in str(server(lambda: journal.result(Entry(2, 0, "train"))).error)
 

@@ -578,7 +578,7 @@ def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:
     for entry in run.journal.entries():
         if run.journal.result(entry) is None:
             digest = run.journal.load(entry)[1] if entry.kind == "train" else None
-            run.journal.finish(entry, Result(entry.name, 1, loss_mean=0.25, digest=digest))
+            run.journal.finish(entry, Result(entry=entry.name, weights_version=1, loss_mean=0.25, digest=digest))
     return request.responses.get(timeout=PATIENCE_S)
 
 

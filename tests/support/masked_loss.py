@@ -25,7 +25,18 @@ def loss_inputs(
     """Return the inputs of a micro-batch, by default of all of its minibatch."""
     rows = torch.arange(len(weights))
     total = float(weights.sum()) if total is None else total
-    return LossInputs(logprobs, old, advantages, weights, total, clip, (weights > 0).double(), rows, rows, old)
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        advantages=advantages,
+        weights=weights,
+        total=total,
+        clip=clip,
+        mask=(weights > 0).double(),
+        groups=rows,
+        versions=rows,
+        ref_logprobs=old,
+    )
 
 
 def sample(seed: int, batch: int, width: int) -> list[Tensor]:

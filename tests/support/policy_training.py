@@ -72,7 +72,18 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
     mask = ((positions >= prompt - 1) & (positions < ends[:, None] - 1)).float()
     logprobs, ref, advantages = torch.randn(3, len(lengths), width - 1, generator=generator) * mask
     zeros = torch.zeros_like(mask)
-    return PPOBatch(tokens, ends, mask, mask, logprobs - 2, ref - 2, advantages, zeros, zeros, zeros)
+    return PPOBatch(
+        tokens=tokens,
+        lengths=ends,
+        mask=mask,
+        policy_weights=mask,
+        logprobs=logprobs - 2,
+        ref_logprobs=ref - 2,
+        advantages=advantages,
+        returns=zeros,
+        prev_values=zeros,
+        kl=zeros,
+    )
 
 
 def samples_of(batch: PPOBatch, *, prompt: int) -> list[RolloutRow]:

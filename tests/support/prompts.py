@@ -34,7 +34,7 @@ def write_prompts(path: Path, texts: Sequence[str]) -> Path:
 def inputs_of(*files: PromptFileSection | Path, seed: int = 0, **limits: Any) -> StepInputs:
     """Return the inputs of a run; `limits`: fields of PromptReader."""
     sources = [PromptFileSection(path=file) if isinstance(file, Path) else file for file in files]
-    reader = PromptReader(bytewise, **{"max_tokens": 100, **limits})
+    reader = PromptReader(tokenizer=bytewise, **{"max_tokens": 100, **limits})
     return StepInputs(sources, reader, seed=seed)
 
 

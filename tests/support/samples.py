@@ -28,12 +28,14 @@ def a_sample(
     """A response to the first `prompt` of these tokens."""
     row = np.asarray(tokens, np.int64)
     asked = Prompt(name, "", row[:prompt])
-    return replace(RolloutRow(asked, row, np.arange(len(row)) >= prompt, ended, score=score), **more)
+    return replace(
+        RolloutRow(prompt=asked, tokens=row, sampled=np.arange(len(row)) >= prompt, ended=ended, score=score), **more
+    )
 
 
 def rewarded(reward: float, **more: Any) -> Score:
     """The score of a response without process rewards."""
-    return Score(reward, reward, **more)
+    return Score(reward=reward, outcome=reward, **more)
 
 
 def groups_of(rows: Sequence[RolloutRow | Conversation], size: int = 1) -> list[Group]:

@@ -348,7 +348,7 @@ def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(
     run = make_run(tmp_path, checkpoints)
     folders = run.config.run
     folders.journal_dir.mkdir(parents=True)
-    beat = Heartbeat(1, 7, 0, "publishing", time.time() - 300)
+    beat = Heartbeat(epoch=1, step=7, micro_batch=0, state="publishing", time=time.time() - 300)
     journal = Journal(folders.journal_dir, folders.identity)
     journal.write_heartbeat(dataclasses.replace(beat, trouble="No space left on device"))
     noise = "[Error] File: otlp_http_exporter.cc:122 [OTLP HTTP Client] ERROR: Export 512 trace span(s) error: 1"

@@ -35,7 +35,17 @@ def fresh(critic: Path) -> CriticUpdate:
 def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False) -> CheckpointState:
     optimizer_step = update.trained.optimizer_step if update else step
     decided = update.trained.settings if update else {}
-    return CheckpointState("run", step, optimizer_step, step, 1, asked, decided, "a hash", [{"entry": "x"}])
+    return CheckpointState(
+        run_id="run",
+        step=step,
+        optimizer_step=optimizer_step,
+        version=step,
+        epoch=1,
+        asked=asked,
+        settings=decided,
+        base_digest="a hash",
+        results=[{"entry": "x"}],
+    )
 
 
 def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:

@@ -61,7 +61,17 @@ def payloads(count: int) -> list[TrainPayload]:
 
 def state(step: int, update: CriticUpdate) -> CheckpointState:
     trained = update.trained
-    return CheckpointState("run", step, trained.optimizer_step, 0, 1, True, trained.settings, "", [])
+    return CheckpointState(
+        run_id="run",
+        step=step,
+        optimizer_step=trained.optimizer_step,
+        version=0,
+        epoch=1,
+        asked=True,
+        settings=trained.settings,
+        base_digest="",
+        results=[],
+    )
 
 
 def everything(update: CriticUpdate) -> dict[str, torch.Tensor]:

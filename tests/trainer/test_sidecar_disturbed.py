@@ -170,7 +170,7 @@ class Disturbed(RuleBasedStateMachine):
             step = self.step
         keep_steps = sorted({*self.asked, step} if keep else {step})
         entry = self.rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps)
-        assert self.answer(entry) == Result(entry.name, len(self.published) - 1)
+        assert self.answer(entry) == Result(entry=entry.name, weights_version=len(self.published) - 1)
         self.asked = {asked for asked in self.asked if asked > step or keep} | {step}
 
     @rule(chosen=st.integers(0, 9))
@@ -583,7 +583,11 @@ def test_sidecar_waits_for_a_full_or_read_only_weights_disk(
             rig.start().train(1)
             disk.fill() if "space" in trouble else disk.read_only(True)
             entries = [rig.send(2), rig.send(3), rig.journal.accept_save(run_id="run")]
-            until(lambda: bool((rig.journal.heartbeat() or Heartbeat(0, 0, 0, "", 0)).trouble))
+            until(
+                lambda: bool(
+                    (rig.journal.heartbeat() or Heartbeat(epoch=0, step=0, micro_batch=0, state="", time=0)).trouble
+                )
+            )
             heartbeat = rig.journal.heartbeat()
             assert (heartbeat.step, heartbeat.state) == (2, "publishing step 2")
             assert trouble in str(heartbeat.trouble)

@@ -75,7 +75,7 @@ class _Silence:
         return time.monotonic() - self.since if self.missed >= MISSED_PROBES else 0.0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Watched:
     """Health-check state of one model."""
 
