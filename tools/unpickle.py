@@ -166,12 +166,10 @@ def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:
     return checked
 
 
-def _collect(
-    file: Path, value: Any, path: str, tensors: dict[str, Tensor], left_out: list[str], seen: set[int]
-) -> None:
-    """Add the tensors in nested dicts to `tensors`, by their keys, and the names of other entries to `left_out`."""
+def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_out: list[str], seen: set[int]) -> None:
+    """Add the tensors in nested dicts to `found`, named by their keys, and the names of other entries to `left_out`."""
     if isinstance(value, Tensor):
-        tensors[path] = value
+        found[path] = value
     elif isinstance(value, Mapping):
         if id(value) in seen:
             raise CheckpointError(f"{file} is refused: it has the dict {path!r} more than once")
@@ -181,11 +179,11 @@ def _collect(
             if not path and (TRAINERS.fullmatch(name) or _is_loss_scaler(entry)):
                 left_out.append(name)
             elif not path and name in WRAPPERS and isinstance(entry, Mapping):
-                _collect(file, entry, "", tensors, left_out, seen)
-            elif name in tensors:
+                _collect(file, entry, "", found, left_out, seen)
+            elif name in found:
                 raise CheckpointError(f"{file} is refused: it has the tensor {name} twice; remove one")
             else:
-                _collect(file, entry, name, tensors, left_out, seen)
+                _collect(file, entry, name, found, left_out, seen)
     elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor | Mapping) for entry in value):
         raise CheckpointError(f"{file} is refused: {path or 'all of it'} is a list of tensors, which have no names")
     elif CONSTANTS.fullmatch(path) and type(value) in (int, float, list, tuple):

@@ -41,8 +41,8 @@ from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.gpu import GpuStream, to_device
 from rlhf_triton.models.inspections import skip_inspections
 from rlhf_triton.models.language_model import check_causal
-from rlhf_triton.models.loading import map_tensors
 from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
+from rlhf_triton.models.mapped_tensors import map_tensors
 from rlhf_triton.models.output_head import head_logprobs, linear_head
 from rlhf_triton.models.precision import computing, in_float32
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks

@@ -31,18 +31,9 @@ from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.models.collation import collate, limits_of
 from rlhf_triton.models.gpu import to_host
 from rlhf_triton.models.heads import GatedHead, ModelHead, merged
-from rlhf_triton.models.loading import (
-    attribute_weights_of,
-    check_finite,
-    check_same_architecture,
-    load_classifier,
-    load_token_model,
-    placed_head,
-    read_head,
-    stored_tensors,
-    twin_with_head,
-    with_tensors,
-)
+from rlhf_triton.models.loading import load_classifier, load_token_model
+from rlhf_triton.models.mapped_tensors import check_finite, stored_tensors
+from rlhf_triton.models.new_weights import check_same_architecture, twin_with_head, with_tensors
 from rlhf_triton.models.readout import (
     POOLS,
     label_probabilities,
@@ -51,6 +42,7 @@ from rlhf_triton.models.readout import (
     pool_last,
     standardise,
 )
+from rlhf_triton.models.stored_heads import attribute_weights_of, placed_head, read_head
 from rlhf_triton.models.token_head import TokenHead
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device

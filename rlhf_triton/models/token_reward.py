@@ -9,9 +9,10 @@ from typing import Any, Literal
 from rlhf_triton.checkpoints.heads import Head
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, single_tokens
-from rlhf_triton.models.loading import load_causal_model, placed_head
+from rlhf_triton.models.loading import load_causal_model
 from rlhf_triton.models.modeling import RewardModel, Standardization, constants_for, load_reward
 from rlhf_triton.models.output_head import keep_outputs
+from rlhf_triton.models.stored_heads import placed_head
 from rlhf_triton.models.token_head import TokenHead
 
 LOG_ODDS = ((1.0, -1.0), (-1.0, 1.0))  # weights of two labels' outputs whose sum is the log-odds of label 0, or of 1

@@ -36,7 +36,7 @@ from rlhf_triton.checkpoints.heads import GATES
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.sections import RewardSection
-from rlhf_triton.models import loading
+from rlhf_triton.models import transformers_classes
 from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
@@ -735,12 +735,12 @@ UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
 def test_unusual_config_key_changes_no_score_or_is_refused_by_name(
     tmp_path: Path, family: str, config: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(loading, "OWN_PATHS", {})
+    monkeypatch.setattr(transformers_classes, "OWN_PATHS", {})
     kind = SEQUENCE_CLASSES[family]
     shape = Shape(family, kind, one("classifier" if family == "bert" else "score", bias=family == "bert"))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
-    monkeypatch.setattr(loading, "OWN_PATHS", {})
+    monkeypatch.setattr(transformers_classes, "OWN_PATHS", {})
     change_config(tmp_path, config)
     if told is None:
         np.testing.assert_allclose(load_reward(tmp_path).score(rows(shape)), expected, rtol=1e-5)

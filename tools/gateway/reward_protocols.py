@@ -69,7 +69,7 @@ class ScoredBody(Body, abc.ABC):
         return set()
 
     @abc.abstractmethod
-    def reply(self, scored: Results) -> Any:
+    def reply(self, found: Results) -> Any:
         """Return the body of the reply. Raises HttpError if the protocol cannot express it."""
 
 
@@ -134,9 +134,9 @@ class RewardsRequest(ScoredBody):
     def rows(self, served: ServedModel) -> list[Row]:
         return [item.row() for item in self.inputs]
 
-    def reply(self, scored: Results) -> dict[str, Any]:
+    def reply(self, found: Results) -> dict[str, Any]:
         """Return one entry per row in each list. Raises HttpError only if no server could score any row in time."""
-        results, names = scored.rows, scored.served.components
+        results, names = found.rows, found.served.components
         if all(result.status in UNAVAILABLE for result in results):
             check_all(results, "inputs")
         return {
@@ -177,12 +177,12 @@ class OpenRLHFRequest(ScoredBody):
                 rows.append(text_row(prompt, query[len(prompt) :], label))
         return rows
 
-    def reply(self, scored: Results) -> dict[str, Any]:
+    def reply(self, found: Results) -> dict[str, Any]:
         """Return rewards, also as `scores`, by which OpenRLHF filters prompts, and the terms of a weighted sum."""
-        rewards = scored.single("query")
+        rewards = found.single("query")
         terms: dict[str, list[float | None]] = {}
-        for i, name in enumerate(scored.served.components):
-            column = [row.components[i] for row in scored.rows]
+        for i, name in enumerate(found.served.components):
+            column = [row.components[i] for row in found.rows]
             if None not in column:  # a term of weight 0 may have failed
                 terms[name] = column
         return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
@@ -208,12 +208,12 @@ class VllmRequest(ScoredBody):
     def outputs(self, served: ServedModel) -> set[str]:
         return {PROBABILITIES} if self.is_activated and served.labels else set()
 
-    def scores(self, scored: Results, name: str) -> list[Sequence[float]]:
+    def scores(self, found: Results, name: str) -> list[Sequence[float]]:
         """Return probabilities or rewards of the rows of the field `name`. Raises HttpError if a row has none."""
-        check_all(scored.rows, name)
+        check_all(found.rows, name)
         if not self.is_activated:
-            return [row.rewards for row in scored.rows]
-        return [row.probabilities if scored.served.labels else activated(row.rewards) for row in scored.rows]
+            return [row.rewards for row in found.rows]
+        return [row.probabilities if found.served.labels else activated(row.rewards) for row in found.rows]
 
 
 def _vllm_reply(kind: str, **data: Any) -> dict[str, Any]:
@@ -246,18 +246,18 @@ class PoolingRequest(VllmRequest):
             return [chat_row(self.messages, {})]
         return [Row((item,)) if isinstance(item, str) else Row(tokens=item) for item in self.input]
 
-    def reply(self, scored: Results) -> dict[str, Any]:
-        scores = enumerate(self.scores(scored, "input"))
+    def reply(self, found: Results) -> dict[str, Any]:
+        scores = enumerate(self.scores(found, "input"))
         return _vllm_reply("pool", data=[{"index": i, "object": "pooling", "data": [*row]} for i, row in scores])
 
 
 class ClassifyRequest(PoolingRequest):
     """As of `/pooling`."""
 
-    def reply(self, scored: Results) -> dict[str, Any]:
+    def reply(self, found: Results) -> dict[str, Any]:
         """Return scores, and the name of the most likely label if there is one score for each."""
-        labels, data = scored.served.labels, []
-        for i, probs in enumerate(self.scores(scored, "input")):
+        labels, data = found.served.labels, []
+        for i, probs in enumerate(self.scores(found, "input")):
             label = labels[probs.index(max(probs))] if len(probs) == len(labels) else None
             data.append({"index": i, "label": label, "probs": [*probs], "num_classes": len(probs)})
         return _vllm_reply("classify", data=data)
@@ -284,8 +284,8 @@ class PairScoresRequest(VllmRequest):
             raise HttpError(400, f"text_1: {told}")
         return _pairs(first, self.text_2, served)
 
-    def reply(self, scored: Results) -> dict[str, Any]:
-        scores = enumerate(_single(self.scores(scored, "text_2")))
+    def reply(self, found: Results) -> dict[str, Any]:
+        scores = enumerate(_single(self.scores(found, "text_2")))
         return _vllm_reply("score", data=[{"index": i, "object": "score", "score": score} for i, score in scores])
 
 
@@ -316,9 +316,9 @@ class RerankRequest(VllmRequest):
     def rows(self, served: ServedModel) -> list[Row]:
         return _pairs([self.query] * len(self.documents), self.documents, served)
 
-    def reply(self, scored: Results) -> Any:
+    def reply(self, found: Results) -> Any:
         """Return the documents from the best to the worst, in vLLM's form or TEI's."""
-        scores = _single(self.scores(scored, "texts" if self.is_tei else "documents"))
+        scores = _single(self.scores(found, "texts" if self.is_tei else "documents"))
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
         if self.is_tei:
             texts = {i: {"text": self.documents[i]} for i in order} if self.return_text else {}
@@ -366,8 +366,8 @@ def _endpoint(source: RewardSource, protocol: type[ScoredBody]) -> Callable[...,
         body = protocol.read(await read_json(request))
         if (model := getattr(body, "model", None)) not in (None, REWARD_MODEL):
             raise HttpError(404, f"model: {model!r} does not exist, this gateway serves {REWARD_MODEL!r}")
-        results = await while_connected(request, scored(body, request))
-        request.state.errors = [row.error for row in results.rows if row.error is not None]
-        return JSONResponse(body.reply(results))
+        found = await while_connected(request, scored(body, request))
+        request.state.errors = [row.error for row in found.rows if row.error is not None]
+        return JSONResponse(body.reply(found))
 
     return score

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.models.language_model import LanguageModel, load_language_model
-from rlhf_triton.models.loading import check_finite
+from rlhf_triton.models.mapped_tensors import check_finite
 from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.models.token_reward import load_logit_reward, load_process_reward
 
