@@ -9,11 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_triton.checkpoints.inspection import (
-    CheckpointError,
-    CheckpointInfo,
-    inspect_checkpoint,
-)
+from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error
 from rlhf_triton.checkpoints.safetensors_header import TensorInfo
 from rlhf_triton.checkpoints.tensor_file import STORED_DTYPES

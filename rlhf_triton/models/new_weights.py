@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rlhf_triton.checkpoints.heads import Head
-from rlhf_triton.checkpoints.inspection import (
-    ADAPTERS_KEY,
-    CONFIG_FILE,
-    CheckpointError,
-    CheckpointInfo,
-)
+from rlhf_triton.checkpoints.inspection import ADAPTERS_KEY, CONFIG_FILE, CheckpointError, CheckpointInfo
 from rlhf_triton.errors import reason_of
 from rlhf_triton.models.heads import ModelHead, build_head
 from rlhf_triton.models.mapped_tensors import stored_tensors

@@ -12,19 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    GenerationConfig,
-)
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenerationConfig
 
 from rlhf_triton.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
 from rlhf_triton.checkpoints.heads import GATES, Head, Pooling
-from rlhf_triton.checkpoints.inspection import (
-    CONFIG_FILE,
-    CheckpointError,
-    CheckpointInfo,
-    read_config,
-)
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, CheckpointInfo, read_config
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.models.heads import build_head
 from rlhf_triton.models.mapped_tensors import map_tensors

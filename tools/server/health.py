@@ -22,11 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_triton.client.control_plane import (
-    PROBED_OUTPUTS,
-    ControlPlaneError,
-    Failure,
-)
+from rlhf_triton.client.control_plane import PROBED_OUTPUTS, ControlPlaneError, Failure
 from rlhf_triton.tools.server.child import restart_pause_s
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.wire.contract import LOAD_LABEL
