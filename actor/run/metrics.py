@@ -76,7 +76,7 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log scalars of `step` to every tracker."""
-        self._each(lambda tracker: tracker.log(metrics, step))
+        self._call_all(lambda tracker: tracker.log(metrics, step))
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log rows of (step, prompt, response, reward) to every tracker that has tables."""
@@ -87,7 +87,7 @@ class Trackers:
             if hasattr(tracker, "log_table"):
                 tracker.log_table("train_rollouts/table", columns=columns, data=data, step=rows[0]["step"])
 
-        self._each(add)
+        self._call_all(add)
 
     def finish(self) -> None:
         """Close every tracker after its queued calls; wait at most `FINISH_S` for them."""
@@ -119,7 +119,7 @@ class Trackers:
             tracker.log_artifact(str(texts))
         tracker.finish()
 
-    def _each(self, do: Callable[[GeneralTracker], None]) -> None:
+    def _call_all(self, do: Callable[[GeneralTracker], None]) -> None:
         if self._calls.qsize() < MOST_PENDING:
             self._calls.put(functools.partial(self._call, do))
         elif not self._has_dropped:

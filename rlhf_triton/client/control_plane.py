@@ -401,17 +401,17 @@ class ModelServers:
                 raise ControlPlaneError(f"{self._model} serves version {served} instead of {version}")
             return served
 
-        return self._each(load_one)
+        return self._ask_all(load_one)
 
     def versions(self) -> list[Loaded]:
         """Return the version that each server serves, from its response to an inference request.
 
         Raises ControlPlaneError if a name cannot be resolved.
         """
-        return self._each(self._ask)
+        return self._ask_all(self._ask)
 
-    def _each(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:
-        def one(url: str) -> Loaded:
+    def _ask_all(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:
+        def ask_one(url: str) -> Loaded:
             try:
                 with ControlPlane(url, self._key) as control:
                     return Loaded(url, ask(control))
@@ -420,7 +420,7 @@ class ModelServers:
 
         urls = self.urls()
         with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="servers") as pool:
-            return list(pool.map(one, urls))
+            return list(pool.map(ask_one, urls))
 
     def _ask(self, control: ControlPlane) -> int:
         answer = control.probe(self._model, PROBE_TIMEOUT_S, [self._output])
