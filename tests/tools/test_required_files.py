@@ -15,7 +15,7 @@ import psutil
 import pytest
 import reward_functions
 import yaml
-from live_system import TEXTS, Checkpoints, make_run, make_tokenizer
+from live_system import TEXTS, Checkpoints, make_checkpoint, make_run, make_tokenizer
 from tiny_checkpoints import change_config, save_tiny
 from tiny_models import regions
 
@@ -23,9 +23,11 @@ import rlhf_triton.actor.__main__
 import rlhf_triton.tools.run
 import rlhf_triton.tools.serve
 import rlhf_triton.trainer.__main__
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.config.required_files import check_critic, check_files
@@ -308,6 +310,36 @@ def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
     asyncio.run(other.compare_tokenizers())
     with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
         asyncio.run(ppo.compare_tokenizers())
+
+
+def test_reference_on_a_server_with_other_settings_is_refused(tmp_path: Path, checkpoints: Checkpoints):
+    """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
+    run = make_run(tmp_path / "run", checkpoints, actor={"kl_reference": "triton"})
+    served = ServedModel.of(parameters_of(render_configs.render_configs(run.config)["reference"]))
+    client: Any = SimpleNamespace(describe=mock.AsyncMock(return_value=served))
+
+    def compare(*overrides: str) -> None:
+        config = load_config(run.path, overrides)
+        asyncio.run(ServedReference(client, Policy(config.actor), config.reference.model).compare())
+
+    other_roles = make_tokenizer()
+    other_roles.bos_token = "</s>"
+    roles = make_checkpoint(tmp_path / "roles", "policy", other_roles, seed=3)
+    weights = make_checkpoint(tmp_path / "weights", "policy", make_tokenizer(), seed=33)
+    compare()
+    compare(f"reference.model={tmp_path / 'on the server only'}")  # cannot be seen from here
+    for override, message in {
+        "generation.temperature=0.7": r"rendered with temperature 1\.0, the actor has 0\.7",
+        "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
+        f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
+        f"policy.model={roles}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
+        f"policy.model={weights}": r"whose weights differ from reference\.model \(",
+    }.items():
+        with pytest.raises(RlhfError, match=message):
+            compare(f"actor.{override}")
+    client.describe.side_effect = RequestFailed("refused", UNKNOWN_MODEL)
+    with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
+        compare()
 
 
 @pytest.mark.parametrize(
