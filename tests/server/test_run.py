@@ -22,21 +22,16 @@ from live_system import (
     start_system,
     wait_for,
 )
-from settled import settled_statistics
 from span_collector import Collector
 from transformers import AutoModelForCausalLM
 
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.tools.report.data import load_run
-from rlhf_triton.tools.report.page import write_page
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
-from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
+from rlhf_triton.wire.contract import CRITIC_TRAIN
 
 
-def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpoints: Checkpoints, tmp_path: Path):
+def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpoints: Checkpoints):
     folder = live.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
@@ -56,10 +51,6 @@ def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpo
     phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
     assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
     assert not (folder / "summary.json").exists()  # `rlhf-triton run` writes it, which did not start this actor
-    write_page(load_run(folder), tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "<p>After 3 steps of PPO, starting from policy, on " in page
-    assert "On the same held-out rollouts critic version 3 explains" in page
     for step in (2, 3):  # checkpoint_every, and the last step
         for room in ("actor", "critic"):
             assert json.loads((folder / "checkpoints" / room / str(step) / "state.json").read_text())["step"] == step
@@ -205,9 +196,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
             system.stop()
 
 
-# ---- log lines and traces ----
-
-
 @pytest.mark.slow
 def test_one_trace_per_step_spans_actor_server_and_sidecar(served: Served):
     for root in served.received.named("step"):
@@ -237,24 +225,3 @@ def test_one_trace_per_step_spans_actor_server_and_sidecar(served: Served):
         assert not any(span.failed for span in spans)
     assert len({span.trace for span in served.received.named("step")}) == 3
     assert len(served.received.named("validation")) == 2
-
-
-# ---- the reference ----
-
-
-@pytest.mark.slow
-def test_served_reference_gives_the_same_rewards_and_kl(served: Served, live: System):
-    """Compares step 1, where the policy equals the reference, and step 2, where it has moved."""
-    summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
-    assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
-    assert Policy(served.run.config.actor).reference is None
-    with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
-        assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
-    assert live.run.config.actor.kl.reference == "actor"
-    ours, theirs = (read_jsonl(run.run.config.run.dir / "metrics.jsonl") for run in (served, live))
-    for name in ("rewards", "init_policy_kl", "init_policy_kl_per_sequence", "generation_length", "advantages_std"):
-        pairs = [[lines[step][f"train_rollouts/{name}"] for lines in (ours, theirs)] for step in (0, 1)]
-        for found, wanted in pairs if name != "advantages_std" else pairs[:1]:
-            assert found == pytest.approx(wanted, abs=1e-4), name
-    assert theirs[1]["train_rollouts/init_policy_kl"] > 1e-3
-    assert all(line["timers/init_logprobs"] > 0 for line in ours)

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import reward_functions
 import yaml
 from live_system import TEXTS, Checkpoints, make_checkpoint, make_run, make_tokenizer
 from tiny_checkpoints import change_config, save_tiny
-from tiny_models import regions
 
 import rlhf_triton.actor.__main__
 import rlhf_triton.tools.run
@@ -720,37 +718,3 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(
     monkeypatch.setattr("rlhf_triton.tools.serve.ServerHealth", mock.Mock())
     assert module.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
-
-
-def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the output of `rlhf-triton run` in this process, which has already loaded the large libraries."""
-    code = rlhf_triton.tools.run.main(["--config", str(path)])
-    if code == 130:  # this test was interrupted
-        raise KeyboardInterrupt
-    output = capsys.readouterr()
-    logs = {file.name: file.read_text()[-1500:] for file in path.parent.glob("run/logs/*.log")}
-    assert code == 0, (output, logs)
-    return output.out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_grpo_with_a_function_runs_without_critic_and_reward_model_and_resumes(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
-):
-    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
-    output = run_to_the_end(path, capsys)
-    folder = tmp_path / "run"
-    assert f"policy: {folder / 'policy'}, which AutoModelForCausalLM.from_pretrained(" in output
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["failed_requests"] == summary["server_failures"] == summary["masked_samples"] == 0
-    for name in ("journal", "critic_metrics.jsonl", "logs/sidecar.log"):
-        assert not (folder / name).exists(), name
-    words = output + re.sub(r'src="[^"]*"', "", (folder / "report.html").read_text())
-    assert not re.search("critic|weights.version|reload|null|NaN|held-out", words)
-    assert not regions(psutil.Process().pid)
-    path.write_text(path.read_text().replace("steps: 2", "steps: 3"))
-    again = run_to_the_end(path, capsys)
-    assert "step 3/3" in again
-    assert "step 2/3" not in again
-    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]
