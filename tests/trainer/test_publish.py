@@ -16,7 +16,7 @@ from tiny_checkpoints import save_tiny
 from versions import flip, reseal
 
 import rlhf_triton.store.weights as weights_module
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import digest_of
 from rlhf_triton.models.canary import canary_row, check_canary
@@ -272,14 +272,3 @@ def test_publish_does_not_wait_for_instances_under_reload(llama: WeightsStore):
     publication = Publication(llama, "triton")
     publication.say("critic_0")
     publication.wait()
-
-
-def test_check_canary_fails_for_other_weights(llama: WeightsStore):
-    publication = Publication(llama)
-    critic, row = publication.critic, [canary_row(publication.critic)]
-    assert publication.store.manifest(1).canary == publication.canary
-    check_canary(critic, critic.values(row)[0], publication.canary)
-    with torch.no_grad():
-        critic.model.score.weight += 0.1
-    with pytest.raises(CheckpointError, match="the values for the canary row differ by"):
-        check_canary(critic, critic.values(row)[0], publication.canary)
