@@ -26,7 +26,6 @@ from live_system import (
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelServers
 from rlhf_triton.config import load_config
-from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.weights import main as weights
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN
@@ -112,12 +111,6 @@ def test_answer_means_that_every_live_server_serves_the_version(pair: Pair, caps
     assert pair.run.critic_updates(up_to=2)[-1]["served_by"] == {record.name: version for record in records}
 
     urls = pair.run.config.trainer.servers
-    loaded = ModelServers(urls, control_key(pair.run.store.root)).load(version, timeout_s=120.0)
-    assert [(outcome.url, outcome.version) for outcome in loaded] == [(url, version) for url in urls]
-    old = {record.pid for record in records}
-    wait_for(lambda: not old & {record.pid for record in pair.run.store.serving()}, pair.system.sidecar)  # they unload
-    assert len(pair.run.store.serving()) == 2
-
     pair.kill(1)
     version = train(pair.run, 3)
     assert served(pair.run) == version, "a dead server delays no other"

@@ -114,7 +114,7 @@ def test_served_models_answer_their_clients_and_end_with_the_block(
         answer = critic.train(1, *update)
         assert (answer.loss_mean, answer.weights_version) == (pytest.approx(0.5 * 5**2), 1)
         assert critic.train(1, *update) == answer, "a repeated step is not trained again"
-        assert critic.rewind(0) == 2
+        assert critic.rewind(0) > answer.weights_version
         assert critic.train(1, *update).loss_mean == pytest.approx(answer.loss_mean)
         children = {*psutil.Process().children(recursive=True)} - others
         assert len(children) > 2
