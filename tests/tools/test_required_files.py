@@ -318,7 +318,9 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path: Path, ch
 
     def compare(*overrides: str) -> None:
         config = load_config(run.path, overrides)
-        asyncio.run(ServedReference(client, Policy(config.actor), config.reference.model).compare())
+        policy = Policy(config.actor)
+        assert policy.reference is None, "it is served"
+        asyncio.run(ServedReference(client, policy, config.reference.model).compare())
 
     other_roles = make_tokenizer()
     other_roles.bos_token = "</s>"
