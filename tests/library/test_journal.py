@@ -529,13 +529,39 @@ def ask(model: TritonModel, sender: str, **inputs: int | list[int]) -> Callable[
 
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
-def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(model: TritonModel, tmp_path: Path, ahead_s: float):
-    journal = Journal(tmp_path, "run")
+def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(
+    model: TritonModel, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+):
+    """A full disk keeps the sidecar from writing its heartbeat, so the server looks at the disk itself."""
+    journal = model.served.journal
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.refusal", lambda _: full)
     with journal.lock():
         journal.write_heartbeat(Heartbeat(epoch=1, step=7, micro_batch=0, state="training", time=time.time() + ahead_s))
         error = str(ask(model, "", rewind_to=0)().error)
     assert "the sidecar has made no progress for" in error
-    assert "(step 7, micro-batch 0, training)" in error
+    assert "(step 7, micro-batch 0, training); the journal's disk cannot be written: No space left on device" in error
+
+
+def test_request_that_cannot_be_processed_now_fails_with_the_cause_and_stays_in_the_journal(
+    model: TritonModel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", HOUR_S)
+    journal = model.served.journal
+    kept = "the save after step 0 of run 'run' is in the journal and will be processed: repeat the request"
+    missing = "UNAVAILABLE: no sidecar follows the journal: start `python -m rlhf_triton.trainer`; "
+    assert str(ask(model, "", dummy_var=0, step=0)().error).startswith(missing + kept)
+    with journal.lock():
+        blocked = Heartbeat(1, 2, 0, "publishing step 2", time.time(), trouble="No space left on device")
+        journal.write_heartbeat(blocked)
+        error = str(ask(model, "", dummy_var=0, step=0)().error)
+        assert f"the sidecar cannot continue (publishing step 2): No space left on device; {kept}" in error
+    assert [entry.kind for entry in journal.entries()] == ["save"]
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    error = str(ask(model, "", rewind_to=0)().error)
+    assert error.startswith("UNAVAILABLE: the journal cannot be written: ")
+    assert "No space left on device" in error
+    assert len(journal.entries()) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from fake_reward import FakeReward
-from fake_triton import FakeTriton
 
 from rlhf_triton import AsyncRewardClient, ClientSection, ContractError, RequestFailed, RewardClient, RlhfError, Scores
 from rlhf_triton.client.reward_source import RowResult
@@ -26,11 +24,11 @@ def reply(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def play(call: Callable[[RewardClient, FakeReward], Any], server: FakeTriton | None = None, **options: Any) -> Any:
+def play(call: Callable[[RewardClient, FakeReward], Any], **options: Any) -> Any:
     """Return what `call` returns in a thread, with a client of a fake server."""
 
     async def run() -> Any:
-        async with server or FakeReward(**options) as fake:
+        async with FakeReward(**options) as fake:
 
             def body() -> Any:
                 with RewardClient(fake.url, settings=QUICK) as reward:
@@ -196,21 +194,6 @@ def test_score_of_no_rows_is_empty():
 # ---- use ----
 
 
-class NoReward(FakeTriton):
-    """A server without a reward."""
-
-    async def _config(self, request: web.Request) -> web.Response:
-        return web.json_response({"error": "Request for unknown model: 'reward_model' is not found"}, status=400)
-
-
-def test_server_without_a_reward_raises_a_specific_error():
-    def call(reward: RewardClient, _: Any) -> None:
-        with pytest.raises(RlhfError, match=r"serves no reward: its YAML needs a section `reward`.*not found"):
-            reward.score(["a"])
-
-    play(call, NoReward())
-
-
 def test_unreachable_server_raises():
     with RewardClient("127.0.0.1:1") as reward, pytest.raises(RequestFailed, match="cannot be reached"):
         reward.score(["a"])
@@ -218,10 +201,24 @@ def test_unreachable_server_raises():
 
 @pytest.mark.parametrize(
     "url",
-    ["http://h:1", "h", "h:1/", "h:1/v2", "h:65536", "::1:1", "h:1,h:2", "u@h:1", "h:\uff11", None, 1, ["h:1", None]],
+    [
+        "http://h:1",
+        "h",
+        "h:1/",
+        "h:1/v2",
+        "h:65536",
+        "::1:1",
+        "h:1,h:2",
+        "u@h:1",
+        "h:\uff11",
+        None,
+        1,
+        ["h:1", None],
+        [],
+    ],
 )
 def test_an_invalid_address_is_refused(url: Any):
-    with pytest.raises(ContractError, match=r"^url: .*, must be host:port"):
+    with pytest.raises(ContractError, match=r"^url: .*, must "):
         RewardClient(url)
     for valid in ("h:1", "[::1]:65535", "dns:h.i:1", "dns:[fe80::1]:1"):
         RewardClient(valid).close()
@@ -245,18 +242,6 @@ def test_a_callback_that_would_wait_for_its_own_loop_raises():
             reward._submit(callback).result()
 
     play(call)
-
-
-def test_async_reward_calls_overlap():
-    async def run() -> None:
-        async with FakeReward(lambda model, number: "wait") as server, AsyncRewardClient(server.url) as reward:
-            asked = [asyncio.create_task(reward.score([text])) for text in ("a", "ab")]
-            while server.in_flight < 2:
-                await asyncio.sleep(0.001)
-            server.go.set()
-            assert [scores.tolist() for scores in await asyncio.gather(*asked)] == [[1], [2]]
-
-    asyncio.run(run())
 
 
 # ---- as functions of trainers ----

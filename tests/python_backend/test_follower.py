@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live_system import wait_for as until
 from safetensors.numpy import load_file, save_file
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
@@ -84,13 +85,6 @@ def publish(store: WeightsStore, value: float) -> int:
     version = add(store, value)
     store.set_current(version)
     return version
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def test_follower_serves_current_and_writes_its_record(store: WeightsStore, instance: Instance):

@@ -48,6 +48,7 @@ from rlhf_triton.wire.contract import (
     texts_array,
 )
 from rlhf_triton.wire.texts import printable
+from tests.support.loaders import load_language_model
 
 LONE = "\ud800"
 MIB = 1 << 20
@@ -588,6 +589,13 @@ def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str,
     for i, (row, (prompt,)) in enumerate(zip(ROWS, SCORING["prompt_lengths"], strict=True)):
         expected = values[i, prompt - 1 : row.size - 1]
         np.testing.assert_array_equal(of_responses[i, : expected.size], expected)
+
+
+def test_reference_sends_the_log_probs_of_each_row(models: dict[str, Any], run: LiveRun):
+    found = answer_to(models["reference"], Request(SCORING, ("logprobs",)), run).outputs["logprobs"]
+    model = load_language_model(run.config.reference.model, banned_token_ids=[0, 2])
+    for ours, row, expected in zip(found, ROWS, model.launch(ROWS)(), strict=True):
+        np.testing.assert_allclose(ours[: row.size], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("model", "requested"), REQUESTED)

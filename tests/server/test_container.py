@@ -206,9 +206,7 @@ def make_current(weights: Path, version: int) -> None:
     (weights / "CURRENT").write_text(f"{version}\n")
 
 
-def test_healthcheck_infers_and_compares_the_served_version_with_current(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_healthcheck_infers_on_a_running_server(tmp_path: Path):
     """Uses the wheel's server, which lacks only one of the options."""
     write_repository(tmp_path / "source")
     with (tmp_path / "source" / "critic" / "config.pbtxt").open("a") as config:
@@ -223,10 +221,8 @@ def test_healthcheck_infers_and_compares_the_served_version_with_current(
         url = f"http://{server.section.http_url}"
         assert healthcheck(tmp_path / "not rendered yet", url) == 1
         assert healthcheck(tmp_path / "repository", url) == 0
-        for current in (0, 1, 0):
-            make_current(tmp_path / "weights", current)
-            assert healthcheck(tmp_path / "repository", url) == current
-        assert "critic serves version 0, but CURRENT is 1" in capsys.readouterr().err
+        make_current(tmp_path / "weights", 0)
+        assert healthcheck(tmp_path / "repository", url) == 0
         for stub in server.processes()["reward_model"]:
             stub.kill()
         assert healthcheck(tmp_path / "repository", url) == 1

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import reward_functions
-import torch
 from bad_requests import Request, array_tensor, grpc_sender, send_http
 from bare_client import ask
 from google.protobuf import json_format
@@ -28,7 +27,7 @@ from live_system import (
     start_system,
 )
 from tiny_checkpoints import save_tiny
-from transformers import AutoModelForCausalLM, LlamaForTokenClassification
+from transformers import AutoModelForCausalLM
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane
@@ -165,24 +164,16 @@ def serve_reward(live: System) -> Iterator[Callable[..., None]]:
 
 @pytest.mark.slow
 def test_a_process_reward_is_served_and_trained_on(serve_reward: Callable[..., None], live: System, tmp_path: Path):
-    """A token classifier with two labels, as TRL trains them."""
-    url, tokenizer, folder = live.run.url, make_tokenizer(), tmp_path / "run"
+    """A token classifier with two labels, as TRL trains them; its steps are tested in test_text_rewards.py."""
+    tokenizer, folder = make_tokenizer(), tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
     tokenizer.save_pretrained(tmp_path)
     serve_reward(model=tmp_path, process={"separator": " "}, store=False)
-    prm = LlamaForTokenClassification.from_pretrained(str(tmp_path)).eval()
     row = np.asarray(tokenizer("Open the file, read it")["input_ids"])
-    ends = [i for i, token in enumerate(row) if tokenizer.decode([int(token)]).startswith(" ")]
     inputs = {**scoring_inputs([row, row[:3]]), "prompt_lengths": np.asarray([[1], [1]])}
-    with torch.no_grad():
-        right = prm(torch.from_numpy(row)[None]).logits[0].softmax(-1)[:, 1].numpy()
-    for model in (REWARD_MODEL, CRITIC_INFER):
-        found = ask(url, model, inputs)
-        steps = [end for end in found["step_ends"][0].tolist() if end >= 0]
-        assert steps == [*ends[1:-1], row.size - 1]  # no step before the first word; the last ends with the row
-        np.testing.assert_allclose(found["step_rewards"][0, : len(steps) - 1], right[steps[:-1]], atol=1e-5, rtol=0)
-        np.testing.assert_array_equal(found["token_rewards"][0, steps], found["step_rewards"][0, : len(steps)])
-        assert found["rewards"][0, 0] == pytest.approx(float(found["step_rewards"][0, : len(steps)].min()), abs=1e-6)
+    alone, beside_values = (ask(live.run.url, model, inputs) for model in (REWARD_MODEL, CRITIC_INFER))
+    for name in ("rewards", "token_rewards", "step_rewards", "step_ends"):
+        np.testing.assert_allclose(alone[name], beside_values[name], atol=1e-5, rtol=0)
     settings = ["actor.steps=2", "actor.algorithm.name=grpo", "actor.algorithm.responses_per_prompt=2"]
     code, log = run_actor(live.run, "actor-process", f"run.dir={folder}", *settings)
     assert code == 0, log

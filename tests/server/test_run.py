@@ -1,6 +1,5 @@
 """Whole runs and clients of a real system: an actor's files, `rlhf-triton run`, other trainers, a served reference."""
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -14,45 +13,25 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from bare_client import Refused, ask
 from live_system import (
     ENVIRONMENT,
     Checkpoints,
-    LiveRun,
     System,
-    direct_rewards,
-    direct_values,
-    identity,
-    make_checkpoint,
     make_run,
-    make_tokenizer,
-    random_rows,
     run_actor,
     start_system,
-    training_inputs,
     wait_for,
 )
-from server_fixtures import KEY_VARIABLE
-from settled import settled_statistics
 from span_collector import Collector
 from transformers import AutoModelForCausalLM
 
-from rlhf_triton import CriticClient, RewardClient
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.scoring.reference import ServedReference
-from rlhf_triton.client.client import TritonClient
-from rlhf_triton.client.control_plane import ControlPlane
-from rlhf_triton.config import load_config
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.tools.report.data import load_run
-from rlhf_triton.tools.report.page import write_page
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
-from rlhf_triton.wire.contract import CRITIC_TRAIN, REFERENCE
+from rlhf_triton.wire.contract import CRITIC_TRAIN
 
 
-def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpoints: Checkpoints, tmp_path: Path):
+def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpoints: Checkpoints):
     folder = live.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
@@ -72,42 +51,11 @@ def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpo
     phases = {line["phase"] for line in read_jsonl(folder / "timeline.jsonl")}
     assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
     assert not (folder / "summary.json").exists()  # `rlhf-triton run` writes it, which did not start this actor
-    write_page(load_run(folder), tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "<p>After 3 steps of PPO, starting from policy, on " in page
-    assert "On the same held-out rollouts critic version 3 explains" in page
     for step in (2, 3):  # checkpoint_every, and the last step
         for room in ("actor", "critic"):
             assert json.loads((folder / "checkpoints" / room / str(step) / "state.json").read_text())["step"] == step
     trained, start = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "policy", checkpoints.policy))
     assert any(not a.equal(b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
-
-
-@pytest.mark.slow
-def test_requests_without_a_sidecar_get_503_and_are_processed_later(live: System, training_key: str, tmp_path: Path):
-    live.stop_sidecar()
-    step = live.run.next_step()
-    arrays = {**training_inputs(seed=50), **identity("test", step)}
-    with pytest.raises(Refused) as caught:
-        ask(live.run.url, CRITIC_TRAIN, arrays, headers={"x-triton-training-key": training_key})
-    assert (caught.value.code, caught.value.message) == (
-        "503",
-        "no sidecar follows the journal: start `python -m rlhf_triton.trainer`; "
-        f"step {step} of run 'test' is in the journal and will be processed: repeat the request to get its result",
-    )
-    key = f"server.training_key_env={KEY_VARIABLE}"
-    code, log = run_actor(live.run, "actor-alone", f"run.dir={tmp_path}", key)
-    (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
-    assert (code, "Traceback" in log, log.rstrip().endswith(sentence)) == (2, False, True)
-    assert "no sidecar follows the journal: start `python -m rlhf_triton.trainer`" in sentence
-    assert f"the rewind from step {step} to step 0 of run 'test' is in the journal and will be processed" in sentence
-    live.start_sidecar()
-    # The rewind is refused if a test before this one has saved a step.
-    wait_for(lambda: all(entry.kind == "train" for entry in live.run.journal.entries()), live.sidecar)
-    assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
-    after = {**arrays, **identity("test", live.run.next_step())}
-    answer = ask(live.run.url, CRITIC_TRAIN, after, headers={"x-triton-training-key": training_key})
-    assert answer["weights_version"][0] > 0
 
 
 # ---- rlhf-triton run ----
@@ -219,33 +167,6 @@ def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
     assert not list(SHARED_MEMORY.glob(f"rlhf-{pid}-*"))
 
 
-# ---- other trainers ----
-
-
-@pytest.mark.slow
-def test_critic_client_reads_values_trains_and_rewinds_on_the_real_server(
-    live: System, checkpoints: Checkpoints, training_key: str
-):
-    rows, done = random_rows([3, 17, 40], seed=5), live.run.next_step() - 1
-    with CriticClient(live.run.url, run_id="test", training_key=training_key) as critic:
-        version = critic.rewind(done)
-        before, scored = critic.values(rows), critic.score(rows)
-        for ours, direct in zip(before.values, direct_values(live.run.store.folder(version), rows), strict=True):
-            np.testing.assert_allclose(ours, direct, atol=1e-5, rtol=0)
-        rewards = direct_rewards(live.run.config.reward.model, rows)
-        np.testing.assert_allclose(scored.rewards, rewards, atol=1e-5)
-        with RewardClient(live.run.url) as client:
-            np.testing.assert_allclose(client.score(rows), rewards, atol=1e-5)
-        assert (before.weights_version, scored.weights_version, scored.errors) == (version, version, [""] * 3)
-        old = [row[:-1] for row in before.values]
-        update = (rows, [row + 5 for row in old], old, [np.ones(row.size) for row in old])
-        answer = critic.train(done + 1, *update)
-        assert answer.loss_mean == pytest.approx(0.5 * 5**2)
-        assert critic.train(done + 1, *update) == answer, "a repeated step is not trained again"
-        assert critic.rewind(done) > answer.weights_version
-        assert critic.train(done + 1, *update).loss_mean == pytest.approx(answer.loss_mean)
-
-
 # ---- a run with a served reference, spans and lines of JSON ----
 
 
@@ -273,9 +194,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
             yield Served(run, system.server, system.sidecar, received)
         finally:
             system.stop()
-
-
-# ---- log lines and traces ----
 
 
 @pytest.mark.slow
@@ -307,62 +225,3 @@ def test_one_trace_per_step_spans_actor_server_and_sidecar(served: Served):
         assert not any(span.failed for span in spans)
     assert len({span.trace for span in served.received.named("step")}) == 3
     assert len(served.received.named("validation")) == 2
-
-
-# ---- the reference ----
-
-
-@pytest.mark.slow
-def test_served_reference_gives_the_same_rewards_and_kl(served: Served, live: System):
-    """Compares step 1, where the policy equals the reference, and step 2, where it has moved."""
-    summary = json.loads((served.run.config.run.dir / "actor_summary.json").read_text())
-    assert (summary["steps"], summary["failed_requests"], summary["masked_samples"]) == (3, 0, 0)
-    assert Policy(served.run.config.actor).reference is None
-    with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
-        assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
-    assert live.run.config.actor.kl.reference == "actor"
-    ours, theirs = (read_jsonl(run.run.config.run.dir / "metrics.jsonl") for run in (served, live))
-    for name in ("rewards", "init_policy_kl", "init_policy_kl_per_sequence", "generation_length", "advantages_std"):
-        pairs = [[lines[step][f"train_rollouts/{name}"] for lines in (ours, theirs)] for step in (0, 1)]
-        for found, wanted in pairs if name != "advantages_std" else pairs[:1]:
-            assert found == pytest.approx(wanted, abs=1e-4), name
-    assert theirs[1]["train_rollouts/init_policy_kl"] > 1e-3
-    assert all(line["timers/init_logprobs"] > 0 for line in ours)
-
-
-def compare(run: LiveRun, *overrides: str) -> None:
-    """Compare the reference as an actor with these overrides does at its start."""
-    config = load_config(run.path, overrides)
-
-    async def use() -> None:
-        async with TritonClient(run.url, config.actor.client) as client:
-            policy = Policy(config.actor)
-            await ServedReference(client, policy, config.reference.model).compare()
-
-    asyncio.run(use())
-
-
-@pytest.mark.slow
-def test_actor_refuses_a_served_reference_with_other_settings(
-    served: Served, live: System, checkpoints: Checkpoints, tmp_path: Path
-):
-    """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
-    folders = {
-        name: make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
-        for name, seed in (("roles", 3), ("weights", 33))
-    }
-    settings = json.loads((folders["roles"] / "tokenizer_config.json").read_text())
-    (folders["roles"] / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "</s>"}))
-    compare(served.run)
-    compare(served.run, f"reference.model={tmp_path / 'on the server only'}")  # cannot be seen from here
-    for override, message in {
-        "generation.temperature=0.7": r"rendered with temperature 1\.0, the actor has 0\.7",
-        "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
-        f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
-        f"policy.model={folders['roles']}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
-        f"policy.model={folders['weights']}": r"whose weights differ from reference\.model \(",
-    }.items():
-        with pytest.raises(RlhfError, match=message):
-            compare(served.run, f"actor.{override}")
-    with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
-        compare(dataclasses.replace(served.run, config=live.run.config))

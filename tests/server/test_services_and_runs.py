@@ -92,17 +92,30 @@ def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path: Path, ch
     assert not {*psutil.Process().children()} - others
 
 
-def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path: Path, checkpoints: Checkpoints):
+def test_served_models_answer_their_clients_and_end_with_the_block(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    """The critic is trained, and goes back to a step, with the key of its environment variable."""
     rows, others = random_rows((9, 4, 17), seed=1), {*psutil.Process().children(recursive=True)}
-    with rt.serve([(checkpoints.reward, 1.0)], checkpoints.critic, dir=tmp_path / "served") as server:
+    rewards, values = direct_rewards(checkpoints.reward, rows), direct_values(checkpoints.critic, rows)
+    monkeypatch.setenv("MY_TRAINING_KEY", "open sesame")
+    key = {"server.training_key_env": "MY_TRAINING_KEY"}
+    with rt.serve([(checkpoints.reward, 1.0)], checkpoints.critic, dir=tmp_path / "served", **key) as server:
         assert server.config_path == tmp_path / "served" / "serve.yaml"
-        np.testing.assert_allclose(server.reward.score(rows), direct_rewards(checkpoints.reward, rows), atol=1e-5)
-        server.critic.rewind(0)
-        values = server.critic.values(rows).values
-        for ours, direct in zip(values, direct_values(checkpoints.critic, rows), strict=True):
-            np.testing.assert_allclose(ours, direct, atol=1e-5)
-        ones = [np.ones(len(row) - 1, np.float32) for row in rows]
-        assert server.critic.train(1, rows, ones, [each[:-1] for each in values], ones).weights_version == 1
+        np.testing.assert_allclose(server.reward.score(rows), rewards, atol=1e-5)
+        critic = server.critic
+        assert critic.rewind(0) == 0
+        scored = critic.score(rows)
+        np.testing.assert_allclose(scored.rewards, rewards, atol=1e-5)
+        for found in (scored, critic.values(rows)):
+            np.testing.assert_allclose(np.concatenate(found.values), np.concatenate(values), atol=1e-5)
+        old = [row[:-1] for row in scored.values]
+        update = (rows, [row + 5 for row in old], old, [np.ones(row.size) for row in old])
+        answer = critic.train(1, *update)
+        assert (answer.loss_mean, answer.weights_version) == (pytest.approx(0.5 * 5**2), 1)
+        assert critic.train(1, *update) == answer, "a repeated step is not trained again"
+        assert critic.rewind(0) > answer.weights_version
+        assert critic.train(1, *update).loss_mean == pytest.approx(answer.loss_mean)
         children = {*psutil.Process().children(recursive=True)} - others
         assert len(children) > 2
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

@@ -11,21 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import reward_functions
 import yaml
-from live_system import TEXTS, Checkpoints, make_run, make_tokenizer
+from live_system import TEXTS, Checkpoints, make_checkpoint, make_run, make_tokenizer
 from tiny_checkpoints import change_config, save_tiny
-from tiny_models import regions
 
 import rlhf_triton.actor.__main__
 import rlhf_triton.tools.run
 import rlhf_triton.tools.serve
 import rlhf_triton.trainer.__main__
+from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.client.errors import RequestFailed
+from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.config.required_files import check_critic, check_files
@@ -309,6 +309,38 @@ def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
     asyncio.run(other.compare_tokenizers())
     with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
         asyncio.run(ppo.compare_tokenizers())
+
+
+def test_reference_on_a_server_with_other_settings_is_refused(tmp_path: Path, checkpoints: Checkpoints):
+    """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
+    run = make_run(tmp_path / "run", checkpoints, actor={"kl_reference": "triton"})
+    served = ServedModel.of(parameters_of(render_configs.render_configs(run.config)["reference"]))
+    client: Any = SimpleNamespace(describe=mock.AsyncMock(return_value=served))
+
+    def compare(*overrides: str) -> None:
+        config = load_config(run.path, overrides)
+        policy = Policy(config.actor)
+        assert policy.reference is None, "it is served"
+        asyncio.run(ServedReference(client, policy, config.reference.model).compare())
+
+    other_roles = make_tokenizer()
+    other_roles.bos_token = "</s>"
+    roles = make_checkpoint(tmp_path / "roles", "policy", other_roles, seed=3)
+    weights = make_checkpoint(tmp_path / "weights", "policy", make_tokenizer(), seed=33)
+    compare()
+    compare(f"reference.model={tmp_path / 'on the server only'}")  # cannot be seen from here
+    for override, message in {
+        "generation.temperature=0.7": r"rendered with temperature 1\.0, the actor has 0\.7",
+        "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
+        f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
+        f"policy.model={roles}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
+        f"policy.model={weights}": r"whose weights differ from reference\.model \(",
+    }.items():
+        with pytest.raises(RlhfError, match=message):
+            compare(f"actor.{override}")
+    client.describe.side_effect = RequestFailed("refused", UNKNOWN_MODEL)
+    with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
+        compare()
 
 
 @pytest.mark.parametrize(
@@ -690,37 +722,3 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(
     monkeypatch.setattr("rlhf_triton.tools.serve.ServerHealth", mock.Mock())
     assert module.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
-
-
-def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the output of `rlhf-triton run` in this process, which has already loaded the large libraries."""
-    code = rlhf_triton.tools.run.main(["--config", str(path)])
-    if code == 130:  # this test was interrupted
-        raise KeyboardInterrupt
-    output = capsys.readouterr()
-    logs = {file.name: file.read_text()[-1500:] for file in path.parent.glob("run/logs/*.log")}
-    assert code == 0, (output, logs)
-    return output.out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_grpo_with_a_function_runs_without_critic_and_reward_model_and_resumes(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
-):
-    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
-    output = run_to_the_end(path, capsys)
-    folder = tmp_path / "run"
-    assert f"policy: {folder / 'policy'}, which AutoModelForCausalLM.from_pretrained(" in output
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["failed_requests"] == summary["server_failures"] == summary["masked_samples"] == 0
-    for name in ("journal", "critic_metrics.jsonl", "logs/sidecar.log"):
-        assert not (folder / name).exists(), name
-    words = output + re.sub(r'src="[^"]*"', "", (folder / "report.html").read_text())
-    assert not re.search("critic|weights.version|reload|null|NaN|held-out", words)
-    assert not regions(psutil.Process().pid)
-    path.write_text(path.read_text().replace("steps: 2", "steps: 3"))
-    again = run_to_the_end(path, capsys)
-    assert "step 3/3" in again
-    assert "step 2/3" not in again
-    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]

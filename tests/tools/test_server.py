@@ -15,13 +15,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from live_system import wait_for as until
 from shebang import SHEBANG
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
@@ -231,15 +232,6 @@ def test_serve_retries_a_server_that_aborts_at_its_start_once(run_dir: Path):
 
 
 # ---- child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
-
-PATIENCE_S = 120.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):

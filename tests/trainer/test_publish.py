@@ -16,7 +16,7 @@ from tiny_checkpoints import save_tiny
 from versions import flip, reseal
 
 import rlhf_triton.store.weights as weights_module
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE, CheckpointError
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import digest_of
 from rlhf_triton.models.canary import canary_row, check_canary
@@ -96,10 +96,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(folder, lambda tensors: tensors.pop("classifier.bias")),
         r"version 1: .*does not fit the served model: .*classifier\.bias",
     ),
-    "another shape": (
-        lambda folder: rewrite(folder, lambda tensors: tensors.update({"classifier.bias": torch.zeros(2)})),
-        r"version 1: .*classifier\.bias has shape \[2\], expected \[1\]",
-    ),
     "another dtype": (
         lambda folder: rewrite(
             folder, lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].half()})
@@ -109,14 +105,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config.json edited": (
         lambda folder: edit_json(folder / CONFIG_FILE, reward_standardization={"mean": 0.0, "std": 9.0}),
         r"version 1: config\.json has digest xxh3:[0-9a-f]{12}…, but its manifest says",
-    ),
-    "another family": (
-        lambda folder: (edit_json(folder / CONFIG_FILE, model_type="llama"), reseal(folder)),
-        "version 1: .* is a llama model, but the served model is ",
-    ),
-    "another forward of the same shapes": (
-        lambda folder: (edit_json(folder / CONFIG_FILE, hidden_act="relu", rms_norm_eps=0.5), reseal(folder)),
-        r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, but .* in the served model; ",
     ),
     "another number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.bias"].add_(0.01)),
@@ -284,14 +272,3 @@ def test_publish_does_not_wait_for_instances_under_reload(llama: WeightsStore):
     publication = Publication(llama, "triton")
     publication.say("critic_0")
     publication.wait()
-
-
-def test_check_canary_fails_for_other_weights(llama: WeightsStore):
-    publication = Publication(llama)
-    critic, row = publication.critic, [canary_row(publication.critic)]
-    assert publication.store.manifest(1).canary == publication.canary
-    check_canary(critic, critic.values(row)[0], publication.canary)
-    with torch.no_grad():
-        critic.model.score.weight += 0.1
-    with pytest.raises(CheckpointError, match="the values for the canary row differ by"):
-        check_canary(critic, critic.values(row)[0], publication.canary)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from settled import settled_statistics
 from tiny_models import ready_server, stub_of, write_journal_model, write_scoring_model
 
 from rlhf_triton.client import control_plane
@@ -31,18 +30,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 def control(server: TritonServer) -> Iterator[ControlPlane]:
     with server.control() as connection:
         yield connection
-
-
-def test_statistics_count_rows_batches_and_failures(control: ControlPlane):
-    before = settled_statistics(control, "reward_model")
-    for _ in range(3):
-        control.probe("reward_model", 120, ("rewards",))
-    with pytest.raises(ControlPlaneError):
-        control.probe("reward_model", 120, ("values",))
-    after = settled_statistics(control, "reward_model")
-    assert after.inference_count - before.inference_count == 3
-    assert after.execution_count - before.execution_count == 3
-    assert after.success_count - before.success_count == 3
 
 
 def test_control_plane_connects_to_a_server_with_a_slow_handshake(server: TritonServer):
