@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy
 from tokenizers import Tokenizer
@@ -40,6 +41,12 @@ def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path: Path):
     one, many = inspect_checkpoint(tmp_path / "one"), inspect_checkpoint(tmp_path / "many")
     assert len(many.files) > 2
     assert (many.num_parameters, many.num_bytes, many.head) == (one.num_parameters, one.num_bytes, one.head)
+    first, last = many.files[0], many.files[-1]
+    shutil.copy(first, stored := tmp_path / "stored")
+    save_file({**load_file(first), **load_file(last)}, first)  # as a file of an older checkpoint
+    with refused(tmp_path / "many", f"is in {first.name} and in {last.name}; remove one of the files"):
+        inspect_checkpoint(tmp_path / "many")
+    stored.replace(first)
     many.files[1].unlink()
     with refused(tmp_path / "many", f"names {many.files[1].name}, which is missing"):
         inspect_checkpoint(tmp_path / "many")
