@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -172,19 +173,22 @@ def test_async_critic_calls_overlap():
 
 
 @pytest.mark.parametrize(
-    ("url", "run_id", "told"),
+    ("given", "told"),
     [
-        ("http://localhost:8000", "mine", r"url: 'http://localhost:8000', must be host:port"),
-        ([], "mine", r"url: \[\]"),
-        ("localhost:8000", "", "run_id: ''"),
-        ("localhost:8000", None, "run_id: None"),
+        ({"url": "http://localhost:8000"}, r"url: 'http://localhost:8000', must be host:port"),
+        ({"url": []}, r"url: \[\]"),
+        ({"run_id": ""}, "run_id: ''"),
+        ({"run_id": None}, "run_id: None"),
+        ({"settings": {"deadline_s": 1}}, r"settings: \{'deadline_s': 1\}, must be a rlhf_triton.ClientSection"),
+        ({"training_key": "secret\n"}, "^training_key: must be a text of one line, without its line end$"),
+        ({"training_key": b"secret"}, "training_key: must be a text"),
     ],
 )
-def test_wrong_url_or_run_id_raises_at_construction(url: Any, run_id: str, told: str):
+def test_wrong_argument_raises_at_construction(given: dict[str, Any], told: str):
     before = threading.active_count()
     for kind in (CriticClient, AsyncCriticClient):
         with pytest.raises(ContractError, match=told):
-            kind(url, run_id=run_id)
+            kind(**{"url": "localhost:8000", "run_id": "mine", **given})
     assert threading.active_count() == before
 
 
@@ -225,6 +229,11 @@ def test_async_client_refuses_use_in_another_event_loop():
                 await asyncio.to_thread(lambda: asyncio.run(critic.values(ROWS)))
 
     asyncio.run(run())
+
+
+def test_critic_client_refuses_to_be_sent_to_another_process():
+    with CriticClient("127.0.0.1:1", run_id="mine") as critic, pytest.raises(RlhfError, match="make one there"):
+        pickle.dumps(critic)
 
 
 def test_critic_client_refuses_use_in_a_forked_process():
