@@ -92,7 +92,7 @@ def environment_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
 async def _try_environment(environments: Environments, prompt: Prompt) -> None:
     """Reset an instance with the prompt, and let it answer a made-up reply if it has no tools.
 
-    Raises EnvironmentFailed if it returns what no environment may; it may refuse this prompt or this reply.
+    Raises EnvironmentFailed if it returns what no environment may, or has a defect; it may refuse this prompt or reply.
     """
     instance = None
     try:

@@ -21,7 +21,7 @@ class EnvironmentFailed(RlhfError):
 
     `is_lost`: the environment's worker died, or the call raised a ConnectionError, as when a server hangs up. Other
     OSErrors may result from the policy's action, such as opening a missing file; a retry would hide that failure.
-    `is_misused`: the environment broke its contract, e.g. with a return value of the wrong type.
+    `is_misused`: the environment broke its contract, e.g. with a return value of the wrong type, or has a defect.
     """
 
     is_lost = False

@@ -34,7 +34,7 @@ class HostedEnvironment:
         self._thread = ThreadPoolExecutor(1)
         self._target: Any = None
         self._tools: dict[str, Callable[..., Any]] | None = None
-        self._row: dict[str, Any] = {}
+        self.row: dict[str, Any] = {}
 
     async def describe(self) -> dict[str, Any]:
         """Return {"tools": JSON schemas}, None for a class with `step`; close the instance."""
@@ -49,7 +49,7 @@ class HostedEnvironment:
 
     async def reset(self, row: dict[str, Any]) -> dict[str, Any]:
         """Create the instance and return its first observation, which may be None."""
-        self._row = row
+        self.row = row
         await self._call(self._construct)
         observation = await self._call(self._reset)
         return {"observation": None if observation is None else self._text(observation, "the observation")}
@@ -86,7 +86,7 @@ class HostedEnvironment:
         if callable(getattr(self._target, "get_reward", None)):
             rewards.append(_reward(await self._call(self._target.get_reward)))
         if self._score is not None:
-            columns = {**{name: [value] for name, value in self._row.items()}, "environments": [self._target]}
+            columns = {**{name: [value] for name, value in self.row.items()}, "environments": [self._target]}
             scores = await self._call(self._score, **_accepted(self._score, columns))
             rewards.append(_reward(group_scores(scores, 1)[0]))
         present = [reward for reward in rewards if reward is not None]
@@ -144,7 +144,7 @@ class HostedEnvironment:
             if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
         ]
         takes_one = self._tools is None and len(parameters) == len(needed) == 1
-        return reset(self._row) if takes_one or "row" in parameters else reset(**_accepted(reset, self._row))
+        return reset(self.row) if takes_one or "row" in parameters else reset(**_accepted(reset, self.row))
 
     def _text(self, value: Any, source: str) -> str:
         if not isinstance(value, str):
@@ -170,6 +170,15 @@ def _reward(value: Any) -> float | None:
         raise BadScore(f"the reward is {value!r:.80}; return a finite number or None") from error
 
 
+def _is_defect(error: BaseException, given: str) -> bool:
+    """Return whether user code would fail for every policy, not only for the row and the action in `given`."""
+    if isinstance(error, KeyError):  # such as a missing column; a command of the policy is in its action
+        return str(next(iter(error.args), "")) not in given
+    if isinstance(error, AttributeError):  # of None, an action may not match a pattern
+        return error.obj is not None
+    return isinstance(error, (BadScore, NameError, ImportError))
+
+
 async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
     """Answer calls until the socket is closed."""
     reader, writer = await asyncio.open_connection(sock=parent.channel)
@@ -186,7 +195,7 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
             result = {
                 "error": describe(error),
                 "lost": isinstance(cause, ConnectionError),
-                "is_misused": cause is None or isinstance(cause, BadScore),
+                "is_misused": cause is None or _is_defect(cause, f"{hosted.row} {message['arguments']}"),
             }
         if message["op"] in ("close", "describe"):
             del instances[message["instance"]]

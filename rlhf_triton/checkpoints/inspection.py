@@ -516,13 +516,19 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
         found = tensors_in(file)
         # LDL's files contain one module each, without its name in the tensor names.
         alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
-        tensors |= {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
-    body = _read_body(folder)
-    if twice := sorted(body.keys() & tensors):
+        named = {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
+        tensors = _joined(folder, tensors, named)
+    return _joined(folder, _read_body(folder), tensors)
+
+
+def _joined(folder: Path, tensors: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors of several files. Raises CheckpointError if one is in two of them."""
+    if twice := sorted(tensors.keys() & more):
+        name = twice[0]
         raise CheckpointError(
-            f"{folder}: {twice[0]} is in {body[twice[0]].file} and in {tensors[twice[0]].file}; remove one of the files"
+            f"{folder}: {name} is in {tensors[name].file} and in {more[name].file}; remove one of the files"
         )
-    return body | tensors
+    return tensors | more
 
 
 def head_files(folder: Path) -> list[Path]:
@@ -544,7 +550,7 @@ def _read_body(folder: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(
                 f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy that file as well"
             )
-        tensors.update(tensors_in(folder / name))
+        tensors = _joined(folder, tensors, tensors_in(folder / name))
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
         raise CheckpointError(

@@ -19,22 +19,34 @@ from rlhf_triton.checkpoints.inspection import (
     text_config,
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
-from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
+from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts, warn_once
 
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SAMPLE = "It's  3.14 (or 12345):\n\n\tÀ la carte, ﬁne 日本… FAQ_x2 "  # which tokenizers normalise and split differently
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 
 
 def load_tokenizer(folder: Path | str) -> Any:
     """Return the checkpoint's own tokenizer. Raises CheckpointError if the folder has none."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    given: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
+        if is_rebuilt(tokenizer, Path(folder)):
+            if _named_class(Path(folder)) == PreTrainedTokenizerFast.__name__:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **given)
+            else:
+                warn_once(
+                    f"{folder}: transformers makes a {type(tokenizer).__name__} of its {TOKENIZER_FILE}, which splits "
+                    "texts into other tokens than the file; if the model was trained with the file, as transformers 4 "
+                    f"reads it, set tokenizer_class to {PreTrainedTokenizerFast.__name__} in {TOKENIZER_SETTINGS}"
+                )
     except Exception as error:  # process edge: what transformers does with a file may raise anything
-        if Path(folder).is_dir() and not (Path(folder) / "tokenizer.json").exists():
+        if Path(folder).is_dir() and not (Path(folder) / TOKENIZER_FILE).exists():
             raise CheckpointError(
                 f"{folder} has no tokenizer.json, nor other files of a tokenizer that transformers can load; save the "
                 "tokenizer of its base model there, with tokenizer.save_pretrained(folder)"
@@ -44,6 +56,37 @@ def load_tokenizer(folder: Path | str) -> Any:
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = template_of_texts(tokenizer)
     return tokenizer
+
+
+def is_rebuilt(tokenizer: Any, folder: Path) -> bool:
+    """Return whether a tokenizer has other ids for a text than tokenizer.json in `folder`.
+
+    For some classes, transformers 5 reads only the vocabulary of the file, and normalises and splits texts itself.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    file = folder / TOKENIZER_FILE
+    is_own = type(tokenizer) is PreTrainedTokenizerFast or not isinstance(tokenizer, PreTrainedTokenizerFast)
+    if is_own or not file.is_file():
+        return False
+    return encode_bare_text(tokenizer, SAMPLE) != _ids_by_file(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _ids_by_file(file: Path, changed_ns: int) -> list[int]:
+    """Return the ids of `SAMPLE` according to tokenizer.json, last changed at `changed_ns`."""
+    from tokenizers import Tokenizer
+
+    stored = Tokenizer.from_file(str(file))
+    stored.no_truncation()
+    stored.no_padding()
+    return list(stored.encode(SAMPLE, add_special_tokens=False).ids)
+
+
+def _named_class(folder: Path) -> str:
+    """Return the tokenizer's class that the folder names, "" if it names none."""
+    file = folder / TOKENIZER_SETTINGS
+    return str(json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class", "")) if file.is_file() else ""
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -235,6 +235,9 @@ class CriticClient(BlockingClient[AsyncCriticClient]):
         """Connect to nothing yet; arguments and errors as in `AsyncCriticClient`."""
         super().__init__(AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RlhfError("a CriticClient is the owner of its run in this process, and cannot be sent; make one there")
+
     values = blocking(AsyncCriticClient.values)
     score = blocking(AsyncCriticClient.score)
     train = blocking(AsyncCriticClient.train)

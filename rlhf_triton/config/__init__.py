@@ -30,7 +30,7 @@ from rlhf_triton.config.actor import (
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
-from rlhf_triton.config.other_names import GENERIC, closest, has_keys, hint_at, hint_near
+from rlhf_triton.config.other_names import GENERIC, closest, has_keys, hint_at, hint_at_value, hint_near
 from rlhf_triton.config.rewards import (
     MODEL_TERM,
     FunctionSpec,
@@ -467,14 +467,14 @@ _TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # matches type nam
 
 def _expected_type(item: Any) -> str:
     if item["type"] == "model_type":
-        return f"a section with keys of {_keys_of_class(item)}"
+        return f"a section with keys of {', '.join(_keys_of_class(item))}"
     if item["type"] in ("tuple_type", "list_type"):
         return "a list"
     return str(item["msg"]).removeprefix("Input should be ").partition(", unable")[0]
 
 
-def _keys_of_class(item: Any) -> str:
-    return ", ".join(_keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], "")))
+def _keys_of_class(item: Any) -> list[str]:
+    return _keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], ""))
 
 
 def _boolean_hint(item: Any) -> str:
@@ -503,9 +503,13 @@ def _unknown_paths(path: str, value: Any, valid: list[str]) -> Iterator[str]:
 
 def _invalid(item: Any, location: str) -> str:
     if item["type"] == "model_type":
-        return f"{location} is a section, not a value (got {item['input']!r}); its keys are {_keys_of_class(item)}"
+        hint = hint_at_value(location, item["input"], _keys_of_class(item))
+        return f"{location} is a section, not a value (got {item['input']!r}); {hint}"
     if item["type"] == "dict_type" and location == "rewards":
-        return f"rewards names its terms (got {item['input']!r}): rewards: {{my_reward: {{function: FILE.py:NAME}}}}"
+        return (
+            f"rewards names its terms (got {item['input']!r}): rewards: {{my_reward: {{function: FILE.py:NAME}}}}; a "
+            "model is reward.model"
+        )
     if item["type"] == "missing":
         return f"{location} is missing; set it"
     if item["type"] in ("tuple_type", "list_type"):

@@ -5,6 +5,9 @@ Of TRL, OpenRLHF, verl and NeMo-Aligner, docs/coming-from.md has the table.
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC
 
 # A name with a dot stands for paths that end with it, and goes before its last part alone.
 _NAMES = {  # our key, "" for none -> its names elsewhere
@@ -58,7 +61,8 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.policy.model": "model pretrain restore_from_path policy_model model.path",
     "actor.policy.device": "use_cpu",
     "actor.policy.precision": (
-        "bf16 fp16 precision dtype torch_dtype ds.param_dtype fsdp_config.model_dtype fsdp.model_dtype"
+        "bf16 fp16 precision dtype torch_dtype ds.param_dtype fsdp_config.model_dtype fsdp.model_dtype "
+        "fsdp_config.dtype fsdp.dtype"
     ),
     "actor.policy.token_budget": (
         "micro_train_batch_size micro_batch_size forward_micro_batch_size max_tokens_per_gpu dynamic_batch_enable "
@@ -66,7 +70,7 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
         "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
         "log_prob_max_token_len_per_gpu"
     ),
-    "actor.policy.lora_rank": "r lora_r lora_rank use_peft peft_config peft_scheme adapter_dim lora.rank",
+    "actor.policy.lora_rank": "r lora lora_r lora_rank use_peft peft_config peft_scheme adapter_dim lora.rank",
     "actor.policy.lora_alpha": "lora_alpha lora.alpha",
     "actor.policy.lora_targets": "target_modules lora_target_modules lora.target_modules",
     "actor.policy.gradient_checkpointing": (
@@ -154,9 +158,9 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
         "use_torch_compile use_fused_kernels use_remove_padding packing_samples balance_batch val_only delta "
         "dual_clip clip_ratio_c aux_loss_coef router_aux_loss_coef callbacks model_init_kwargs do_train do_eval "
         "vllm_enable_sleep_mode enable_jit_checkpoint muon sandbox_fusion v1 use_v1 critic.loss_agg_mode "
-        "critic.megatron critic.profiler remove_unused_columns generation_kwargs dataloader_num_workers optim_args "
-        "lr_scheduler_kwargs disable_dropout load_best_model_at_end metric_for_best_model "
-        "cast_lm_head_to_fp32 lora_modules_to_save use_rslora use_dora "
+        "critic.megatron critic.profiler critic.veomni remove_unused_columns generation_kwargs "
+        "dataloader_num_workers optim_args lr_scheduler_kwargs disable_dropout load_best_model_at_end "
+        "metric_for_best_model cast_lm_head_to_fp32 lora_modules_to_save use_rslora use_dora "
         "ref_model_mixup_alpha ref_model_sync_steps entropy_target entropy_coef_delta vllm_server_timeout "
         "vllm_group_port free_cache_engine calculate_log_probs gen_batch_size val_batch_size max_samples "
         "train_max_samples log_val_generations return_raw_chat colocate_all enable_sleep enable_ema "
@@ -264,6 +268,22 @@ _OF_MODEL = {  # names elsewhere -> key in a section of a served model
 }
 _OF_TRAINING = ("actor.optimizer.", "actor.policy.", "actor.ranks", "actor.update.")
 _MODEL = ("model", "checkpoint", "pretrain", "pretrained", "model_name_or_path", "model_path", "model_name")
+_FUNCTION = ("fn", "file", "func", "name", "path", "spec", "class", "module")
+_TEXT_MEANS = {  # section -> its key that a text in place of the section stands for
+    "run": "run.dir",
+    "server": "server.host",
+    "reward": "reward.model",
+    "critic": "critic.model",
+    "reference": "reference.model",
+    "environment": "environment.class",
+    "actor.policy": "actor.policy.model",
+    "actor.prompts": "actor.prompts.path",
+    "actor.validation": "actor.validation.prompts",
+    "actor.generation": "actor.generation.engine",
+    "actor.algorithm": "actor.algorithm.name",
+    "actor.optimizer": "actor.optimizer.kind",
+}
+_NUMBER_MEANS = {"actor.kl": "actor.kl.coef", "actor.optimizer": "actor.optimizer.lr"}
 _FOLDERS = {  # section -> the key that a name of a model's folder stands for
     "": "reward.model (to serve it) or actor.policy.model (to train it)",
     "actor": "actor.policy.model",
@@ -301,6 +321,21 @@ def hint_near(path: str) -> str | None:
     names = _names_in(section)
     found = closest(name, names)
     return None if found is None else _sentence(found, names[found])
+
+
+def hint_at_value(section: str, value: Any, keys: Collection[str]) -> str:
+    """Return a hint at a value in place of a section, whose `keys` are valid."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_function = isinstance(value, str) and bool(FILE_SPEC.match(f"{value}:f") or MODULE_SPEC.fullmatch(value))
+    root, _, term = section.partition(".")
+    if root == "rewards" and (is_number or isinstance(value, str)):
+        named = "rewards.<name>" if term in keys else section  # `rewards: {function: …}`, without a term's name
+        meant = f"{named}.weight" if is_number else f"{named}.function" if is_function else "reward.model"
+    elif section == "reward" and is_function:
+        meant = "rewards.<name>.function"
+    else:
+        meant = (_NUMBER_MEANS if is_number else _TEXT_MEANS if isinstance(value, str) else {}).get(section, "")
+    return f"did you mean {meant}?" if meant else f"its keys are {', '.join(keys)}"
 
 
 def has_keys(path: str, valid: Collection[str]) -> bool:
@@ -363,6 +398,12 @@ def _names_in(section: str) -> dict[str, str]:
         names = {name: _of_critic(name, key) for name, key in names.items()}
     if root in ("reward", "reference"):
         names = {name: "" if key.startswith(_OF_TRAINING) else key for name, key in names.items()}
+    if root == "reward":
+        names["function"] = "rewards.<name>.function"
+    if root == "rewards":
+        names = {name: key for name, key in names.items() if "." not in name}
+        names |= dict.fromkeys((*_MODEL, *_FUNCTION), "reward.model")
+        names |= {} if section == "rewards.model" else dict.fromkeys(_FUNCTION, f"{section}.function")
     if root in ("reward", "critic", "reference"):
         names |= {name: f"{root}.{key}" for name, key in _OF_MODEL.items()}
         names |= dict.fromkeys((*_MODEL, "path", "name"), f"{root}.model")

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny
-from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy
+from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy, save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tokenizers.normalizers import Lowercase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
@@ -24,7 +26,7 @@ from rlhf_triton.checkpoints.inspection import (
     fingerprint_weights,
     inspect_checkpoint,
 )
-from rlhf_triton.checkpoints.tokenization import end_of_sequence, special_tokens, special_tokens_in
+from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens, special_tokens_in
 
 
 def refused(*parts: object):
@@ -40,6 +42,12 @@ def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path: Path):
     one, many = inspect_checkpoint(tmp_path / "one"), inspect_checkpoint(tmp_path / "many")
     assert len(many.files) > 2
     assert (many.num_parameters, many.num_bytes, many.head) == (one.num_parameters, one.num_bytes, one.head)
+    first, last = many.files[0], many.files[-1]
+    shutil.copy(first, stored := tmp_path / "stored")
+    save_file({**load_file(first), **load_file(last)}, first)  # as a file of an older checkpoint
+    with refused(tmp_path / "many", f"is in {first.name} and in {last.name}; remove one of the files"):
+        inspect_checkpoint(tmp_path / "many")
+    stored.replace(first)
     many.files[1].unlink()
     with refused(tmp_path / "many", f"names {many.files[1].name}, which is missing"):
         inspect_checkpoint(tmp_path / "many")
@@ -257,3 +265,25 @@ def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]
     tokenizer.get_vocab = lambda: {"a": 0, "</s>": 1}  # as one in Python whose pieces have equal texts
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]
+
+
+@pytest.mark.parametrize("named", ["Qwen2Tokenizer", "TokenizersBackend"])
+def test_tokenizer_that_transformers_builds_otherwise_than_its_file_is_warned_about_or_read_from_it(
+    tmp_path: Path, named: str, caplog: pytest.LogCaptureFixture
+):
+    save_text_reward(tmp_path, "qwen2")
+    load_tokenizer(tmp_path)
+    assert not caplog.messages, "both have the same tokens"
+    stored = Tokenizer.from_file(str(file := tmp_path / "tokenizer.json"))
+    stored.normalizer = Lowercase()
+    stored.save(str(file))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))
+    ids = load_tokenizer(tmp_path)("Good Day")["input_ids"]
+    if named == "TokenizersBackend":
+        assert ids == stored.encode("Good Day").ids
+        assert not caplog.messages
+    else:
+        assert ids == AutoTokenizer.from_pretrained(tmp_path)("Good Day")["input_ids"] != stored.encode("Good Day").ids
+        (message,) = caplog.messages
+        assert message.endswith("set tokenizer_class to TokenizersBackend in tokenizer_config.json")

@@ -189,14 +189,24 @@ def test_yaml_files_in_configs_are_valid(path: Path):
         ("reward: {standardization: on}", "must be 'model' or 'off' or a section with keys of mean, std; YAML reads y"),
         ("reward: {standardization: {meen: 1}}", "my.yaml: unknown key reward.standardization.meen; did you mean"),
         ("actor: 3", "actor is a section, not a value (got 3); its keys are ranks, steps,"),
-        (
-            "actor: {prompts: a.jsonl}",
-            "actor.prompts is a section, not a value (got 'a.jsonl'); its keys are path, files, max_tokens, too_long",
+        *(
+            (text, f"section, not a value (got {value!r}); did you mean {key}?")
+            for text, value, key in (
+                ("actor: {prompts: a.jsonl}", "a.jsonl", "actor.prompts.path"),
+                ("actor: {kl: 0.1}", 0.1, "actor.kl.coef"),
+                ("reward: models/reward", "models/reward", "reward.model"),
+                ("reward: 'my.py:share'", "my.py:share", "rewards.<name>.function"),
+                ("rewards: {share: 'my.py:share'}", "my.py:share", "rewards.share.function"),
+                ("rewards: {function: my.py}", "my.py", "rewards.<name>.function"),
+                ("rewards: {mine: models/reward}", "models/reward", "reward.model"),
+                ("rewards: {model: models/reward}", "models/reward", "reward.model"),
+                ("rewards: {model: 0.5}", 0.5, "rewards.model.weight"),
+            )
         ),
-        (
-            "rewards: {share: 'my.py:share'}",
-            "rewards.share is a section, not a value (got 'my.py:share'); its keys are weight, function,",
-        ),
+        ("rewards: {model: {path: a}}", "unknown key rewards.model.path; did you mean reward.model?"),
+        ("rewards: {mine: {model: a}}", "unknown key rewards.mine.model; did you mean reward.model?"),
+        ("rewards: {mine: {path: a.py}}", "unknown key rewards.mine.path; did you mean rewards.mine.function?"),
+        ("reward: {function: 'a.py:f'}", "unknown key reward.function; did you mean rewards.<name>.function?"),
         ("run: {trace_endpoint: foo}", "run.trace_endpoint: must be a URL such as http://localhost:4318 (got 'foo')"),
         ("critic: {device: gpu}", "critic.device: must be cpu, cuda or cuda:N, such as cuda:0 (got 'gpu')"),
         ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),
@@ -717,8 +727,8 @@ ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, O
         "train.micro_batch_size rollout.micro_batch_size actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     ),
-    "actor.policy.precision": "dtype bf16 ds.param_dtype actor_rollout_ref.actor.fsdp_config.model_dtype",
-    "actor.policy.lora_rank": "lora_r peft_config ds.lora.rank actor_rollout_ref.model.lora.rank",
+    "actor.policy.precision": "dtype bf16 ds.param_dtype actor_rollout_ref.actor.fsdp_config.dtype",
+    "actor.policy.lora_rank": "lora_r actor.policy.lora peft_config ds.lora.rank actor_rollout_ref.model.lora.rank",
     "actor.policy.lora_targets": "lora_target_modules ds.lora.target_modules",
     "actor.policy.gradient_checkpointing": "actor.gradient_checkpointing_enable enable_gradient_checkpointing",
     "actor.generation.engine": "use_vllm vllm.num_engines actor_rollout_ref.rollout.name",
@@ -747,7 +757,7 @@ ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, O
     "environment.max_turns": "max_tool_calling_iterations actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
     "": (
         "entropy_coef_min vllm_tensor_parallel_size lora_dropout adam_beta1 do_train project actor.adam.betas "
-        "reward.learning_rate reward.num_iterations "
+        "reward.learning_rate reward.num_iterations critic.veomni "
         "critic.adam.eps train.colocate_all train.enable_ema ref.offload eval.n_samples_per_prompt data.max_samples "
         "vllm.sync_backend ds.packing_samples ds.tensor_parallel_size algo.dynamic_filtering_range "
         "critic.loss_agg_mode data.image_key actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.val_kwargs.n "

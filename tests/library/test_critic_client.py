@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -157,12 +158,23 @@ def test_async_critic_calls_overlap():
 # ---- wrong use ----
 
 
-@pytest.mark.parametrize("run_id", ["", None])
-def test_wrong_run_id_raises_at_construction(run_id: Any):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"url": "http://localhost:8000"}, r"url: 'http://localhost:8000', must be host:port"),
+        ({"url": []}, r"url: \[\]"),
+        ({"run_id": ""}, "run_id: ''"),
+        ({"run_id": None}, "run_id: None"),
+        ({"settings": {"deadline_s": 1}}, r"settings: \{'deadline_s': 1\}, must be a rlhf_triton.ClientSection"),
+        ({"training_key": "secret\n"}, "^training_key: must be a text of one line, without its line end$"),
+        ({"training_key": b"secret"}, "training_key: must be a text"),
+    ],
+)
+def test_wrong_argument_raises_at_construction(given: dict[str, Any], told: str):
     before = threading.active_count()
     for kind in (CriticClient, AsyncCriticClient):
-        with pytest.raises(ContractError, match=f"run_id: {run_id!r}"):
-            kind("localhost:8000", run_id=run_id)
+        with pytest.raises(ContractError, match=told):
+            kind(**{"url": "localhost:8000", "run_id": "mine", **given})
     assert threading.active_count() == before
 
 
@@ -209,6 +221,11 @@ def test_async_client_refuses_use_in_another_event_loop():
                 await asyncio.to_thread(lambda: asyncio.run(critic.values(ROWS)))
 
     asyncio.run(run())
+
+
+def test_critic_client_refuses_to_be_sent_to_another_process():
+    with CriticClient("127.0.0.1:1", run_id="mine") as critic, pytest.raises(RlhfError, match="make one there"):
+        pickle.dumps(critic)
 
 
 def test_critic_client_refuses_use_in_a_forked_process():

@@ -417,7 +417,13 @@ class Untold(Game):
 
 
 class Strict(Game):
-    def step(self, action): raise ValueError(action)
+    def reset(self, row): self.moves = {"left": -1}
+    def step(self, action): return self.moves[action.strip()], 0.0, False
+
+
+class Hasty(Game):
+    def reset(self, row): self.row = row
+    def step(self, action): return self.row["answr"], 0.0, True
 
 
 def run(base_url, task): ...
@@ -446,6 +452,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ([LONGEST, "environment.agent={file}:run"], ""),
         ([LONGEST, "environment.class={file}:Untold"], "Untold: step: returned 'only an observation'; return a tuple"),
         ([LONGEST, "environment.class={file}:Strict"], ""),  # it may refuse a reply
+        ([LONGEST, "environment.class={file}:Hasty"], "Hasty: step: KeyError: 'answr'"),
         (
             [LONGEST, "environment.class={file}:Gam"],
             "environment.class {file}:Gam: {file}:Gam cannot be imported: {file} has no",

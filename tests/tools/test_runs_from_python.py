@@ -338,6 +338,19 @@ def scores_of(functions: list[Any], folder: Path) -> list[float]:
     return [load_function(spec)(rt.Sample("a")) for spec in specs]
 
 
+def test_a_class_of_a_notebook_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A notebook's `__main__` has no file, so `inspect` finds no source of its classes."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    source = (
+        "from dataclasses import dataclass\nBASE = 2\n\n@dataclass\nclass Reward:\n    more: int = 1\n"
+        "    def __call__(self, sample):\n        return BASE + self.more\n\nclass Empty:\n    pass\n"
+    )
+    defined = cell(source)
+    assert scores_of([defined["Reward"]], tmp_path) == [3]
+    with pytest.raises(FunctionError, match="the source of Empty cannot be read; put it into a file"):
+        function_spec(defined["Empty"], tmp_path, {})
+
+
 def test_a_default_travels_with_its_own_value(tmp_path: Path):
     made = cell(
         "LIMIT = 1\ndef of_name(s, limit=LIMIT):\n    return limit\nLIMIT = limit = 5\n"

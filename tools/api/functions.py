@@ -4,6 +4,7 @@ import ast
 import builtins
 import dis
 import inspect
+import linecache
 import re
 import sys
 import sysconfig
@@ -107,7 +108,7 @@ class _Source:
         inner = inspect.unwrap(value) if callable(value) else value
         self._check(name, inner)
         try:
-            source = textwrap.dedent(inspect.getsource(inner))
+            source = textwrap.dedent(_source_of(inner))
             code = compile(FUTURE + source, name, "exec")
         except (OSError, TypeError, SyntaxError) as error:
             raise FunctionError(f"{self._name}: the source of {name} cannot be read{REMEDY}") from error
@@ -115,7 +116,7 @@ class _Source:
         if isinstance(inner, FunctionType):
             known = inner.__globals__ | _defaults(source, inner)
         else:
-            known = vars(sys.modules[inner.__module__])
+            known = next((each.__globals__ for each in _methods(inner)), vars(sys.modules[inner.__module__]))
         used, stored, attributes = _names_in(code)
         self._check(name, inner, used)
         for each in sorted(used):
@@ -144,6 +145,26 @@ class _Source:
             return
         subject = self._name if name == self._name else f"{self._name} uses {name!r}, which"
         raise FunctionError(f"{subject} {why}{remedy}")
+
+
+def _methods(inner: Any) -> list[FunctionType]:
+    """Return the functions that the source of a class defines; [] for a function."""
+    found = [each for each in vars(inner).values() if isinstance(each, FunctionType)] if isinstance(inner, type) else []
+    return [each for each in found if linecache.getlines(each.__code__.co_filename)]
+
+
+def _source_of(inner: Any) -> str:
+    """Return the source of a function or a class. Raises OSError, TypeError or SyntaxError if it cannot be read."""
+    if hasattr(sys.modules.get(inner.__module__), "__file__") or not (methods := _methods(inner)):
+        return inspect.getsource(inner)
+    code = methods[0].__code__  # of a cell of a notebook, in which `inspect` finds functions alone
+    lines = linecache.getlines(code.co_filename)
+    for each in ast.walk(ast.parse("".join(lines))):
+        if isinstance(each, ast.ClassDef) and each.name == inner.__name__:
+            start = min(node.lineno for node in (each, *each.decorator_list))
+            if start <= code.co_firstlineno <= (each.end_lineno or 0):
+                return "".join(lines[start - 1 : each.end_lineno])
+    raise OSError(f"{code.co_filename} does not define {inner.__name__}")
 
 
 def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
