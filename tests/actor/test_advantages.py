@@ -209,12 +209,15 @@ BASELINES = [leave_one_out, group_standardise]
 
 
 # Scores 1, 2, 6 of one prompt: the others' means are 4, 3.5, 1.5; mean 3, std sqrt(7) with n - 1.
+STANDARDISED = [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7), 0]
 COMPARED = {
-    "rloo": [-3.0, -1.5, 4.5],
-    "grpo": [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)],
-    "dr_grpo": [-2, -1, 3],
-    "reinforce++-baseline": [-2, -1, 3],
-    "maxrl": [-2 / 3, -1 / 3, 1],
+    "rloo": [-3.0, -1.5, 4.5, 0],
+    "grpo": STANDARDISED,
+    "gdpo": STANDARDISED,  # of a single reward
+    "dr_grpo": [-2, -1, 3, 0],
+    "reinforce++-baseline": [-2, -1, 3, 0],
+    "maxrl": [-2 / 3, -1 / 3, 1, 0],
+    "flash_reinforce": [-2.25, -1.25, 2.75, 0.75],  # with all that count, whose mean is 3.25
 }
 
 
@@ -227,7 +230,7 @@ def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name
     yes = torch.ones(6).bool()
     inputs = AdvantageInputs(rewards, zeros, zeros, mask, groups, yes, yes, rewards < 100)
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
-    assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0, 0], abs=1e-5)
+    assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0], abs=1e-5)
     assert returns[:, 1].tolist() == rewards.tolist()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
-from rlhf_triton.actor.algorithms import grpo, stages
+from rlhf_triton.actor.algorithms import grpo
 from rlhf_triton.actor.algorithms.batch import (
     check_failures,
     critic_payload,
@@ -23,7 +23,7 @@ from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, proces
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout_rows import RolloutRow, Score
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
 from rlhf_triton.actor.run.validation import explained_by_values
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
@@ -239,58 +239,31 @@ def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm: str):
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
-PLAIN_LOSS: dict[str, Any] = {"kl_coef": 0.0, "mask_unfinished": False, "whitens": False}
-TWO = {"right": (2.0, [1.0, 0.0, 0.0, 0.0]), "short": (0.5, [0.0, 8.0, 4.0, 4.0])}  # weight, and the terms of four rows
+def received(rows: list[RolloutRow] | list[Conversation], **settings: Any) -> AdvantageInputs:
+    """Return what the algorithm receives of these rows."""
+    found: list[AdvantageInputs] = []
+
+    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        found.append(inputs)
+        return inputs.values, inputs.values
+
+    method = replace(method_of(**settings), advantage=advantage)
+    groups = groups_of(rows, method.settings.responses_per_prompt)
+    batches.make_batch(groups, method, shaper_of(**settings), kl_coef=0.0)
+    return found[0]
 
 
-def with_components(components: dict[str, tuple[float, list[float]]], **settings: Any) -> Tensor:
-    """Return the advantage of each of four responses to a prompt, whose scores are sums of components."""
-    rows = scored_samples()
-    for i, row in enumerate(rows):
-        terms = {name: values[i] for name, (_, values) in components.items()}
-        weights = {name: weight for name, (weight, _) in components.items()}
-        total = sum(weights[name] * term for name, term in terms.items() if weights[name] and not math.isnan(term))
-        rows[i] = row.with_score(reward=total, outcome=total, components=terms, weights=weights)
-    given = {"responses_per_prompt": 4, **PLAIN_LOSS, **settings}
-    batch = make_batch(rows, **given)
-    return torch.where(batch.mask > 0, batch.advantages, -math.inf).amax(-1)
-
-
-def test_gdpo_standardises_each_reward_before_the_weighted_sum():
-    """The totals are 2, 4, 2 and 2, so GRPO does not tell the first response, which alone is right, from the others."""
-    found = with_components(TWO, name="gdpo")
-    short = (16 * 2 / 3) ** 0.5  # sqrt((16 + 16) / 3)
-    expected = [2 * 1.5 - 0.5 * 4 / short, -1 + 0.5 * 4 / short, -1.0, -1.0]
-    close(found, torch.tensor(expected), atol=1e-5, rtol=0)
-    charted = {**TWO, "charted": (0.0, [5.0, 1.0, math.nan, 0.0])}  # weight 0: it does not count
-    close(with_components(charted, name="gdpo"), found)
-    lacking = {**TWO, "short": (0.5, [0.0, 8.0, math.nan, 4.0])}  # excluded from mean (4) and deviation (4)
-    expected = [2 * 1.5 - 0.5, -1 + 0.5, -1.0, -1.0]
-    close(with_components(lacking, name="gdpo"), torch.tensor(expected), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("components", [{}, {"right": TWO["right"]}, {**TWO, "short": (0.0, TWO["short"][1])}])
-def test_gdpo_with_one_reward_that_counts_is_grpo(components: dict[str, tuple[float, list[float]]]):
-    close(with_components(components, name="gdpo"), with_components(components, name="grpo"))
-
-
-def test_gdpo_whitens_over_the_batch():
-    batch_of_all = with_components(TWO, name="gdpo", whitens=True)
-    plain = with_components(TWO, name="gdpo")
-    tokens = torch.tensor([size - prompt for size, prompt in zip(LENGTHS, PROMPT_LENGTHS, strict=True)])
-    mean = (plain * tokens).sum() / tokens.sum()
-    deviation = (((plain - mean) ** 2 * tokens).sum() / tokens.sum()).sqrt()
-    close(batch_of_all, (plain - mean) / deviation, atol=1e-5, rtol=0)
-
-
-def test_flash_reinforce_compares_all_responses_of_the_step():
-    """Scores 1, 2, -1 and 0.5 of four prompts; a response that does not count is excluded from the mean."""
-    batch = make_batch(scored_samples(), name="flash_reinforce", **PLAIN_LOSS)
-    mean = (1 + 2 - 1 + 0.5) / 4
-    assert batch.advantages.abs().amax(-1).tolist() == pytest.approx([1 - mean, 2 - mean, 1 + mean, mean - 0.5])
-    assert batch.policy_weights.sum(-1).tolist() == pytest.approx([1.0] * 4)
-    batch = make_batch(scored_samples(), name="flash_reinforce", **{**PLAIN_LOSS, "mask_unfinished": True})
-    assert batch.advantages.abs().amax(-1).tolist() == pytest.approx([5 / 6, 0, 7 / 6, 1 / 3])
+def test_components_of_weight_0_are_left_out_and_those_that_do_not_apply_are_nan():
+    weights, terms = {"right": 2.0, "short": 0.5, "charted": 0.0}, (0.0, 8.0, math.nan, 4.0)
+    rows = [
+        row.with_score(components={"right": 1.0, "short": term, "charted": math.nan}, weights=weights)
+        for row, term in zip(scored_samples(), terms, strict=True)
+    ]
+    inputs = received(rows, name="gdpo", responses_per_prompt=4)
+    assert inputs.component_weights.tolist() == [2.0, 0.5]
+    assert inputs.components.nan_to_num(-1.0).tolist() == [[1, 0], [1, 8], [1, -1], [1, 4]]
+    alone = [row.with_score(weights={**weights, "short": 0.0}) for row in rows]
+    assert received(alone, name="gdpo", responses_per_prompt=4).components is None
 
 
 # ---- stages between scoring and advantages ----
@@ -415,9 +388,6 @@ def test_grpo_standardises_process_rewards_within_the_group():
 def test_row_that_failed_to_get_process_rewards_is_masked():
     """As in summary.json's ev_last: its rewards may be anything, and its values are there."""
     sample = processed(ok=(True, False))
-    for name in ("ppo", "reinforce++", "grpo"):
-        found = batch_of(sample, name)
-        assert found.mask[1].sum() == found.advantages[1].abs().sum() == found.policy_weights[1].sum() == 0
     expected = torch.tensor([0, 0, 0, -0.25, -0.25]) / (2 * 0.25**2) ** 0.5
     close(batch_of(sample, "grpo").advantages[0], expected, atol=1e-4, rtol=0)
     conversations = [(row,) for row in sample]
@@ -447,13 +417,10 @@ def test_row_that_failed_to_get_process_rewards_is_masked():
     ],
 )
 def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(
-    monkeypatch: pytest.MonkeyPatch, sample: list[RolloutRow], settings: dict[str, Any], steps: list, rewards: list
+    sample: list[RolloutRow], settings: dict[str, Any], steps: list, rewards: list
 ):
-    received: list[AdvantageInputs] = []
-    monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, lambda inputs, _: (received.append(inputs), inputs)[1]))
     ended = "rewards_missing_eos_penalty" not in settings
-    make_batch([sample[0], replace(sample[1], ended=ended)], **settings, kl_coef=0.0)
-    (found,) = received
+    found = received([sample[0], replace(sample[1], ended=ended)], **settings)
     assert found.process_rewards[~ENDS[:, 1:]].abs().sum() == 0
     close(found.process_rewards[ENDS[:, 1:]], torch.tensor(steps), atol=1e-4, rtol=0)
     assert found.rewards.tolist() == rewards
@@ -535,16 +502,8 @@ def test_bootstrap_value_is_not_normalised_or_clipped(shaping: dict[str, Any], v
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce++", "ppo"])
 def test_total_rewards_include_turn_rewards(name: str):
-    totals = list[float]()
-
-    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        totals.extend(inputs.totals.tolist())
-        return inputs.values, inputs.values
-
     rows = [conversation(row_of(reward)) for reward in (3.0, 4.0, 0.0, 1.0)]
-    method = replace(method_of(name=name, responses_per_prompt=2, **BARE), advantage=advantage)
-    batches.make_batch(groups_of(rows, 2), method, shaper_of(), kl_coef=0.0)
-    assert totals == [3, 4, 0, 1]
+    assert received(rows, name=name, responses_per_prompt=2).totals.tolist() == [3, 4, 0, 1]
 
 
 def test_conversation_is_masked_whole_if_one_of_its_rows_failed():

@@ -86,7 +86,9 @@ def test_gdpo_advantages_match_peers(case: dict[str, Any]):
     all_rows, zeros = torch.ones(len(mask), dtype=torch.bool), torch.zeros_like(mask)
     given = zeros[:, 0], zeros, zeros, mask, torch.tensor(case["groups"]), all_rows, all_rows, all_rows
     inputs = AdvantageInputs(*given, components=components, component_weights=torch.tensor(case["weights"]))
-    advantages = import_function(ALGORITHMS["gdpo"].advantage)(inputs)[0]
+    gdpo = ALGORITHMS["gdpo"]
+    advantages = import_function(gdpo.advantage)(inputs)[0]
+    assert gdpo.whitens
     n = float(mask.sum())  # the peers whiten with n - 1
     close(masked_whiten(advantages, mask) * ((n - 1) / n) ** 0.5, case["advantages"], case["tolerance"])
 
