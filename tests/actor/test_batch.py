@@ -511,3 +511,15 @@ def test_conversation_is_masked_whole_if_one_of_its_rows_failed():
     batch = make_batch([rows, conversation(row_of(1.0))], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
     assert batch.mask.any(-1).tolist() == [False, False, False, True]
     assert describe_failures([rows]).endswith("503")
+
+
+def test_conversations_of_dropped_groups_train_only_the_critic():
+    """A mean by sequence weighs conversations, not rows."""
+    two_rows = conversation(row_of(1.0), row_of(0.0, 2.0, number=1))
+    settings = {"kl_coef": 0.0, **BARE, "algorithm_name": "reinforce++", "loss_mean": "sequence"}
+    batch = make_batch([two_rows, conversation(row_of(4.0))], num_dropped=1, **settings)
+    assert batch.conversations.tolist() == batch.groups.tolist() == [0, 0, 1]
+    assert batch.policy_weights.sum(-1).tolist() == pytest.approx([1 / 3, 2 / 3, 0])
+    assert sampled(batch.returns, batch) == [3, 2, 2, 4]
+    cut = batch.first(1, 3)
+    assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 3), (1, 2), (1,))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
@@ -71,11 +70,6 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agent
             assert row.tokens[turn.start : turn.end].tolist() == [*turn.tokens] == given
         last = row.turns[-1]
         assert last.reward == len(said[-1]) or len(rows) > 1
-        ids = torch.from_numpy(row.tokens)[None]
-        with torch.no_grad():
-            logits = model(ids).logits.index_fill(-1, torch.tensor(BANNED), -torch.inf)
-        expected = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[last.start - 1 :, 0]
-        assert row.logprobs[last.start :] == pytest.approx(expected.numpy(), abs=1e-3)
     assert {len(rows[-1].turns) for rows in found} == {3}
 
 
@@ -117,14 +111,9 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
     agent = agents(name, **{key: value for key, value in settings.items() if key not in generation})
     (found,) = ends(model, agent, 1, **generation)
-    assert (found.truncated, bool(found.error)) == (truncated, bool(error))
+    assert (found.truncated, bool(found.error), found.restarts) == (truncated, bool(error), 0)
     assert error in found.error
     assert found.ended == (not error and not truncated)
-
-
-def test_limit_is_not_a_lost_environment_even_if_the_client_raises_oserror(agents: Agents, model: Any):
-    (found,) = ends(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
-    assert (found.truncated, found.restarts) == ("environment.max_turns", 0)
 
 
 @pytest.mark.timeout(120)

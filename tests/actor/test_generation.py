@@ -357,21 +357,25 @@ def test_non_finite_logits_are_an_error():
             texts(written_by, make_prompts(3), greedy=greedy)
 
 
+def limit_rows(model: Any, most: int, monkeypatch: pytest.MonkeyPatch, *, after: int = 0) -> None:
+    """Let memory run out in forwards of more than `most` rows, `after` the first ones."""
+    forward, passes = model.forward, itertools.count()
+
+    def limited(input_ids: Tensor, **others: Any) -> Any:
+        if next(passes) >= after and len(input_ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return forward(input_ids=input_ids, **others)
+
+    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+
+
 @pytest.mark.parametrize("uses_slots", [True, False])
 def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monkeypatch: pytest.MonkeyPatch):
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
     expected = texts(generation(model, uses_slots=uses_slots, generation_batch_size=8), prompts, seed=7)
     written_by = generation(model, uses_slots=uses_slots, generation_batch_size=8)
     texts(written_by, prompts[:1])
-    passes, forward = [], model.forward
-
-    def limited(input_ids: Tensor, **others: Any) -> Any:
-        passes.append(1)
-        if len(input_ids) > 3 and len(passes) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return forward(input_ids=input_ids, **others)
-
-    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+    limit_rows(model, 3, monkeypatch, after=5)
     found: list[tuple[int, list[int]]] = []
     given = [Prompt("", "", tokens) for tokens in prompts]
     written_by.run_rows(dict(enumerate(given)), lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
@@ -382,14 +386,7 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monke
 def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch: pytest.MonkeyPatch):
     model, prompts = make_model("llama", eos_bias=-2.0), [Prompt("", "", tokens) for tokens in make_prompts(9)]
     engine, found = generation(model, uses_slots=True, generation_batch_size=8), list[int]()
-    forward = model.forward
-
-    def limited(input_ids: Tensor, **others: Any) -> Any:
-        if len(input_ids) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return forward(input_ids=input_ids, **others)
-
-    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+    limit_rows(model, 4, monkeypatch)
     engine.add(SamplingJob({0: prompts[0]}, lambda index, _: found.append(index), seed=1))
     later = [SamplingJob(dict(enumerate(prompts[1:], 1)), lambda index, _: found.append(index), seed=2)]
 

@@ -174,20 +174,8 @@ def test_unbiased_kl_has_the_policys_ratio_to_the_sampler(checkpoint: Path):
     assert found["unbiased", -1.0] == pytest.approx(math.e * found["k3", 0.0], rel=1e-6)
 
 
-def test_constant_loss_mean_scales_the_mean_over_tokens(checkpoint: Path):
-    """Dr. GRPO: by the number of tokens over sequences times the longest length, for all terms of the loss alike."""
-    losses = {}
-    for mean in ("token", "constant"):
-        policy = make_policy(checkpoint, loss_mean=mean, max_new_tokens=20, algorithm_name="reinforce++")
-        losses[mean] = updated(policy, make_batch(policy))[0]
-    scale = float(make_batch(policy).mask.sum()) / (len(LENGTHS) * 20)
-    for name in ("loss", "grad_norm"):
-        assert losses["constant"][name] == pytest.approx(losses["token"][name] * scale)
-    assert losses["constant"]["entropy"] == pytest.approx(losses["token"]["entropy"]) != 0
-
-
-def test_constant_loss_mean_counts_conversations_not_rows(checkpoint: Path):
-    """One of three is masked, which has four of the six rows."""
+def test_constant_loss_mean_divides_by_conversations_times_the_longest_response(checkpoint: Path):
+    """Dr. GRPO: all terms of the loss alike. One of three conversations is masked, which has four of the six rows."""
     losses = {}
     for mean in ("token", "constant"):
         settings = {"loss_mean": mean, "max_new_tokens": 20, "algorithm_name": "reinforce++", "rollout_size": 3}
@@ -195,7 +183,9 @@ def test_constant_loss_mean_counts_conversations_not_rows(checkpoint: Path):
         batch = make_batch(policy)
         taught = batch.mask * torch.tensor([[1.0], [1.0], [0.0], [0.0], [0.0], [0.0]])
         losses[mean] = updated(policy, replace(batch, policy_weights=taught))[0]
-    assert losses["constant"]["loss"] == pytest.approx(losses["token"]["loss"] * float(taught.sum()) / 40)
+    for name in ("loss", "grad_norm"):
+        assert losses["constant"][name] == pytest.approx(losses["token"][name] * float(taught.sum()) / 40)
+    assert losses["constant"]["entropy"] == pytest.approx(losses["token"]["entropy"]) != 0
 
 
 def test_nll_term_raises_the_likelihood_of_positive_responses(checkpoint: Path):

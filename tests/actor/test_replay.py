@@ -137,12 +137,6 @@ def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> Non
         log.close()
 
 
-def with_next_value(array: np.ndarray, index: int) -> np.ndarray:
-    changed = array.copy()
-    changed[index] = np.nextafter(changed[index], np.inf, dtype=array.dtype)
-    return changed
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "told"),
     [
@@ -160,13 +154,9 @@ def test_first_difference_is_named(kind: str, name: str, told: str, copy: Path, 
     def change(record: StoredRecord) -> StoredRecord:
         if record.header["kind"] != kind or record.header["step"] != 1:
             return record
-        array = record.arrays[name]
-        index = int(np.flatnonzero(array)[0])
-        if array.dtype == np.uint64:
-            changed = array.copy()
-            changed.reshape(-1)[index] ^= np.uint64(1)
-        else:
-            changed = with_next_value(array, index)
+        changed = record.arrays[name].copy()
+        bits = changed.reshape(-1).view(f"u{changed.itemsize}")
+        bits[np.flatnonzero(changed)[0]] ^= 1
         return dataclasses.replace(record, arrays={**record.arrays, name: changed})
 
     rewrite(copy, change)
@@ -188,18 +178,13 @@ def test_differing_environment_is_named(
     assert "what differs in the environment:\n  OMP_NUM_THREADS: " in capsys.readouterr().out
 
 
-def test_one_flipped_bit_is_an_error_that_names_step_sample_and_field(copy: Path, capsys: pytest.CaptureFixture[str]):
-    path = path_of(samples_of(copy), 1)
-    record = next(record for _, record in read_records(samples_of(copy), 1) if record.header["kind"] == "group")
+def flip_a_bit(run: Path) -> None:
+    """In the log-probs of the first group."""
+    path = path_of(samples_of(run), 1)
+    record = next(record for _, record in read_records(samples_of(run), 1) if record.header["kind"] == "group")
     data = bytearray(path.read_bytes())
     data[data.index(record.arrays["logprobs"].tobytes())] ^= 1
     path.write_bytes(bytes(data))
-    assert main([str(copy), "--step", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {path} is damaged at byte ")
-    assert "step 1, group 0, sample 0 (prompt " in error
-    assert "): `logprobs`; restore the file" in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -224,6 +209,7 @@ def test_one_flipped_bit_is_an_error_that_names_step_sample_and_field(copy: Path
             "has no samples, so no step of this run can be replayed",
         ),
         ("--step 1", lambda run: path_of(samples_of(run), 1).write_text("a diary"), "is not a log of records"),
+        ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_sentence(
@@ -295,21 +281,8 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(
     """From a checkpoint, from a step without one, and from the start; unchanged, it does the same as the run."""
     for name, change in (("same", []), ("other", ["actor.algorithm.clip_ratio=0.001"])):
         folder = tmp_path / name
-        assert (
-            main(
-                [
-                    str(grpo),
-                    "--step",
-                    str(step),
-                    "--fork",
-                    str(folder),
-                    "actor.steps=3",
-                    "actor.optimizer.lr=1e-2",
-                    *change,
-                ]
-            )
-            == 0
-        )
+        options = ["--step", str(step), "--fork", str(folder), "actor.steps=3", "actor.optimizer.lr=1e-2"]
+        assert main([str(grpo), *options, *change]) == 0
         assert capsys.readouterr().out.endswith(f"run.yaml continues with step {step}\n")
         run = PPORun(config := load_config(folder / "run.yaml"), Server())
         assert find_changes(config, accepted=False) == {}

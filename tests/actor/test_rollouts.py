@@ -219,18 +219,25 @@ def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs:
     assert delayed.at[8] - delayed.at[5] == even.at[8] - even.at[5]
 
 
+def no_spread_in_every_third(prompt: Prompt) -> Sequence[float]:
+    return [float(int(prompt.prompt_id[1:]) % 3 > 0 and i) for i in range(SIZE)]
+
+
 def test_groups_without_spread_are_replaced_by_the_next_ones(inputs: StepInputs):
     """The steps take the same prompts whatever is in flight; as many prompts are started as are dropped."""
-
-    def reward(prompt: Prompt) -> Sequence[float]:
-        return [float(int(prompt.prompt_id[1:]) % 3 > 0 and i) for i in range(SIZE)]
-
-    on_policy, _ = simulated(inputs, 6, reward=reward, max_resampled=9)
-    found, simulation = simulated(inputs, 6, reward=reward, max_resampled=9, max_off_policy_steps=2)
+    settings = {"reward": no_spread_in_every_third, "max_resampled": 9}
+    on_policy, _ = simulated(inputs, 6, **settings)
+    found, simulation = simulated(inputs, 6, **settings, max_off_policy_steps=2)
     assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in on_policy.groups]
     assert found.dropped == on_policy.dropped
     assert max(found.staleness) <= 2
     assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "none is in flight at the end"
+
+
+def test_groups_without_spread_stay_after_max_resampled_attempts(inputs: StepInputs):
+    found, simulation = simulated(inputs, 2, reward=lambda _: [0.0] * SIZE, max_resampled=1)
+    assert [len(groups) for groups in found.groups] == found.dropped == [PER_STEP] * 2
+    assert len(simulation.started) == 2 * 2 * PER_STEP
 
 
 def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: StepInputs):
@@ -271,20 +278,25 @@ def test_version_to_demand_never_decreases_however_many_wait_for_it():
     asyncio.run(main())
 
 
-def test_resumed_run_starts_the_groups_in_flight_again_with_their_seeds(inputs: StepInputs, tmp_path: Path):
-    whole, simulation = simulated(inputs, 9, max_off_policy_steps=2)
+@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 2}, {"max_resampled": 9}])
+def test_resumed_run_starts_the_same_groups_with_the_same_seeds(
+    inputs: StepInputs, tmp_path: Path, settings: dict[str, Any]
+):
+    whole, simulation = simulated(inputs, 9, reward=no_spread_in_every_third, **settings)
     state = inputs.state(7)
     again = inputs_of(tmp_path / "prompts.jsonl")
     again.restore(7, state)
 
     async def main() -> Simulation:
-        resumed, critic = Simulation(log_normal), InstantCritic()
-        rollouts = make_rollouts(resumed, again, critic, steps=9, max_off_policy_steps=2)
+        resumed, critic = Simulation(log_normal, no_spread_in_every_third), InstantCritic()
+        rollouts = make_rollouts(resumed, again, critic, steps=9, **settings)
         found = await trained(rollouts, critic, range(8, 10))
         assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in whole.groups[7:]]
         return resumed
 
-    assert run_simulated(main()).started == simulation.started[7 * PER_STEP :]
+    started = run_simulated(main()).started
+    assert len(started) >= 2 * PER_STEP
+    assert started == simulation.started[-len(started) :]
 
 
 def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs: StepInputs):

@@ -63,6 +63,7 @@ from tests.support.samples import a_sample, rewarded
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
+VERSIONS = VersionRange(4)  # of the critic, as a step demands
 
 
 def one_row(index: int) -> Conversation:
@@ -84,6 +85,7 @@ class Asked:
         self.rows: list[list[int]] = []
 
     async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
+        assert versions == VERSIONS
         self.rows.append([int(row[0].tokens[0]) for row in rows])
         return [(replace(row[0], score=rewarded(float(row[0].tokens[0]))),) for row in rows]
 
@@ -100,7 +102,7 @@ async def test_row_or_group_is_sent_as_soon_as_it_has_ended(
 ):
     asked, loop = Asked(groupwise=group_size > 1), asyncio.get_running_loop()
     ready = loop.create_future()
-    ready.set_result(None)
+    ready.set_result(VERSIONS)
     ended = [loop.create_future() for _ in order]
     scoring = GroupScoring(asked, None, ready, asyncio.Semaphore(16), group_size=group_size)  # type: ignore[arg-type]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
@@ -352,7 +354,7 @@ class Swapping:
         self.left = [*answers]
 
     async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
-        assert group_size == len(rows)
+        assert (group_size, versions) == (len(rows), VERSIONS)
         return [(replace(row, score=self._score(row, v)),) for (row,), v in zip(rows, self.left.pop(0), strict=True)]
 
     def _score(self, row: RolloutRow, version: int | None) -> Score:
@@ -378,7 +380,7 @@ class Swapping:
 async def test_group_that_mixes_reward_versions_is_scored_again(answers: Any, versions: list[int | None]):
     scorer, loop = Swapping(*answers), asyncio.get_running_loop()
     ready, *ended = (loop.create_future() for _ in range(3))
-    ready.set_result(None)
+    ready.set_result(VERSIONS)
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
     scoring = GroupScoring(scorer, None, ready, asyncio.Semaphore(16), group_size=2)  # type: ignore[arg-type]
@@ -482,13 +484,12 @@ SHAPES = {  # prompt, and the messages before the reply
 class Reader:
     """Reads texts as the server does, and keeps the ids."""
 
-    def __init__(self, folder: Path, tokenizer: Any, max_length: int = 500, **settings: Any) -> None:
+    def __init__(self, folder: Path, tokenizer: Any, **settings: Any) -> None:
         tokenizer.save_pretrained(folder)
         self.parameters = {"model": "there", "tokenizer_fingerprint": fingerprint(tokenizer), **settings}
         adds = {"add_special_tokens": True, "append_eos": "append_eos" in settings}
-        self._reader = RowReader(
-            folder, Limits(vocab_size=1 << 20, max_length=max_length), takes_pairs="text" in settings, **adds
-        )
+        limits = Limits(vocab_size=1 << 20, max_length=500)
+        self._reader = RowReader(folder, limits, takes_pairs="text" in settings, **adds)
         self.ids: list[list[int]] = []
 
     async def describe(self, model: str) -> ServedModel:
@@ -544,20 +545,15 @@ def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = Non
     return read_pairs(section, model).chosen[0].tokens.tolist()
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "tools"])
-@pytest.mark.parametrize("other", REWARDS_OF)
-def test_scorer_and_gate_refuse_a_reply_that_is_too_long(tmp_path: Path, other: str, shape: str):
-    theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
-    row = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
-    for way in ({}, {"append_eos": "true"}, {"text": "pair"}):
-        size = len(scored_ids(Reader(tmp_path, theirs, **way), row))
-        assert len(scored_ids(Reader(tmp_path, theirs, size, **way), row)) == size
-        with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {size - 1} \(max_l"):
-            scored_ids(Reader(tmp_path, theirs, size - 1, **way), row)
-    prompt: Any = columns["text"] if before is None else before
-    size = len(gate_ids(tmp_path, prompt, " A day."))
+def test_reward_model_receives_the_response_of_a_text_beside_the_text():
+    assert row_metadata(ServedModel(), row_of({"text": "Open it."}), " A day.", 0) == {"response": " A day."}
+
+
+def test_gate_refuses_a_reply_that_is_too_long(tmp_path: Path):
+    POLICY.save_pretrained(tmp_path)
+    size = len(gate_ids(tmp_path, "Open it.", " A day."))
     with pytest.raises(ConfigError, match=rf"pairs.jsonl, line 1: chosen: {size} tokens, the model takes {size - 1} "):
-        gate_ids(tmp_path, prompt, " A day.", size - 1)
+        gate_ids(tmp_path, "Open it.", " A day.", size - 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
