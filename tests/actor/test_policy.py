@@ -13,7 +13,6 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from peft import PeftModel
-from policy_training import load_checkpoint, states, train
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import add_tensors, change_config, save_tiny
 from transformers import AutoModelForCausalLM
@@ -38,7 +37,7 @@ from rlhf_triton.models.language_model import load_language_model
 from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint
 from rlhf_triton.tools.export import main as export
-from tests.support.policy_training import trainable_policy
+from tests.support.policy_training import load_checkpoint, states, train, trainable_policy
 from tests.support.samples import logprobs_of, tokens_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 7))]

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 from live_system import make_tokenizer
-from policy_training import load_checkpoint, states
+from tiny_checkpoints import save_tiny
 from torch import Tensor
 
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
-from tests.support.policy_training import trainable_policy, update_of
-from tests.support.tiny_checkpoints import save_tiny
+from tests.support.policy_training import load_checkpoint, states, trainable_policy, update_of, weights_of
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 # One algorithm for each loss that an update can have: the others differ in what comes before it, the advantages.
@@ -52,10 +51,6 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) 
     positive = torch.arange(len(LENGTHS)) % 2 == 0
     batch = PPOBatch(tokens, lengths, mask, mask, logprobs, logprobs + 0.1 * ref, advantages, *zeros, positive=positive)
     return replace(batch, **changes)
-
-
-def weights_of(policy: Policy) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
 def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[dict[str, float], Tensor]:

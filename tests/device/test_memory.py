@@ -26,7 +26,14 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
-from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
+from tests.support.policy_training import (
+    TrainablePolicy,
+    random_batch,
+    samples_of,
+    trainable_policy,
+    update_of,
+    weights_of,
+)
 
 GPU, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
@@ -59,10 +66,6 @@ def with_room_for(num_bytes: float, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def weights_of(model: Any) -> torch.Tensor:
-    return torch.cat([p.detach().cpu().flatten() for p in model.parameters() if p.requires_grad])
-
-
 @pytest.mark.parametrize(("settings", "share"), [({}, 0.75), ({"lora_rank": 2}, 0.6)], ids=str)
 def test_out_of_memory_does_not_change_a_policy_update(
     checkpoint: Path, settings: dict[str, Any], share: float, caplog: pytest.LogCaptureFixture
@@ -76,7 +79,7 @@ def test_out_of_memory_does_not_change_a_policy_update(
     assert small.trained.memory in small.halvings
     assert "(actor.policy.token_budget)" in caplog.text
     assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(weights_of(small.model), weights_of(large.model), rtol=0, atol=1e-4)
+    torch.testing.assert_close(weights_of(small), weights_of(large), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_set", [False, True])

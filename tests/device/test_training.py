@@ -25,7 +25,14 @@ from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
 from rlhf_triton.training_engine.ranks import Ranks
 from tests.device.test_critic_training import payload
-from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
+from tests.support.policy_training import (
+    TrainablePolicy,
+    random_batch,
+    samples_of,
+    trainable_policy,
+    update_of,
+    weights_of,
+)
 from tests.support.ranks import on_ranks, whole_tensors
 from tests.support.settings import trainer_section
 from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
@@ -63,10 +70,6 @@ def num_shared(policy: TrainablePolicy, batch: PPOBatch) -> int:
         inside = batch.mask[rows, : width - 1] != 0
         found += policy._shares_prompts and bool(shared_passes(batch.tokens[rows, :width], batch.lengths[rows], inside))
     return found
-
-
-def weights_of(policy: Policy) -> Tensor:
-    return torch.cat([p.detach().cpu().flatten() for p in policy.model.parameters() if p.requires_grad])
 
 
 # ---- how often the host waits ----

@@ -61,6 +61,11 @@ def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     return state
 
 
+def weights_of(policy: Policy) -> torch.Tensor:
+    """The weights that are trained, as one vector on the CPU."""
+    return torch.cat([p.detach().cpu().flatten() for p in policy.model.parameters() if p.requires_grad])
+
+
 def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool = False) -> PPOBatch:
     """Return rows of `prompt` tokens each, the same in all rows if `shared`, and responses; all values are random."""
     generator = torch.Generator().manual_seed(seed)
