@@ -427,17 +427,6 @@ def test_step_with_only_truncated_conversations_changes_no_weights(
     assert caplog.text.count("4 of 4 responses are excluded from the update") == 2
 
 
-@pytest.mark.parametrize("target", [None, 1e9])
-def test_resume_applies_a_new_kl_coefficient_unless_it_is_adaptive(
-    tmp_path: Path, checkpoints: Checkpoints, target: float | None
-):
-    for steps, coef in ((1, 0.1), (2, 0.5)):
-        go(make_ppo(tmp_path / "run", checkpoints, **SMALL, steps=steps, kl_coef=coef, kl_target=target))
-    first, second = (line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
-    assert first == 0.1
-    assert second == 0.5 if target is None else second < 0.1
-
-
 # ---- stops: signals ----
 
 PROGRAM = """

@@ -53,8 +53,8 @@ class TinyPolicy:
 
     ranks = ALONE
 
-    def __init__(self) -> None:
-        self.settings = PolicySection()
+    def __init__(self, **settings: Any) -> None:
+        self.settings = PolicySection(**settings)
         self.model = torch.nn.Linear(2, 2)
         self.trained = Trained(self.model, self.settings, OptimizerSection(), section="actor.policy", total_steps=0)
         self.fingerprint = "of its start"
@@ -95,7 +95,8 @@ def recorder_of(folder: Path, server: Server, reference_folder: Path = Path("sta
     settings = nested(ActorSection, {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor})
     sections = {"run": {"dir": folder}, "actor": settings, "reference": {"model": reference_folder}}
     config = RunConfig.model_validate(sections)
-    shaper, kl = RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None)
+    shaper = RewardShaper(config.actor.rewards, max_new_tokens=9)
+    kl = KLControl(config.actor.kl.coef, target=config.actor.kl.target)
     state = RunState(TinyPolicy(), shaper, kl, one_prompt())  # type: ignore[arg-type]
     return Recorder(config, state, server, has_critic=True)  # type: ignore[arg-type]
 
@@ -187,6 +188,16 @@ async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tm
     assert server.rewound == [4, 4]
 
 
+@pytest.mark.parametrize(("target", "coef"), [(None, 0.5), (6.0, 0.1)])
+async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(
+    tmp_path: Path, server: Server, target: float | None, coef: float
+):
+    await checkpoints_of(recorder_of(tmp_path, server, kl_coef=0.1, kl_target=target), 2)
+    resumed = recorder_of(tmp_path, server, kl_coef=0.5, kl_target=target)
+    await resumed.resume()
+    assert resumed._state.kl.coef == coef
+
+
 def lose_every_step(server: Server, root: Path, recorder: Recorder) -> None:
     """Make the critic lack every step, as with another run's journal."""
     server.received = 0
@@ -201,12 +212,17 @@ def start_elsewhere(server: Server, root: Path, recorder: Recorder) -> None:
     recorder._policy.fingerprint = "of another"
 
 
+def add_adapters(server: Server, root: Path, recorder: Recorder) -> None:
+    recorder._policy.trained = TinyPolicy(lora_rank=2).trained
+
+
 @pytest.mark.parametrize(
     ("trouble", "kind", "message"),
     [
         (lose_every_step, RequestFailed, "rewind_to: 2"),
         (damage_all, CheckpointError, rf"2/{SHARD} cannot be read.*there is no earlier checkpoint"),
         (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
+        (add_adapters, CheckpointError, r"was saved with actor\.policy\.lora_rank: .*; restore it"),
     ],
 )
 async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
