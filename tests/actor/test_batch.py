@@ -99,7 +99,7 @@ def test_returns_are_the_score_minus_the_remaining_kl_penalty():
 
 @pytest.mark.parametrize("mask_unfinished", [False, True])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
-def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_unfinished: bool):
+def test_advantages_are_whitened_over_trained_tokens_only(algorithm, mask_unfinished):
     """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
     scored = scored_samples()
     scored[1] = scored[1].with_score(reward=-50.0, outcome=-50.0)
@@ -114,7 +114,7 @@ def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_u
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind: str):
+def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
     scored, settings = scored_samples(), {**SETTINGS, "kl_estimator": kind}
     clean = make_batch(scored, **settings)
@@ -215,7 +215,7 @@ def test_distinct_bigrams_is_the_share_of_unique_bigrams():
         ([False, False, False, False], 1.0, True),  # nothing to learn from
     ],
 )
-def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stops: bool):
+def test_too_many_failures_stop_the_run(scored, allowed, stops):
     found = [(row,) for row in scored_samples(scored=scored)]
     if not stops:
         return check_failures(found, allowed)
@@ -231,7 +231,7 @@ def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stop
 
 
 @pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"maxrl"}))  # which takes no negative rewards
-def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm: str):
+def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm):
     settings = {"algorithm_name": algorithm, "responses_per_prompt": 4, "mask_unfinished": False}
     one, other = (make_batch(scored_samples(), **settings, kl_penalty_in="loss", kl_coef=coef) for coef in (0.0, 5.0))
     close(fields(one), fields(other))
@@ -301,7 +301,7 @@ def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tenso
     ],
     ids=["as they came", "batch", "running", "clipped", "penalised"],
 )
-def test_scores_are_normalised_then_clipped_then_penalised(settings: dict[str, Any], expected: list[float]):
+def test_scores_are_normalised_then_clipped_then_penalised(settings, expected):
     for unscored in (100.0, math.nan):
         rewards = torch.where(SCORED, REWARDS, unscored)
         found = shaped(shaper_of(**settings), rewards, 1, 2, 3, 4, scored=SCORED)
@@ -329,7 +329,7 @@ def test_running_normalization_continues_from_a_restored_state():
 
 @pytest.mark.parametrize("kind", ["batch", "running"])
 @pytest.mark.parametrize("score", [0.1, 117.3, -1234.5])
-def test_scores_that_differ_only_by_rounding_are_normalised_to_0(kind: str, score: float):
+def test_scores_that_differ_only_by_rounding_are_normalised_to_0(kind, score):
     for other in (score, torch.nextafter(torch.tensor(score), torch.tensor(math.inf))):
         rewards = torch.tensor([score, score, other, *[score] * 4])
         assert shaped(shaper_of(rewards_normalization=kind), rewards).tolist() == [0.0] * 7
@@ -416,9 +416,7 @@ def test_row_that_failed_to_get_process_rewards_is_masked():
         ),
     ],
 )
-def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(
-    sample: list[RolloutRow], settings: dict[str, Any], steps: list, rewards: list
-):
+def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(sample, settings, steps, rewards):
     ended = "rewards_missing_eos_penalty" not in settings
     found = received([sample[0], replace(sample[1], ended=ended)], **settings)
     assert found.process_rewards[~ENDS[:, 1:]].abs().sum() == 0
@@ -461,7 +459,7 @@ def sampled(tensor: Tensor, batch: PPOBatch) -> list[float]:
 @pytest.mark.parametrize(
     "settings", [{}, {"rewards_clip": 1.0}, {"rewards_normalization": "batch"}, {"gamma": 0.5}, K1]
 )
-def test_one_row_per_turn_trains_like_one_long_row(name: str, settings: dict[str, Any]):
+def test_one_row_per_turn_trains_like_one_long_row(name, settings):
     given = {"kl_coef": 0.0, **BARE, **settings, "algorithm_name": name, "responses_per_prompt": 2}
     rewards, another = (1.0, 1.0, 2.0, 1.0), conversation(row_of(0.0, 3.0))
     one = make_batch([conversation(row_of(*rewards)), another], **given)
@@ -482,7 +480,7 @@ def test_turns_are_ordered_by_time_across_rows():
 
 
 @pytest.mark.parametrize("rewards", [{}, {"rewards_clip": 1.0}])
-def test_reward_clipping_does_not_clip_the_kl_penalty(rewards: dict[str, Any]):
+def test_reward_clipping_does_not_clip_the_kl_penalty(rewards):
     pair = [conversation(row_of(1.0)), conversation(row_of(0.0, kl=3.0), row_of(1.0, number=1))]
     settings = {**K1, "kl_penalty_in": "reward", **BARE, **rewards}
     batch = make_batch(pair, algorithm_name="rloo", responses_per_prompt=2, **settings)
@@ -493,7 +491,7 @@ def test_reward_clipping_does_not_clip_the_kl_penalty(rewards: dict[str, Any]):
     ("shaping", "value"),
     [({}, 1.0), ({"rewards_normalization": "batch"}, 1.0), ({"rewards_clip": 0.5}, 1.0)],
 )
-def test_bootstrap_value_is_not_normalised_or_clipped(shaping: dict[str, Any], value: float):
+def test_bootstrap_value_is_not_normalised_or_clipped(shaping, value):
     stopped = row_of(0.0, truncated="environment.max_turns", ended=False)
     stopped = stopped.with_score(values=np.array([0, 0, 1], np.float32))
     batch = make_batch([conversation(stopped)], truncated="bootstrap", kl_coef=0.0, **BARE, **shaping)
@@ -501,7 +499,7 @@ def test_bootstrap_value_is_not_normalised_or_clipped(shaping: dict[str, Any], v
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce++", "ppo"])
-def test_total_rewards_include_turn_rewards(name: str):
+def test_total_rewards_include_turn_rewards(name):
     rows = [conversation(row_of(reward)) for reward in (3.0, 4.0, 0.0, 1.0)]
     assert received(rows, name=name, responses_per_prompt=2).totals.tolist() == [3, 4, 0, 1]
 

@@ -52,7 +52,7 @@ def ends(*arguments: Any, **settings: Any) -> list[RolloutRow]:
 
 
 @pytest.mark.parametrize("uses_slots", [True, False])
-def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agents, model: Any, uses_slots: bool):
+def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents, model, uses_slots):
     tools = [{"type": "function", "function": {"name": "look"}}]
     found = conversations(model, agents("converse", options={"turns": 3, "tools": tools}), 5, uses_slots)
     for i, rows in enumerate(found):
@@ -73,7 +73,7 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agent
     assert {len(rows[-1].turns) for rows in found} == {3}
 
 
-def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(agents: Agents, model: Any):
+def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(agents, model):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
     for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
@@ -105,9 +105,7 @@ def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(ag
         ("stopping", {"options": {"stop": "x"}}, "stop: ['x'] must be in actor.generation.stop_strings", ""),
     ],
 )
-def test_agent_failures_and_limits_end_the_conversation_with_the_cause(
-    agents: Agents, model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
-):
+def test_agent_failures_and_limits_end_the_conversation_with_the_cause(agents, model, name, settings, error, truncated):
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
     agent = agents(name, **{key: value for key, value in settings.items() if key not in generation})
     (found,) = ends(model, agent, 1, **generation)
@@ -117,9 +115,7 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(
 
 
 @pytest.mark.timeout(120)
-def test_closing_a_generation_frees_the_slots_of_its_agents(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_closing_a_generation_frees_the_slots_of_its_agents(agents, model, monkeypatch):
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
@@ -132,17 +128,17 @@ def test_closing_a_generation_frees_the_slots_of_its_agents(
 
 
 @pytest.mark.timeout(120)
-def test_conversation_continues_after_the_agent_closes_a_connection(agents: Agents, model: Any):
+def test_conversation_continues_after_the_agent_closes_a_connection(agents, model):
     for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
         assert (len(response.turns), response.error) == (2, "")
 
 
-def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents: Agents, model: Any):
+def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents, model):
     (found,) = ends(model, agents("rewarding"), 1)
     assert [turn.reward for turn in found.turns] == [0.25, 0.0]
 
 
-def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents: Agents):
+def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents):
     with pytest.raises(RlhfError, match=r"environment.agent .*agents.py:absent"):
         agents("absent")
     with pytest.raises(RlhfError, match="unexpected keyword argument 'colour'"):

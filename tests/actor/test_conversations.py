@@ -147,7 +147,7 @@ def sampled_of(row: RolloutRow) -> list[int]:
 # ---- one conversation, with a scripted policy ----
 
 
-def test_conversation_tokens_equal_the_templates_rendering(agents: Agents):
+def test_conversation_tokens_equal_the_templates_rendering(agents):
     found, _ = talk(agents("Countdown"), ["one", "two", "three"])
     text = TOKENIZER.decode(found.tokens)
     messages = [
@@ -174,7 +174,7 @@ def test_conversation_tokens_equal_the_templates_rendering(agents: Agents):
         ({"timeout_s": 25.0}, "environment.timeout_s"),
     ],
 )
-def test_conversation_ends_at_a_limit_and_records_which(agents: Agents, settings: dict[str, Any], limit: str):
+def test_conversation_ends_at_a_limit_and_records_which(agents, settings, limit):
     prompt = asked(turns=50)
     found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
     assert (found.truncated, found.ended, found.error) == (limit, False, "")
@@ -182,13 +182,13 @@ def test_conversation_ends_at_a_limit_and_records_which(agents: Agents, settings
     assert found.sampled[-1]
 
 
-def test_conversation_ends_after_a_turn_cut_at_max_new_tokens(agents: Agents):
+def test_conversation_ends_after_a_turn_cut_at_max_new_tokens(agents):
     found, _ = talk(agents("Countdown"), ["one", "two"], ends=False)
     assert (found.truncated, len(found.turns)) == ("actor.generation.max_new_tokens", 1)
 
 
 @pytest.mark.parametrize(("turns", "num_turns"), [(-1, 0), (-2, 1)])
-def test_environment_exception_ends_the_conversation_with_its_message(agents: Agents, turns: int, num_turns: int):
+def test_environment_exception_ends_the_conversation_with_its_message(agents, turns, num_turns):
     agent = agents("Countdown")
     found, _ = talk(agent, ["one", "two"], asked(turns=turns))
     assert (len(found.turns), found.ended) == (num_turns, False)
@@ -196,7 +196,7 @@ def test_environment_exception_ends_the_conversation_with_its_message(agents: Ag
     assert talk(agent, ["one", "two"])[0].ended
 
 
-def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents: Agents):
+def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents):
     """TRL's own example, and a policy that calls it rightly and wrongly."""
     prompt = asked("")
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
@@ -215,7 +215,7 @@ def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents: A
 
 
 @pytest.mark.parametrize("name", ['"\\ud800", "arguments": {}', '"look", "arguments": {"at": NaN}', "[" * 5000])
-def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents: Agents, name: str):
+def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents, name):
     prompt = asked("")
     found, _ = talk(agents("IncrementEnv", max_tokens=9000), [f'<tool_call>{{"name": {name}}}</tool_call>', ""], prompt)
     assert found.messages[1]["content"].startswith("the tool call ")
@@ -230,7 +230,7 @@ def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents: Agen
     ],
 )
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
-def test_text_after_a_reply_matches_the_templates_rendering(template: str, keeps: bool, opening: str):
+def test_text_after_a_reply_matches_the_templates_rendering(template, keeps, opening):
     """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
     chat = Chat(tokenizer_of(template, CHATML.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")))
     said, more = [user("Hi.")], [user("Go on.")]
@@ -260,7 +260,7 @@ def test_template_that_adds_a_space_before_replies_is_accepted():
     )
 
 
-def test_check_prompts_reports_a_template_that_leaves_out_tools(agents: Agents, caplog: pytest.LogCaptureFixture):
+def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
     agent, chats = agents("IncrementEnv"), [replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     agent.check_prompts(chats)
     assert not caplog.records
@@ -280,7 +280,7 @@ def test_check_prompts_reports_a_template_that_leaves_out_tools(agents: Agents, 
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
 
-def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents: Agents):
+def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents):
     """Qwen3.5's and GLM's kind, which the tokenizer describes to transformers."""
     tokenizer = tokenizer_of()
     tokenizer.response_template = {
@@ -310,14 +310,14 @@ def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents: Agent
     assert found.ended
 
 
-def test_plain_text_prompt_is_followed_by_turns_without_roles(agents: Agents):
+def test_plain_text_prompt_is_followed_by_turns_without_roles(agents):
     prompt = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 2})
     found, _ = talk(agents("Countdown"), ["one", "two"], prompt)
     text = TOKENIZER.decode(found.tokens)
     assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
 
 
-def test_check_prompts_refuses_a_template_that_fails_to_render(agents: Agents):
+def test_check_prompts_refuses_a_template_that_fails_to_render(agents):
     tokenizer = make_text_tokenizer("qwen2", chat_template="{{ raise }}{{ 1 / 0 }}")
     agent = agents("Countdown", tokenizer)
     agent.check_prompts([Prompt("1", "a text", np.array([5]))])
@@ -325,9 +325,7 @@ def test_check_prompts_refuses_a_template_that_fails_to_render(agents: Agents):
         agent.check_prompts([PROMPT])
 
 
-def test_conversation_starts_another_row_if_the_template_removes_thoughts(
-    agents: Agents, caplog: pytest.LogCaptureFixture
-):
+def test_conversation_starts_another_row_if_the_template_removes_thoughts(agents, caplog):
     agent = agents("Countdown", FORGETFUL)
     prompt = asked(turns=4)
     agent.check_prompts([prompt])
@@ -359,7 +357,7 @@ def test_conversation_starts_another_row_if_the_template_removes_thoughts(
 
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
-def test_reward_functions_receive_all_messages_of_a_conversation(agents: Agents, tokenizer: Any, num_rows: int):
+def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokenizer, num_rows):
     """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
     replies = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"]
     plain = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 3})
@@ -402,7 +400,7 @@ def test_reply_without_the_templates_end_token_gets_it():
 
 
 @pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
-def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents: Agents, first: str, turns: int):
+def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, first, turns):
     """In the first observation, or in the answer to a turn, which is its text."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
@@ -474,9 +472,7 @@ def unscored(rows: Sequence[RolloutRow]) -> list[Conversation]:
         (REWRITING, False, True, 3),
     ],
 )
-def test_each_turn_is_sampled_from_the_whole_row_before_it(
-    agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, lockstep: bool, slots: int
-):
+def test_each_turn_is_sampled_from_the_whole_row_before_it(agents, model, tokenizer, uses_slots, lockstep, slots):
     """Also with a template that rewrites every reply, so that each turn starts a row with its own draws."""
     agent = agents("Countdown", tokenizer)
     agent.lockstep = lockstep
@@ -492,9 +488,7 @@ def test_each_turn_is_sampled_from_the_whole_row_before_it(
         assert not row.logprobs[~inside].any()
 
 
-def test_time_limit_excludes_the_time_that_the_policy_samples(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_time_limit_excludes_the_time_that_the_policy_samples(agents, model, monkeypatch):
     now, sampled = [0.0], ConversationSource.sample_turn
 
     async def slowly(source: ConversationSource, row: int, before: Sequence[int]) -> PolicyTurn:
@@ -509,9 +503,7 @@ def test_time_limit_excludes_the_time_that_the_policy_samples(
 
 
 @pytest.mark.timeout(120)
-def test_conversation_in_step_keeps_its_slot_across_restarts(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_conversation_in_step_keeps_its_slot_across_restarts(agents, model, monkeypatch):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
     agent = agents("Fragile", options={"losses": 2})
     agent.lockstep = True
@@ -519,9 +511,7 @@ def test_conversation_in_step_keeps_its_slot_across_restarts(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_do_not_wait_for_ones_without_a_slot(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_conversations_in_step_do_not_wait_for_ones_without_a_slot(agents, model, monkeypatch):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
     agent = agents("Countdown")
     agent.lockstep = True
@@ -536,7 +526,7 @@ def test_environment_seed_depends_on_run_seed_and_prompt_id():
     assert seed_of(3, prompts[0]) != seed_of(3, prompts[1])
 
 
-def test_failing_environment_fails_only_its_own_conversation(agents: Agents, model: Any):
+def test_failing_environment_fails_only_its_own_conversation(agents, model):
     prompts = prompts_of(6)
     for i, turns in ((1, -1), (4, -2)):
         prompts[i] = replace(prompts[i], metadata={**prompts[i].metadata, "turns": turns})
@@ -550,7 +540,7 @@ def test_failing_environment_fails_only_its_own_conversation(agents: Agents, mod
 
 
 @pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
-def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses: int, failed: int):
+def test_conversation_restarts_if_its_environment_is_lost(agents, losses, failed):
     """Each reply ends at once, so that each conversation takes a step."""
     rows = generated(random_policy(1000.0), agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
@@ -559,7 +549,7 @@ def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses
     assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 2 if failed else losses / 6)
 
 
-def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, model: Any):
+def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
     agent = agents("Countdown")
     source = ConversationSource(agent)
     source.add(SamplingJob({0: prompts_of(1)[0]}, lambda *_: None, seed=0))
@@ -569,7 +559,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, 
         source.next_rows(wait=True)
 
 
-def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents: Agents):
+def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents):
     """The decoder does not receive it."""
     agent, calls, found = agents("Countdown"), list[asyncio.Task[PolicyTurn]](), dict[int, Conversation]()
 
@@ -589,7 +579,7 @@ def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents: Ag
     assert all(call.cancelled() for call in calls)
 
 
-def test_jobs_can_be_dropped_after_the_environments_have_ended(agents: Agents, model: Any):
+def test_jobs_can_be_dropped_after_the_environments_have_ended(agents, model):
     """As when a run is left while its decoding gives way to another call."""
     agent = agents("Countdown")
     engine = Generation(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
@@ -646,7 +636,7 @@ def test_turn_reward_is_placed_at_the_turns_last_token():
 
 
 @pytest.mark.parametrize("reward", [3e38, 1e39])
-def test_conversation_fails_if_its_reward_overflows_float32(reward: float):
+def test_conversation_fails_if_its_reward_overflows_float32(reward):
     """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
     scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
     assert ["exceed float32" in failure_of(each) for each in scored] == [True, False]
@@ -728,7 +718,7 @@ def test_truncated_conversations_are_masked_bootstrapped_or_scored_as_configured
 @pytest.mark.parametrize(
     ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
 )
-def test_group_spread_uses_only_trained_scores(truncated: str, mask_unfinished: bool, differs: bool):
+def test_group_spread_uses_only_trained_scores(truncated, mask_unfinished, differs):
     """Two conversations ended with a score of 1, two reached a limit with a score of 0."""
     limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
     scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)
@@ -744,7 +734,7 @@ THOUGHTS = tokenizer_of()
 THOUGHTS.add_tokens([AddedToken(f"<{name}>", special=True) for name in ("think", "/think", "tool_call", "/tool_call")])
 
 
-def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(agents: Agents):
+def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(agents):
     """Functions, environments, parsers of tool calls and reports; none gets the end of the turn."""
     call = '{"name": "look", "arguments": {"at": "it"}}'
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"

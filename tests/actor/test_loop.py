@@ -110,7 +110,7 @@ PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5
 
 
 @pytest.fixture(scope="module")
-def policy(checkpoint: Path) -> Policy:
+def policy(checkpoint) -> Policy:
     made = Policy(actor_section(model=checkpoint, max_new_tokens=12, generation_batch_size=2))
     made.model.lm_head.weight.data[made.eos_ids[0]] += 0.5  # responses end now and then
     return made
@@ -190,7 +190,7 @@ class Reference:
         return found
 
 
-async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy: Policy):
+async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
     order, asked, server = [], threading.Event(), Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
         assert row.ref_logprobs.tolist() == pytest.approx([0, *(-0.01 * row.tokens[1:])])
 
 
-async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
+async def test_missing_reference_logprobs_mask_the_row(policy):
     """One request is refused, one answer is NaN; the other rows are unaffected."""
 
     def change(row: np.ndarray, found: np.ndarray) -> None:
@@ -232,7 +232,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
     assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, True, False]
 
 
-async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy: Policy, checkpoint: Path):
+async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, checkpoint):
     server = Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
     rows = await collected(policy, InstantScorer(), reference=reference, kl_coef=0.0)
@@ -243,7 +243,7 @@ async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy: Poli
     assert Policy(actor_section(model=checkpoint, kl_coef=0.0)).reference is None
 
 
-async def test_only_scoring_waits_for_the_critic(policy: Policy):
+async def test_only_scoring_waits_for_the_critic(policy):
     calls, computed = [], threading.Event()
 
     def called(name: str) -> None:
@@ -260,7 +260,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
     assert server.asked == len(PROMPTS)
 
 
-async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Policy):
+async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy):
     ready = asyncio.get_running_loop().create_future()
     ready.set_exception(RequestFailed("the critic's update was refused"))
     with pytest.raises(RequestFailed, match="was refused"):
@@ -268,7 +268,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Pol
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
+async def test_cancelling_collect_stops_generation_and_requests(policy):
     """As at the end of a run whose next rollout is in progress."""
     written, go_on = threading.Event(), threading.Event()
 
@@ -293,7 +293,7 @@ async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
-def test_needed_update_keeps_staleness_within_max_staleness(every: int, max_staleness: int):
+def test_needed_update_keeps_staleness_within_max_staleness(every, max_staleness):
     """Otherwise it would wait indefinitely, or be answered by weights that lack more than it allows."""
     for step in range(1, 40):
         needed = needed_update(step, max_staleness=max_staleness, every=every)
@@ -317,9 +317,7 @@ MONTHS = [(step + 7, step) for step in range(1, KEPT_VERSIONS + 200)]
         pytest.param((0, 0), {}, MONTHS, {KEPT_VERSIONS: KEPT_VERSIONS - 7, 8: 0}, id="the newest are remembered"),
     ],
 )
-def test_version_steps_map_a_version_to_its_last_update(
-    start: tuple[int, int], rules: dict[str, Any], answers: Any, contained: dict[int, int]
-):
+def test_version_steps_map_a_version_to_its_last_update(start, rules, answers, contained):
     steps = VersionSteps(*start, **{"every": 1, **rules})
     for version, step in answers:
         steps.record(version, step)
@@ -384,7 +382,7 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
     return run
 
 
-def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
+def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints):
     """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
     limits = {"max_minutes": 1e-6, "max_staleness": 0, "max_off_policy_steps": 1, "old_logprobs": "sampler"}
@@ -393,9 +391,7 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: 
     assert summary["weights_version"] == FIRST_VERSION + 1
 
 
-def test_a_run_goes_on_after_failed_critic_updates(
-    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog):
     """Step 4 is the last one, so the failure occurs in the middle of the run and at its end."""
     summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
     assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
@@ -405,9 +401,7 @@ def test_a_run_goes_on_after_failed_critic_updates(
     assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
 
 
-def test_step_with_only_truncated_conversations_changes_no_weights(
-    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-):
+def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, checkpoints, caplog):
     prompts, classes = tmp_path / "prompts.jsonl", Path(__file__).parents[1] / "support" / "environment_classes.py"
     prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
     actor = {**SMALL, "kl_coef": 0.1, "kl_target": 1.0, "prompts_path": str(prompts), "steps": 2}
@@ -510,7 +504,7 @@ async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
 
 
 @pytest.mark.device
-def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path, checkpoints):
     """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
     start, policy = tmp_path / "start", tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
@@ -530,7 +524,7 @@ def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path
     assert load_tokenizer(policy).chat_template == tokenizer.chat_template
 
 
-def test_steps_without_signal_are_counted(tmp_path: Path, checkpoints: Checkpoints):
+def test_steps_without_signal_are_counted(tmp_path, checkpoints):
     summary = go(make_grpo(tmp_path, checkpoints, Server(lambda _: 1.0), validation_size=0))
     assert summary["steps_without_signal"] == 3
 
@@ -573,7 +567,7 @@ def trained(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> list[Any]:
+def whole(tmp_path_factory, checkpoints) -> list[Any]:
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints))
@@ -582,9 +576,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 
 
 @pytest.mark.parametrize("settings", [{"max_off_policy_steps": 1, "old_logprobs": "sampler"}, {"max_resampled": 20}])
-def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
-    tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
-):
+def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(tmp_path, checkpoints, settings):
     """Whether the row is prefetched or resampled; once it is repaired, the run continues where it was."""
     rows = [json.dumps({"text": text}) for text in TEXTS[:4] * 6]
     bad = int(np.random.default_rng([0, 0]).permutation(len(rows))[-1])
@@ -650,7 +642,7 @@ SHORT = {"rollout_size": 4, "validation_size": 0, "normalization": "running", "w
 
 
 @pytest.fixture(scope="module")
-def whole_short(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> list[Any]:
+def whole_short(tmp_path_factory, checkpoints) -> list[Any]:
     """The run with the settings `SHORT` that nothing ends."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints, **SHORT))
@@ -658,14 +650,7 @@ def whole_short(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoin
 
 
 @pytest.mark.parametrize(("end", "settings"), [*((end, {}) for end in ENDS), ("gradient", OFF_POLICY)], ids=str)
-def test_run_saves_its_last_complete_step_whatever_ends_it(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    whole_short: list[Any],
-    end: str,
-    settings: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
-):
+def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints, whole_short, end, settings, caplog):
     """The next start continues as if the run had never ended."""
     prepare, kind, told = ENDS[end]
     shown = {**SHORT, **settings}
@@ -706,9 +691,7 @@ def nan_weights(run: PPORun) -> None:
         (failing_call("recorder", "log_timeline", 3, NotFinite("")), "the policy's update of step 3 had started"),
     ],
 )
-def test_incomplete_steps_are_not_checkpointed(
-    tmp_path: Path, checkpoints: Checkpoints, prepare: Callable[[PPORun], None], lost: str
-):
+def test_incomplete_steps_are_not_checkpointed(tmp_path, checkpoints, prepare, lost):
     run = make_grpo(tmp_path, checkpoints, rollout_size=4, minibatch_size=2, validation_size=0)
     prepare(run)
     with pytest.raises(NotFinite) as caught:
@@ -719,7 +702,7 @@ def test_incomplete_steps_are_not_checkpointed(
     assert not saved_steps(tmp_path / "checkpoints" / "actor")
 
 
-def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Path, checkpoints: Checkpoints):
+def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, checkpoints):
     """In case the critic, whose server was lost, never receives the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
@@ -730,7 +713,7 @@ def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Pa
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [1, 2]
 
 
-def test_failed_rewards_of_dropped_groups_count(tmp_path: Path, checkpoints: Checkpoints):
+def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
     """Half of the groups have no rewards and so no spread; dynamic sampling replaces all of them."""
     server = Server(lambda text: by_text(text) if ord(text[0]) % 2 == 0 else math.nan)
     settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
@@ -797,9 +780,7 @@ def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = Fal
         ("policy", "decode", 4, 2),  # the validation after step 2
     ],
 )
-def test_stopped_run_resumes_after_its_last_complete_step(
-    tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], owner: str, name: str, call: int, done: int
-):
+def test_stopped_run_resumes_after_its_last_complete_step(tmp_path, checkpoints, whole, owner, name, call, done):
     run = make_grpo(tmp_path, checkpoints)
     message = go_until(run, functools.reduce(getattr, owner.split("."), run), name, call)
     saved = f"after step {done}, whose checkpoint is written; the next start resumes from the newest checkpoint"
@@ -811,7 +792,7 @@ def test_stopped_run_resumes_after_its_last_complete_step(
     assert ends(tmp_path) == whole
 
 
-def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoints: Checkpoints, whole: list[Any]):
+def test_validation_interrupted_by_a_crash_is_repeated(tmp_path, checkpoints, whole):
     """While it writes `best/`; then a stop in the repeated one."""
     run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
     go_until(run, run.policy, "save", 2, crash=True)
@@ -822,9 +803,7 @@ def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoin
 
 
 @pytest.mark.parametrize(("name", "call", "crash"), [("decode", 9, True), ("decode", 14, False), ("logprobs", 4, True)])
-def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(
-    tmp_path: Path, checkpoints: Checkpoints, name: str, call: int, crash: bool
-):
+def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
     """None is lost or repeated, however many of later steps were in flight, and no token is older than allowed."""
     ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
     settings = {**SHORT, **ahead, "steps": 8, "checkpoint_every": 2, "logged_texts": 4}
@@ -839,7 +818,7 @@ def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(
     assert [line["prompt"] for line in read_jsonl(tmp_path / "rollouts.jsonl")] == in_order
 
 
-def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path: Path, checkpoints: Checkpoints):
+def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoints):
     """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
     ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
     settings = {**SHORT, **ahead, "steps": 6, "checkpoint_every": 2, "logged_texts": 4}
@@ -876,7 +855,7 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path: Path, ch
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
-def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, checkpoints: Checkpoints):
+def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoints):
     """Not while only the critic does, when the KL is 0 whatever the coefficient."""
     settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0}
     go(make_grpo(tmp_path, checkpoints, **settings))
@@ -884,7 +863,7 @@ def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, che
     assert coefs[0] == coefs[1] == 0.1 > coefs[2]
 
 
-def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, checkpoints: Checkpoints):
+def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints):
     """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
     awaited: list[int] = []
@@ -907,7 +886,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
 
 
 @pytest.mark.device
-def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
+def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
     """Not only after the response: no forward pass runs after the run has left."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards: list[None] = []
@@ -931,9 +910,7 @@ LONG: list[tuple[Any, str]] = [
 ]
 
 
-def test_long_calls_run_in_threads_off_the_event_loop(
-    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_long_calls_run_in_threads_off_the_event_loop(tmp_path, checkpoints, monkeypatch):
     """On the event loop it would delay responses past their deadlines."""
     threads = dict[str, set[int]]()
 

@@ -34,7 +34,7 @@ def f64(*rows: list[float]) -> Tensor:
 @pytest.mark.parametrize("loss", BUILT_IN, ids=LOSSES)
 @property_test
 @given(**sizes)
-def test_loss_ignores_masked_tokens_and_has_the_policy_gradient_on_policy(loss, seed: int, batch: int, width: int):
+def test_loss_ignores_masked_tokens_and_has_the_policy_gradient_on_policy(loss, seed, batch, width):
     check_masked_loss(loss, seed, batch, width)
     check_on_policy_gradient(loss, seed, batch, width)
 
@@ -50,9 +50,7 @@ def test_loss_ignores_masked_tokens_and_has_the_policy_gradient_on_policy(loss, 
         ("dis", 0.5, -2.0, 0.0, 0.0),
     ],
 )
-def test_loss_and_slope_match_hand_computed_values_on_each_side_of_the_clip(
-    name: str, ratio: float, advantage: float, loss: float, slope: float
-):
+def test_loss_and_slope_match_hand_computed_values_on_each_side_of_the_clip(name, ratio, advantage, loss, slope):
     function = import_function(LOSSES[name].function)
     found, stats, (gradient,) = outcome(
         function, loss_inputs(f64([math.log(ratio)]), f64([0]), f64([advantage]), f64([1]))
@@ -87,7 +85,7 @@ GOLDEN: dict[str, tuple[list[float], list[float]]] = {  # value and slope at d =
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind: str):
+def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind):
     values, slopes = GOLDEN[kind]
     logprobs, reference = f64([-1.0, -2.0, -3.0, 5.0]), f64([-1.0, -3.0, -1.0, -math.inf])
     torch.testing.assert_close(kl_estimate(logprobs[:, :3], reference[:, :3], kind), f64(values))
@@ -100,7 +98,7 @@ def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind: str):
 
 
 @pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
-def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance: float):
+def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance):
     """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""
     logprobs = torch.tensor([[-distance]], requires_grad=True)
     loss = kl_loss(logprobs, torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kind="k3", total=1.0)
@@ -114,7 +112,7 @@ def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance: float
 
 
 @pytest.mark.parametrize("mode", GATES)
-def test_gates_mask_tokens_that_became_certain_or_impossible_and_keep_those_that_stayed_so(mode: str):
+def test_gates_mask_tokens_that_became_certain_or_impossible_and_keep_those_that_stayed_so(mode):
     sampled = torch.tensor([[0.0, -200.0, 0.0, -200.0, -math.inf]])
     logprobs = torch.tensor([[-200.0, 0.0, 0.0, -200.0, math.nan]])
     mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
@@ -133,7 +131,7 @@ def test_gates_mask_tokens_that_became_certain_or_impossible_and_keep_those_that
         (6.0, -1.0, 1 - 0.2 * 0.5),
     ],
 )
-def test_adaptive_kl_coefficient_matches_hand_computed_values(target: float | None, kl: float, expected: float):
+def test_adaptive_kl_coefficient_matches_hand_computed_values(target, kl, expected):
     """Ziegler et al. 2019: the relative error, at most 0.2, for half a horizon of samples."""
     # A rollout larger than the horizon counts as one horizon.
     for size, coef in ((5000, expected), (20_000, 1 + 2 * (expected - 1))):
@@ -153,7 +151,7 @@ def written(folder: Path, body: str) -> str:
     return f"{folder / 'mine.py'}:mine"
 
 
-def test_documented_loss_and_advantage_examples_work(tmp_path: Path, checkpoint: Path):
+def test_documented_loss_and_advantage_examples_work(tmp_path, checkpoint):
     code = re.search(r"```py\n(# my_loss.*?)```", PAGE.read_text(), re.DOTALL)
     documented = tmp_path / "my_loss.py"
     documented.write_text(code[1])
@@ -189,9 +187,7 @@ ROWS = r"a tensor of shape \(1, 5\)"
         ),
     ],
 )
-def test_faulty_custom_loss_raises_with_its_name_and_changes_no_weights(
-    tmp_path: Path, checkpoint: Path, body: str, kind: type[Exception], problem: str
-):
+def test_faulty_custom_loss_raises_with_its_name_and_changes_no_weights(tmp_path, checkpoint, body, kind, problem):
     spec = written(tmp_path, body)
     policy = trainable_policy(model=checkpoint, loss=spec, minibatch_size=2, token_budget=8)  # a row at a time
     before = [parameter.clone() for parameter in policy.model.parameters()]
@@ -210,7 +206,7 @@ def test_faulty_custom_loss_raises_with_its_name_and_changes_no_weights(
         ("return inputs.nothing", r"failed: AttributeError: .*nothing.* \(mine.py:5\)"),
     ],
 )
-def test_faulty_custom_advantage_raises_with_its_name(tmp_path: Path, body: str, problem: str):
+def test_faulty_custom_advantage_raises_with_its_name(tmp_path, body, problem):
     spec = written(tmp_path, body)
     with pytest.raises(RlhfError, match=rf"^actor\.algorithm\.advantage: {re.escape(spec)} {problem}"):
         make_batch(scored_samples(), mask_unfinished=False, kl_coef=0.0, advantage=spec)

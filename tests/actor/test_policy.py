@@ -55,7 +55,7 @@ def save_policy(folder: Path, family: str = "llama", **settings: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory) -> Path:
     return save_policy(tmp_path_factory.mktemp("start") / "llama")
 
 
@@ -161,7 +161,7 @@ NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
 
 
 @pytest.mark.parametrize("what", NO_POLICIES)
-def test_folder_that_is_not_a_language_model_is_refused_with_its_path(tmp_path: Path, what: str):
+def test_folder_that_is_not_a_language_model_is_refused_with_its_path(tmp_path, what):
     family, head, change, told, by_headers = NO_POLICIES[what]
     save_tiny(tmp_path, family, head)
     change(tmp_path)
@@ -177,7 +177,7 @@ def test_folder_that_is_not_a_language_model_is_refused_with_its_path(tmp_path: 
             load_model(PolicySection(model=tmp_path))
 
 
-def test_policy_that_is_not_causal_is_refused(tmp_path: Path):
+def test_policy_that_is_not_causal_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"is not causal.*set is_decoder: true"):
         make_policy(save_policy(tmp_path / "mask", "bert"))
     make_policy(save_policy(tmp_path / "decoder", "bert", is_decoder=True))
@@ -205,7 +205,7 @@ POLICIES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("what", POLICIES)
-def test_complete_language_model_checkpoint_loads_as_policy(tmp_path: Path, what: str):
+def test_complete_language_model_checkpoint_loads_as_policy(tmp_path, what):
     family, head, change = POLICIES[what]
     save_tiny(tmp_path, family, head)
     change(tmp_path)
@@ -219,7 +219,7 @@ def test_complete_language_model_checkpoint_loads_as_policy(tmp_path: Path, what
 # ---- adapters ----
 
 
-def test_lora_policy_starts_as_its_reference_and_trains_only_adapters(llama: Path):
+def test_lora_policy_starts_as_its_reference_and_trains_only_adapters(llama):
     policy, full = make_policy(llama, lora_rank=4), make_policy(llama)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     assert policy.reference is None
@@ -245,7 +245,7 @@ def test_lora_policy_starts_as_its_reference_and_trains_only_adapters(llama: Pat
         ("all-linear", 14),  # seven in each of two layers, not the output
     ],
 )
-def test_lora_targets_select_the_layers_with_adapters(llama: Path, targets: Any, expected: Any):
+def test_lora_targets_select_the_layers_with_adapters(llama, targets, expected):
     policy = make_policy(llama, lora_rank=4, lora_targets=targets)
     found = {name.split(".lora_")[0].partition("model.layers.")[2] for name in trained_tensors(policy.model)}
     assert (len(found) if expected == 14 else sorted(found)) == expected
@@ -259,9 +259,7 @@ def test_lora_targets_select_the_layers_with_adapters(llama: Path, targets: Any,
         ("input_layernorm", "; "),
     ],
 )
-def test_lora_target_that_matches_no_linear_layer_is_refused(
-    llama: Path, target: str, hint: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_lora_target_that_matches_no_linear_layer_is_refused(llama, target, hint, monkeypatch):
     """Misspelt, not linear, or next to a valid name; the check reads no weights."""
     monkeypatch.setattr("rlhf_triton.actor.policy.policy.load_model", None)
     with pytest.raises(CheckpointError) as caught:
@@ -274,7 +272,7 @@ def test_lora_target_that_matches_no_linear_layer_is_refused(
 
 @pytest.mark.parametrize("key", ["text_config", "decoder", "hidden_size"])
 @pytest.mark.parametrize("value", [{}, {"a": 1}])
-def test_config_value_that_transformers_refuses_is_reported_by_key(llama: Path, tmp_path: Path, key: str, value: Any):
+def test_config_value_that_transformers_refuses_is_reported_by_key(llama, tmp_path, key, value):
     folder = shutil.copytree(llama, tmp_path / "policy")
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), key: value}))
@@ -288,7 +286,7 @@ def test_config_value_that_transformers_refuses_is_reported_by_key(llama: Path, 
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_adapters_are_merged_only_inside_with_merged_layers(family: str, tmp_path: Path):
+def test_adapters_are_merged_only_inside_with_merged_layers(family, tmp_path):
     """GPT-2's layers hold their weights transposed."""
     model = save_tiny(tmp_path / "model", family, "language").eval()
     wrapper = with_adapters(model, Lora("actor.policy", 4, 8, "all-linear"), model.get_output_embeddings())
@@ -321,9 +319,7 @@ def test_adapters_are_merged_only_inside_with_merged_layers(family: str, tmp_pat
     [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",), "precision": "bfloat16"}],
     ids=["full", "lora", "bfloat16"],
 )
-def test_an_exported_checkpoint_loads_with_transformers_and_peft(
-    llama: Path, tmp_path: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
-):
+def test_an_exported_checkpoint_loads_with_transformers_and_peft(llama, tmp_path, settings, capsys):
     policy, rollout = trained(llama, **settings)
     policy.save(tmp_path / "expected")
     save(tmp_path / "checkpoints" / "actor", policy, step=3)
@@ -342,7 +338,7 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(
         assert text in capsys.readouterr().err
 
 
-def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path: Path):
+def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path):
     """Such as a temperature without sampling, which transformers saves only in a GenerationConfig as it was loaded."""
     start = save_policy(tmp_path / "start")
     published = {"eos_token_id": [1, 5, 999], "do_sample": False, "temperature": 0.6}
@@ -371,9 +367,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = F
         return make_policy(folder, **settings), dtypes
 
 
-def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(tmp_path, monkeypatch):
     """The base under adapters has the weights of one that was loaded in float32, and none was float32 in between. A
     family that computes a table in the dtype of its weights would lose digits."""
     folder = save_policy(tmp_path)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from live_system import Checkpoints, make_run
+from live_system import make_run
 from safetensors.torch import save_file
 
 from rlhf_triton.actor.algorithms.losses import KLControl
@@ -137,9 +137,7 @@ async def validates(recorder: Recorder, *results: tuple[int, Validation]) -> lis
         ([{}] * 4, "Why?", ["the reward is 0.5 for all 6 responses"]),
     ],
 )
-def test_reward_term_that_stays_constant_is_warned_about_once(
-    components: list[dict[str, list[float]]], prompt: str, warnings: list[str], caplog: pytest.LogCaptureFixture
-):
+def test_reward_term_that_stays_constant_is_warned_about_once(components, prompt, warnings, caplog):
     constants, row = ConstantTerms(3), a_sample([1, 1])
     row = replace(row, prompt=replace(row.prompt, text=prompt))
     for step in components:
@@ -152,7 +150,7 @@ def test_reward_term_that_stays_constant_is_warned_about_once(
 # ---- checkpoints ----
 
 
-async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path: Path, server: Server):
+async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path, server):
     recorder, resumed = recorder_of(tmp_path, server), recorder_of(tmp_path, server)
     await recorder.resume()
     recorder.weights_version = 91  # as the loop does with each answer
@@ -164,7 +162,7 @@ async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tm
     assert resumed.weights_version == 73
 
 
-async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path: Path, server: Server):
+async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path, server):
     """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
     recorder = recorder_of(tmp_path, server)
     store = WeightsStore(recorder._weights.root)
@@ -175,7 +173,7 @@ async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_pa
     assert recorder._critic_metrics(rows, step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
-async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
+async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path, server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
     await checkpoints_of(recorder_of(tmp_path, server), 2, 4, 6)
@@ -189,9 +187,7 @@ async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tm
 
 
 @pytest.mark.parametrize(("target", "coef"), [(None, 0.5), (6.0, 0.1)])
-async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(
-    tmp_path: Path, server: Server, target: float | None, coef: float
-):
+async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_path, server, target, coef):
     await checkpoints_of(recorder_of(tmp_path, server, kl_coef=0.1, kl_target=target), 2)
     resumed = recorder_of(tmp_path, server, kl_coef=0.5, kl_target=target)
     await resumed.resume()
@@ -225,9 +221,7 @@ def add_adapters(server: Server, root: Path, recorder: Recorder) -> None:
         (add_adapters, CheckpointError, r"was saved with actor\.policy\.lora_rank: .*; restore it"),
     ],
 )
-async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
-    tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
-):
+async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(tmp_path, server, trouble, kind, message):
     """The checkpoints stay unchanged, and the critic is not rewound."""
     root, recorder = tmp_path / "checkpoints" / "actor", recorder_of(tmp_path, server)
     await checkpoints_of(recorder_of(tmp_path, server), 2, 4)
@@ -238,9 +232,7 @@ async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
 
 
 @pytest.mark.parametrize("name", [SHARD, "state.json"])
-async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
-):
+async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, caplog, name):
     """The run resumes from the previous checkpoint, and the critic rewinds to its step."""
     root = tmp_path / "checkpoints" / "actor"
     recorder, resumed = (recorder_of(tmp_path, server) for _ in range(2))
@@ -258,9 +250,7 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
     assert "kept as 4.set-aside, resuming from step 2 instead" in warning
 
 
-async def test_resume_refuses_a_served_reference_with_other_weights(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-):
+async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
     """One that cannot be seen from here is not compared."""
     served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
     monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
@@ -276,9 +266,7 @@ async def test_resume_refuses_a_served_reference_with_other_weights(
         assert await recorder_of(tmp_path, server, tmp_path / folder, **served).resume() == 2
 
 
-async def test_failed_critic_save_is_logged_and_retried_at_the_end(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-):
+async def test_failed_critic_save_is_logged_and_retried_at_the_end(tmp_path, server, caplog):
     """If the retry fails, too, the run ends with an error."""
     recorder = recorder_of(tmp_path, server)
     await checkpoints_of(recorder, 1)
@@ -333,14 +321,7 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
         ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
     ],
 )
-def test_recorder_warns_once_if_the_policy_learns_nothing(
-    tmp_path: Path,
-    server: Server,
-    caplog: pytest.LogCaptureFixture,
-    settings: dict[str, Any],
-    lines: list[dict[str, float]],
-    said: list[str],
-):
+def test_recorder_warns_once_if_the_policy_learns_nothing(tmp_path, server, caplog, settings, lines, said):
     recorder = recorder_of(tmp_path, server, **{"mask_unfinished": False, **settings})
     tokenizer = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
     recorder._policy.tokenizer, recorder._policy.eos_ids = tokenizer, [1, 7]  # type: ignore[assignment]
@@ -354,7 +335,7 @@ def test_recorder_warns_once_if_the_policy_learns_nothing(
 # ---- validations ----
 
 
-async def test_resume_repeats_validations_of_later_steps(tmp_path: Path, server: Server):
+async def test_resume_repeats_validations_of_later_steps(tmp_path, server):
     path = tmp_path / "validations.jsonl"
     one, *others = (recorder_of(tmp_path, server) for _ in range(4))
     await validates(one, (2, validation(2.0)))
@@ -381,9 +362,7 @@ NO_SCORE = math.nan
         ([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], [1, 1, 3, 4, 4]),  # of versions that are not compared
     ],
 )
-async def test_best_validation_has_the_highest_reward_within_one_reward_version(
-    tmp_path: Path, server: Server, results: list[tuple[float, int | None]], best: list[int | None]
-):
+async def test_best_validation_has_the_highest_reward_within_one_reward_version(tmp_path, server, results, best):
     recorder = recorder_of(tmp_path, server, validation_every=0)  # a run that validates only before and after
     found = await validates(recorder, *((step, validation(*result)) for step, result in enumerate(results, 1)))
     assert found == best
@@ -457,9 +436,7 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
         ({"kl_target": 6.0}, {"kl_target": 6.0, "kl_coef": 0.5}, "actor.kl.coef (without effect): 0.01 -> 0.5", False),
     ],
 )
-def test_changed_settings_are_listed_and_recorded(
-    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], line: str | None, is_guarded: bool
-):
+def test_changed_settings_are_listed_and_recorded(tmp_path, before, now, line, is_guarded):
     run = tmp_path / "run"
     config = config_of(run, **now)
     assert find_changes(config, accepted=False) == {}  # it begins
@@ -477,7 +454,7 @@ def test_changed_settings_are_listed_and_recorded(
     assert find_changes(config, accepted=False) == {}
 
 
-def test_changed_seed_and_deterministic_setting_are_listed(tmp_path: Path):
+def test_changed_seed_and_deterministic_setting_are_listed(tmp_path):
     run = after_five_steps(tmp_path / "run")
     config = config_of(run)
     changed = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7, "deterministic": True})})
@@ -485,7 +462,7 @@ def test_changed_seed_and_deterministic_setting_are_listed(tmp_path: Path):
     assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
 
 
-def test_changed_reward_model_is_listed_with_both_paths(tmp_path: Path, checkpoints: Checkpoints):
+def test_changed_reward_model_is_listed_with_both_paths(tmp_path, checkpoints):
     """Not by its content alone, which differs as well."""
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     before, now = (
@@ -497,7 +474,7 @@ def test_changed_reward_model_is_listed_with_both_paths(tmp_path: Path, checkpoi
     assert describe_changes(find_changes(now, accepted=True)) == [line]
 
 
-def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path: Path):
+def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path):
     run = after_five_steps(tmp_path / "run", name="ppo")
     config = config_of(run, name="ppo")
     other = config.model_copy(update={"critic": config.critic.model_copy(update={"model": Path("other")})})
@@ -508,7 +485,7 @@ def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path:
     assert line == "critic.model (without effect): checkpoints/critic -> other"
 
 
-def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path: Path):
+def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path):
     code, score, verify = (tmp_path / name for name in ("game.py", "score.py", "mine.py"))
     game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
     for file, environment, key in (
@@ -532,7 +509,7 @@ def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path: Path):
         find_changes(config, accepted=False)
 
 
-def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path, checkpoints):
     (tmp_path / "mine.py").write_text(CODE)
     actor, term = {"algorithm_name": "grpo", "responses_per_prompt": 2}, {"function": f"{tmp_path / 'mine.py'}:verify"}
     run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
@@ -572,7 +549,7 @@ def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetr
     return {s.name.removeprefix("rlhf_actor_") + "".join(s.labels.values()): s.value for s in samples}
 
 
-def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path: Path):
+def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
@@ -615,7 +592,7 @@ def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path: Path)
     assert "allowed_staleness" not in shown(RunConfig.model_validate(without), RequestCounters(), lambda _: None)
 
 
-def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path: Path):
+def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path):
     log = log_of(tmp_path)
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
@@ -673,7 +650,7 @@ class WithArtifact(Recorded):
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def said(monkeypatch) -> list[tuple[Any, ...]]:
     """Return the calls of both trackers, in order."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Recorded, "calls", calls, raising=False)
@@ -683,7 +660,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...]], tmp_path: Path):
+def test_trackers_receive_the_logged_metrics_and_texts(said, tmp_path):
     log = log_of(tmp_path, "wandb", "mlflow")
     log.write(1, {"train_rollouts/rewards": 0.5, "train_rollouts/staleness_rows": {"0": 3}})
     columns = ["step", "prompt", "response", "reward", "error"]  # which not every row has
@@ -712,7 +689,7 @@ def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
-def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RlhfError, match=r"actor\.trackers: wandb cannot be imported: .*; repair or remove it"):
         Trackers(["wandb"], tmp_path, "run", {})
@@ -722,9 +699,7 @@ def test_tracker_names_match_accelerates():
     assert {*get_args(Tracker), "tensorboard"} == LOGGER_TYPE_TO_CLASS.keys()
 
 
-def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
-    said: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(said, tmp_path, monkeypatch, caplog):
     def refuse(self: Recorded, values: dict[str, float], step: int) -> None:
         raise ConnectionError("the tracking server is away")
 
@@ -741,9 +716,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
     )
 
 
-def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
-    said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(said, tmp_path, monkeypatch, caplog):
     """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)

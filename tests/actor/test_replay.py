@@ -56,7 +56,7 @@ def train(folder: Path, checkpoints: Checkpoints, *, steps: int, **settings: Any
 
 
 @pytest.fixture(scope="module")
-def grpo(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Path:
+def grpo(tmp_path_factory, checkpoints) -> Path:
     """A run that has resumed after step 2 with another learning rate, after a third step that nothing came of."""
     folder = tmp_path_factory.mktemp("grpo")
     train(folder, checkpoints, steps=3)
@@ -66,12 +66,12 @@ def grpo(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
 
 
 @pytest.fixture
-def copy(grpo: Path, tmp_path: Path) -> Path:
+def copy(grpo, tmp_path) -> Path:
     """A run to damage."""
     return Path(shutil.copytree(grpo, tmp_path / "copy"))
 
 
-def test_steps_replay_identically_across_a_resume(grpo: Path, capsys: pytest.CaptureFixture[str]):
+def test_steps_replay_identically_across_a_resume(grpo, capsys):
     before = [*grpo.rglob("*")]
     assert replay(grpo, 1, 4) == 0
     out = capsys.readouterr().out
@@ -86,16 +86,12 @@ def test_steps_replay_identically_across_a_resume(grpo: Path, capsys: pytest.Cap
     "settings",
     [PPO, {"max_off_policy_steps": 2, "correction": {"high": 2.0}}, {"max_resampled": 2}, {"lora_rank": 0}],
 )
-def test_other_methods_replay_identically(
-    settings: dict[str, Any], tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-):
+def test_other_methods_replay_identically(settings, tmp_path, checkpoints, capsys):
     train(tmp_path, checkpoints, steps=2, **settings)
     assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
 
 
-def test_groups_are_on_disk_before_their_update(
-    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypatch):
     """A slow disk delays the update; a crash within it leaves the groups of the step, without the step."""
     sync = os.fsync
 
@@ -116,7 +112,7 @@ def test_groups_are_on_disk_before_their_update(
     assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
 
 
-def test_steps_before_a_resume_are_void(tmp_path: Path):
+def test_steps_before_a_resume_are_void(tmp_path):
     for session, resumed, steps in ((1, 0, (1, 2, 3)), (2, 1, (2,))):
         log = RecordLog(tmp_path, {"kind": "opening", "session": session, "resumed": resumed, "step": resumed})
         for step in steps:
@@ -150,7 +146,7 @@ def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> Non
         ("step", "weights", r"step 1: in the weights after the step, `model.layers.0\S+`, by its digest"),
     ],
 )
-def test_first_difference_is_named(kind: str, name: str, told: str, copy: Path, capsys: pytest.CaptureFixture[str]):
+def test_first_difference_is_named(kind, name, told, copy, capsys):
     def change(record: StoredRecord) -> StoredRecord:
         if record.header["kind"] != kind or record.header["step"] != 1:
             return record
@@ -166,9 +162,7 @@ def test_first_difference_is_named(kind: str, name: str, told: str, copy: Path, 
     assert re.match(told, lines[1]), out
 
 
-def test_differing_environment_is_named(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_differing_environment_is_named(copy, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     rewrite(
         copy,
@@ -212,13 +206,7 @@ def flip_a_bit(run: Path) -> None:
         ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_one_sentence(
-    arguments: str,
-    prepare: Callable[[Path], object] | None,
-    told: str,
-    copy: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_what_cannot_be_replayed_is_refused_in_one_sentence(arguments, prepare, told, copy, capsys):
     if prepare is not None:
         prepare(copy)
     before = [*copy.rglob("*")]
@@ -229,15 +217,13 @@ def test_what_cannot_be_replayed_is_refused_in_one_sentence(
     assert [*copy.rglob("*")] == before
 
 
-def test_run_in_progress_is_not_replayed(copy: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_in_progress_is_not_replayed(copy, capsys):
     with only_actor(copy):
         assert main([str(copy), "--step", "1"]) == 2
     assert "is the folder of a run in progress; stop it" in capsys.readouterr().err
 
 
-def test_samples_are_kept_since_the_oldest_checkpoint(
-    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path, checkpoints, monkeypatch):
     """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept; segments of any size."""
     monkeypatch.setattr(record_log, "SEGMENT_BYTES", 20_000)
     config = make_run(tmp_path, checkpoints, actor={"keep_checkpoints": 2}).config
@@ -275,9 +261,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_fork_with_another_setting_differs_only_from_its_step_on(
-    step: int, grpo: Path, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-):
+def test_fork_with_another_setting_differs_only_from_its_step_on(step, grpo, tmp_path, checkpoints, capsys):
     """From a checkpoint, from a step without one, and from the start; unchanged, it does the same as the run."""
     for name, change in (("same", []), ("other", ["actor.algorithm.clip_ratio=0.001"])):
         folder = tmp_path / name
@@ -296,7 +280,7 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(
     assert other != same
 
 
-def test_damaged_samples_are_set_aside_at_a_resume(copy: Path, caplog: pytest.LogCaptureFixture):
+def test_damaged_samples_are_set_aside_at_a_resume(copy, caplog):
     samples = samples_of(copy)
     path = path_of(samples, min(segments(samples)))
     data = bytearray(path.read_bytes())

@@ -160,7 +160,7 @@ async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range, *, tr
 
 
 @pytest.fixture
-def inputs(tmp_path: Path) -> StepInputs:
+def inputs(tmp_path) -> StepInputs:
     return inputs_of(write_prompts(tmp_path / "prompts.jsonl", [f"p{i}" for i in range(1000)]))
 
 
@@ -189,7 +189,7 @@ def simulated(
 
 
 @pytest.mark.parametrize(("ahead", "gain"), [(1, 1.4), (2, 1.4), (4, 1.4)])
-def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs: StepInputs, ahead: int, gain: float):
+def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead, gain):
     """The groups of a run are those that were started, in the order of the prompts, none in vain."""
     steps = 60
     synchronous, _ = simulated(inputs, steps)
@@ -203,7 +203,7 @@ def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs: StepI
     assert synchronous.at[-1] / found.at[-1] >= gain
 
 
-def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs: StepInputs):
+def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs):
     """Its own step waits for it; the responses of the steps after it are complete by then."""
 
     def found(slow: str) -> Trained:
@@ -223,7 +223,7 @@ def no_spread_in_every_third(prompt: Prompt) -> Sequence[float]:
     return [float(int(prompt.prompt_id[1:]) % 3 > 0 and i) for i in range(SIZE)]
 
 
-def test_groups_without_spread_are_replaced_by_the_next_ones(inputs: StepInputs):
+def test_groups_without_spread_are_replaced_by_the_next_ones(inputs):
     """The steps take the same prompts whatever is in flight; as many prompts are started as are dropped."""
     settings = {"reward": no_spread_in_every_third, "max_resampled": 9}
     on_policy, _ = simulated(inputs, 6, **settings)
@@ -234,13 +234,13 @@ def test_groups_without_spread_are_replaced_by_the_next_ones(inputs: StepInputs)
     assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "none is in flight at the end"
 
 
-def test_groups_without_spread_stay_after_max_resampled_attempts(inputs: StepInputs):
+def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
     found, simulation = simulated(inputs, 2, reward=lambda _: [0.0] * SIZE, max_resampled=1)
     assert [len(groups) for groups in found.groups] == found.dropped == [PER_STEP] * 2
     assert len(simulation.started) == 2 * 2 * PER_STEP
 
 
-def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs: StepInputs):
+def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
     """Also for updates that are sent after the group is generated; with resampling, a step takes groups early."""
 
     async def main(**actor: Any) -> None:
@@ -279,9 +279,7 @@ def test_version_to_demand_never_decreases_however_many_wait_for_it():
 
 
 @pytest.mark.parametrize("settings", [{"max_off_policy_steps": 2}, {"max_resampled": 9}])
-def test_resumed_run_starts_the_same_groups_with_the_same_seeds(
-    inputs: StepInputs, tmp_path: Path, settings: dict[str, Any]
-):
+def test_resumed_run_starts_the_same_groups_with_the_same_seeds(inputs, tmp_path, settings):
     whole, simulation = simulated(inputs, 9, reward=no_spread_in_every_third, **settings)
     state = inputs.state(7)
     again = inputs_of(tmp_path / "prompts.jsonl")
@@ -299,7 +297,7 @@ def test_resumed_run_starts_the_same_groups_with_the_same_seeds(
     assert started == simulation.started[-len(started) :]
 
 
-def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs: StepInputs):
+def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
     """An earlier process may have been allowed more steps ahead."""
     first, _ = simulated(inputs, 1)
     kept = {}
@@ -319,7 +317,7 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs: StepInpu
     run_simulated(main())
 
 
-def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(inputs: StepInputs):
+def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(inputs):
     """Their decoding gives way to no other call."""
 
     async def main() -> None:

@@ -42,7 +42,7 @@ def update_of(folder: Path, family: str, **settings: Any) -> CriticUpdate:
         ("bert", {"precision": "bfloat16", "lora_rank": 2}),
     ],
 )
-def test_critic_trains_on_the_configured_gpu(family: str, settings: dict[str, Any], tmp_path: Path):
+def test_critic_trains_on_the_configured_gpu(family, settings, tmp_path):
     update = update_of(tmp_path, family, device=LAST_GPU, **settings)
     assert np.isfinite(update.train(payload(), lambda _: None).loss_mean)
     assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_GPU)}
