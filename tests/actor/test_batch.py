@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
+from settings import actor_section
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
@@ -29,8 +31,6 @@ from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from rlhf_triton.wire.training_payload import train_payload
-from tests.support.samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
-from tests.support.settings import actor_section
 
 close = torch.testing.assert_close
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
+from test_conversations import model as model  # a fixture
+from test_generation import one_response
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
@@ -17,9 +20,6 @@ from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
-from tests.actor.test_conversations import model as model  # a fixture
-from tests.actor.test_generation import one_response
 
 Agents = Callable[..., CapturedAgents]
 AGENTS = Path(__file__).parents[1] / "support" / "agents.py"

@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from messages import assistant, user
 from random_models import random_llama
+from samples import a_sample, groups_of, make_batch, tokens_of
+from settings import actor_section
+from test_generation import one_response
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -43,10 +47,6 @@ from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import Sample, load_function
-from tests.actor.test_generation import one_response
-from tests.support.messages import assistant, user
-from tests.support.samples import a_sample, groups_of, make_batch, tokens_of
-from tests.support.settings import actor_section
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
 CHATML = (

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from samples import logprobs_of, tokens_of
+from settings import actor_section
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -30,8 +32,6 @@ from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, 
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
-from tests.support.samples import logprobs_of, tokens_of
-from tests.support.settings import actor_section
 
 VOCAB, EOS = 64, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

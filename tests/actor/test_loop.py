@@ -25,6 +25,8 @@ import pytest
 import torch
 from live_system import TEXTS, Checkpoints, make_run, validations_of
 from safetensors.torch import load_file
+from samples import groups_of, make_batch, rewarded
+from settings import actor_section
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
@@ -55,8 +57,6 @@ from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
-from tests.support.samples import groups_of, make_batch, rewarded
-from tests.support.settings import actor_section
 
 PATIENCE_S = 120.0
 STEPS = 3

@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome
+from policy_training import random_batch, trainable_policy, update_of
+from samples import make_batch, method_of, scored_samples
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.losses import KLControl, clipped, importance_factors, kl_estimate, kl_loss
@@ -15,9 +18,6 @@ from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS, LOSSES
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.models.logprobs import target_logprobs
 from rlhf_triton.rewards.function import import_function
-from tests.support.masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome
-from tests.support.policy_training import random_batch, trainable_policy, update_of
-from tests.support.samples import make_batch, method_of, scored_samples
 
 property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.integers(1, 6)}

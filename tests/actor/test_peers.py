@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from masked_loss import loss_inputs, outcome
+from samples import method_of
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
@@ -19,8 +21,6 @@ from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, ClipRange
 from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
 from rlhf_triton.rewards.function import import_function
-from tests.support.masked_loss import loss_inputs, outcome
-from tests.support.samples import method_of
 
 GOLDEN = json.loads((Path(__file__).parent / "peers.json").read_text())
 INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["inputs"].items()}

@@ -13,7 +13,9 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from peft import PeftModel
+from policy_training import states, train, trainable_policy
 from safetensors.torch import load_file, save_file
+from samples import logprobs_of, tokens_of
 from tiny_checkpoints import add_tensors, change_config, save_tiny
 from transformers import AutoModelForCausalLM
 
@@ -36,8 +38,6 @@ from rlhf_triton.models.adapters import (
 from rlhf_triton.models.language_model import load_language_model
 from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.tools.export import main as export
-from tests.support.policy_training import states, train, trainable_policy
-from tests.support.samples import logprobs_of, tokens_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 7))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}

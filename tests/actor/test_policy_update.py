@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from live_system import make_tokenizer
+from policy_training import load_checkpoint, states, trainable_policy, update_of, weights_of
 from tiny_checkpoints import save_tiny
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
-from tests.support.policy_training import load_checkpoint, states, trainable_policy, update_of, weights_of
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 # One algorithm for each loss that an update can have: the others differ in what comes before it, the advantages.

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from messages import assistant, user
+from prompts import bytewise, inputs_of, prompts_of, write_prompts
 from pyarrow import parquet
 from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 
@@ -20,8 +22,6 @@ from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.checkpoints.tokenization import encode_text
 from rlhf_triton.config import PromptFileSection
 from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
-from tests.support.messages import assistant, user
-from tests.support.prompts import bytewise, inputs_of, prompts_of, write_prompts
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 

@@ -19,7 +19,10 @@ import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from live_system import make_run
+from prompts import one_prompt
 from safetensors.torch import save_file
+from samples import a_sample, rewarded
+from settings import nested
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
@@ -41,9 +44,6 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.training_engine.ranks import ALONE
 from rlhf_triton.training_engine.trained import Trained
 from rlhf_triton.wire.contract import STEP_AHEAD
-from tests.support.prompts import one_prompt
-from tests.support.samples import a_sample, rewarded
-from tests.support.settings import nested
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from live_system import Checkpoints, make_run
+from samples import groups_of, scored_samples
 from test_loop import PPO, Server, go, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
@@ -30,7 +31,6 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.tools.replay import main, replay
-from tests.support.samples import groups_of, scored_samples
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prompts import inputs_of, write_prompts
+from settings import actor_section
+from simulated_time import run_simulated
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
@@ -17,9 +20,6 @@ from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.wire.contract import VersionRange
-from tests.support.prompts import inputs_of, write_prompts
-from tests.support.settings import actor_section
-from tests.support.simulated_time import run_simulated
 
 MEDIAN_S = 10.0
 SIGMA = np.log(4) / 1.645  # one response in twenty takes four times the median

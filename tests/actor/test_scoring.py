@@ -20,6 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_system import TEXTS
+from messages import assistant, user
+from samples import a_sample, rewarded
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -58,8 +60,6 @@ from rlhf_triton.wire.contract import (
     VersionRange,
     texts_array,
 )
-from tests.support.messages import assistant, user
-from tests.support.samples import a_sample, rewarded
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")

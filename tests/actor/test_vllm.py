@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_vllm import FakeVllm
+from loaders import skip_on_gpus
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -21,7 +22,6 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from tests.support.loaders import skip_on_gpus
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 VLLM = {"engine": "vllm", "vllm": {"servers": ["127.0.0.1:1"]}}

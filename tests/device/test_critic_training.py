@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from settings import trainer_section
 from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.settings import trainer_section
 
 LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
 

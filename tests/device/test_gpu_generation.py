@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import simcuda
 import torch
+from policy_training import TrainablePolicy, train, trainable_policy
+from samples import logprobs_of, tokens_of
 from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
@@ -24,8 +26,6 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
 from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.training_engine.ranks import RankLost
-from tests.support.policy_training import TrainablePolicy, train, trainable_policy
-from tests.support.samples import logprobs_of, tokens_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
 MOST_WAITS = 2  # a decoding step: one copy to the GPU, one to the host

@@ -10,6 +10,7 @@ import pytest
 import simcuda
 import torch
 from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs
+from ranks import serving_ranks
 from served_model import served_model
 from simulated_cuda.streams import Stream, current_stream
 from simulated_cuda.threads import recorded_launches
@@ -23,7 +24,6 @@ from rlhf_triton.models.modeling import load_critic, load_reward, save_critic
 from rlhf_triton.models.token_reward import load_process_reward
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import REWARDS, VALUES
-from tests.support.ranks import serving_ranks
 
 DEVICE = "cuda:3"
 PATIENCE_S = 120.0

@@ -14,6 +14,14 @@ import simcuda
 import torch
 import triton_python_backend_utils as stub
 from live_system import make_tokenizer
+from policy_training import (
+    TrainablePolicy,
+    random_batch,
+    samples_of,
+    trainable_policy,
+    update_of,
+    weights_of,
+)
 from recorded_run import RecordedRun
 from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit
@@ -26,14 +34,6 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
-from tests.support.policy_training import (
-    TrainablePolicy,
-    random_batch,
-    samples_of,
-    trainable_policy,
-    update_of,
-    weights_of,
-)
 
 GPU, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from policy_training import (
+    TrainablePolicy,
+    random_batch,
+    samples_of,
+    trainable_policy,
+    update_of,
+    weights_of,
+)
+from ranks import on_ranks, whole_tensors
 from safetensors.torch import load_file
+from settings import trainer_section
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
@@ -25,16 +35,6 @@ from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
 from rlhf_triton.training_engine.ranks import Ranks
 from tests.device.test_critic_training import payload
-from tests.support.policy_training import (
-    TrainablePolicy,
-    random_batch,
-    samples_of,
-    trainable_policy,
-    update_of,
-    weights_of,
-)
-from tests.support.ranks import on_ranks, whole_tensors
-from tests.support.settings import trainer_section
 from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
 from tests.training_engine.test_policy_ranks import session
 

@@ -16,6 +16,7 @@ import pytest
 import reward_functions
 import yaml
 from live_system import TEXTS, Checkpoints, make_run, make_tokenizer
+from settings import nested
 from tiny_checkpoints import change_config, save_tiny
 from tiny_models import regions
 
@@ -34,7 +35,6 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools import preflight, render_configs
 from rlhf_triton.tools.preflight import check_prompts, check_run
 from rlhf_triton.trainer.publish import copy_checkpoint
-from tests.support.settings import nested
 
 ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one
 FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from live_system import make_tokenizer
+from ranks import on_ranks
+from settings import actor_section
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.policy import loading
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.training_engine.ranks import Ranks
-from tests.support.ranks import on_ranks
-from tests.support.settings import actor_section
 from tests.training_engine.test_policy_ranks import make
 
 CASES: dict[str, dict[str, Any]] = {

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS, make_tokenizer
+from policy_training import load_checkpoint, random_batch, states
+from ranks import on_ranks
+from settings import actor_section
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
@@ -30,9 +33,6 @@ from rlhf_triton.models import adapters
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
-from tests.support.policy_training import load_checkpoint, random_batch, states
-from tests.support.ranks import on_ranks
-from tests.support.settings import actor_section
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.training_engine.ranks import KEPT, Operations, Ranks
-from tests.support.ranks import on_ranks
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, whole_tensors
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,7 +16,6 @@ from rlhf_triton.training_engine import slices
 from rlhf_triton.training_engine.ranks import ALONE, Ranks
 from rlhf_triton.training_engine.sharding import shard
 from rlhf_triton.training_engine.slices import read_tensors, write_checkpoint, write_slices
-from tests.support.ranks import on_ranks, whole_tensors
 
 
 def a_model(seed: int, *, tied: bool = False) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from settings import actor_section
 from torch import Tensor, nn
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -14,7 +15,6 @@ from rlhf_triton.config import ActorSection
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained_model import TrainedSection
 from rlhf_triton.training_engine.trained import Trained
-from tests.support.settings import actor_section
 
 ROWS = torch.arange(15.0).reshape(5, 3)
 LENGTHS = torch.tensor([4, 2, 5, 3, 1])
