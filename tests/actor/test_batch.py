@@ -433,15 +433,13 @@ K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> RolloutRow:
     """Return a row with one-token turns after a prompt of two tokens, with an observed token between turns."""
     size = 2 * len(rewards) + 1
-    ends = np.arange(size) % 2 == 0
-    ends[0] = False
-    steps, turns = np.zeros(size, np.float32), []
-    for i, reward in enumerate(rewards):
-        steps[2 * i + 2] = reward
-        turns.append(SampledTurn(2 * i + 2, 2 * i + 3, reward, (1,), number + i))
-    own, ref = np.where(ends, -1.0, 0.0).astype(np.float32), np.where(ends, -1.0 - kl, 0.0).astype(np.float32)
-    score = Score(steps=steps, ends=ends, values=np.zeros(size, np.float32), version=1)
-    known = {"turns": tuple(turns), "policy_logprobs": own, "ref_logprobs": ref, "sampled": ends}
+    inside = np.isin(np.arange(size), range(2, size, 2))
+    steps = np.zeros(size, np.float32)
+    steps[inside] = rewards
+    turns = tuple(SampledTurn(2 * i + 2, 2 * i + 3, reward, (1,), number + i) for i, reward in enumerate(rewards))
+    own, ref = (np.where(inside, logprob, 0.0).astype(np.float32) for logprob in (-1.0, -1.0 - kl))
+    score = Score(steps=steps, ends=inside, values=np.zeros(size, np.float32), version=1)
+    known = {"turns": turns, "policy_logprobs": own, "ref_logprobs": ref, "sampled": inside}
     return a_sample([1] * size, 2, score=score, **{**known, **more})
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from live_system import make_tokenizer
-from policy_training import load_checkpoint, states, trainable_policy, update_of, weights_of
+from policy_training import trainable_policy, update_of, weights_of
 from tiny_checkpoints import save_tiny
 from torch import Tensor
 
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 
@@ -294,18 +293,3 @@ def test_single_minibatch_update_needs_no_sampling_logprobs(checkpoint, name):
         results.append(updated(policy, batch, kl_coef=0.0))
         assert results[-1][0]["ppo_ratio"] == 1.0
     assert_same(results)
-
-
-@pytest.mark.device
-def test_resumed_policy_continues_its_learning_rate_schedule(checkpoint, tmp_path):
-    """Warm-up over five optimizer steps, two in each update, a checkpoint in the middle of it."""
-    schedule = {"lr": 1e-2, "warmup_steps": 5, "minibatch_size": 3, "rollout_size": 6, "double": False}
-    one, other = make_policy(checkpoint, **schedule), make_policy(checkpoint, **schedule)
-    batch = make_batch(one)
-    assert updated(one, batch)[0]["lr"] == pytest.approx(1e-2 * 2 / 5)
-    save_checkpoint(tmp_path, states(one), {"step": 1}, keep=1)
-    load_checkpoint(tmp_path, 1, states(other))
-    (stats, weights), (resumed_stats, resumed_weights) = updated(one, batch), updated(other, batch)
-    assert stats == resumed_stats
-    assert stats["lr"] == one.trained.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
-    assert torch.equal(weights, resumed_weights)
