@@ -186,10 +186,6 @@ async def test_sampling_settings_reach_the_vllm_server(setup):
             {"generation": VLLM, "algorithm": {"old_logprobs": "sampler", "correction": {"high": 2}}},
             "actor.algorithm.correction has no effect with actor.algorithm.old_logprobs: sampler",
         ),
-        (
-            {"generation": VLLM, "algorithm": {"correction": {"low": 3, "high": 2}}},
-            r"actor.algorithm.correction.low \(3\) is above actor.algorithm.correction.high \(2\)",
-        ),
     ],
 )
 def test_config_refuses_importance_corrections_without_comparable_logprobs(actor, words):
