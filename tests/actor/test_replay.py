@@ -152,7 +152,7 @@ def test_first_difference_is_named(kind, name, told, copy, capsys):
             return record
         changed = record.arrays[name].copy()
         bits = changed.reshape(-1).view(f"u{changed.itemsize}")
-        bits[np.flatnonzero(changed)[0]] ^= 1
+        bits[np.flatnonzero(changed)[0]] ^= bits.dtype.type(1)
         return dataclasses.replace(record, arrays={**record.arrays, name: changed})
 
     rewrite(copy, change)
