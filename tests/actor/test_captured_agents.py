@@ -21,7 +21,6 @@ from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 
-Agents = Callable[..., CapturedAgents]
 AGENTS = Path(__file__).parents[1] / "support" / "agents.py"
 
 

@@ -74,7 +74,6 @@ def asked(text: str = "Play.", **columns: Any) -> Prompt:
     return Prompt("7", "", np.zeros(0, np.int64), {"messages": [user(text)], **columns})
 
 
-Agents = Callable[..., ConversationRunner]
 PROMPT = asked(turns=2)
 
 

@@ -121,9 +121,8 @@ class InstantScorer:
 
     has_critic, reward = True, ServedModel()
 
-    def __init__(self, answer: Callable[[], Any] = lambda: None, rows_per_request: int = 1) -> None:
+    def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
         self.asked = 0
-        self.rows_per_request = rows_per_request
         self._answer = answer
 
     async def score(self, rows: list[Conversation], group_size: int = 1, **_: object) -> list[Conversation]:

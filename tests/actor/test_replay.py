@@ -32,7 +32,6 @@ from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.tools.replay import main, replay
 
-STEPS = 3
 SETTINGS: dict[str, Any] = {
     "algorithm_name": "grpo",
     "responses_per_prompt": 2,

@@ -142,8 +142,8 @@ def make_rollouts(simulation: Any, inputs: StepInputs, critic: InstantCritic, **
     return Rollouts(settings, inputs, simulation, critic, sampled=lambda *_: None, publish_every=1, truncated="score")
 
 
-async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range, *, train_s: float = MEDIAN_S) -> Trained:
-    """Take the groups of these steps, and train on them for `train_s`."""
+async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range) -> Trained:
+    """Take the groups of these steps, and train on each step for `MEDIAN_S`."""
     found = Trained()
     critic.last_sent = steps.start - 1
     for step in steps:
@@ -154,7 +154,7 @@ async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range, *, tr
         found.staleness.append(rollout.metrics.get("train_rollouts/policy_staleness", 0.0))
         critic.sent(step)
         await rollouts.start_ahead(step)
-        await asyncio.sleep(train_s)
+        await asyncio.sleep(MEDIAN_S)
     await rollouts.cancel()
     return found
 

@@ -38,9 +38,6 @@ def setup(tmp_path, checkpoint) -> Callable[..., VllmSetup]:
     return lambda *servers, **changes: VllmSetup(tmp_path, checkpoint, [server.url for server in servers], **changes)
 
 
-Setup = Callable[..., VllmSetup]
-
-
 async def run(here: VllmSetup, **settings: Any) -> list[PolicyTurn]:
     """Generate in a thread; return the responses in the order of the prompts."""
     responses = await asyncio.to_thread(lambda: here.run(**settings))

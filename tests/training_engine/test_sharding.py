@@ -18,7 +18,7 @@ from rlhf_triton.training_engine.sharding import shard
 from rlhf_triton.training_engine.slices import read_tensors, write_checkpoint, write_slices
 
 
-def a_model(seed: int, *, tied: bool = False) -> Any:
+def a_model(seed: int) -> Any:
     """Return a random Llama with two layers."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -28,7 +28,6 @@ def a_model(seed: int, *, tied: bool = False) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config)
 
