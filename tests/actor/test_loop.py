@@ -70,7 +70,7 @@ class Server:
     """Rewards that depend on the texts alone, and a critic that is trained at once."""
 
     def __init__(self, reward: Callable[[str], float] = by_text) -> None:
-        self.counters, self.outage = RequestCounters(), ""
+        self.counters = RequestCounters()
         self.tokenizer: Any = None
         self.reward = reward
 
