@@ -188,8 +188,8 @@ def simulated(
     return run_simulated(main())
 
 
-@pytest.mark.parametrize(("ahead", "gain"), [(1, 1.4), (2, 1.4), (4, 1.4)])
-def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead, gain):
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead):
     """The groups of a run are those that were started, in the order of the prompts, none in vain."""
     steps = 60
     synchronous, _ = simulated(inputs, steps)
@@ -200,7 +200,7 @@ def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead
     assert [name for groups in found.groups for name in ids(groups)] == [name for name, *_ in simulation.started]
     assert simulation.started == [*dict.fromkeys(simulation.started)]
     assert ids(found.groups[50]) == ids(synchronous.groups[50])
-    assert synchronous.at[-1] / found.at[-1] >= gain
+    assert synchronous.at[-1] / found.at[-1] >= 1.4
 
 
 def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs):
