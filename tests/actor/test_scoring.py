@@ -170,14 +170,14 @@ def tokenizer() -> Any:
 
 
 def in_groups(
-    tokenizer: Any, groupwise: bool, group_size: int, rows: int, **settings: Any
+    tokenizer: Any, groupwise: bool, group_size: int, rows: int, refuses: int | None = None
 ) -> tuple[Client, list[Conversation]]:
     """Score rows by a function of groups, or of rows."""
     zeros = np.zeros((rows, 1))
     client = Client({"rewards": zeros, "reward_components": zeros, "reward_errors": [[b""]] * rows})
-    client.refuses = settings.pop("refuses", None)
+    client.refuses = refuses
     client.rows = [[index] * (index + 2) for index in range(rows)]
-    scorer = scorer_of(client, tokenizer, **settings)
+    scorer = scorer_of(client, tokenizer)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,), groupwise=groupwise)
     return client, asyncio.run(scorer.score([one_row(index) for index in range(rows)], group_size))
 
