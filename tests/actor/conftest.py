@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from live_system import Checkpoints
 
 
 @pytest.fixture(scope="session")
-def checkpoint(checkpoints: Checkpoints) -> Path:
+def checkpoint(checkpoints) -> Path:
     return checkpoints.policy

@@ -5,7 +5,6 @@ each with the file that published it.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -137,7 +136,7 @@ GAE = {  # values, rewards, mask, gamma, lam; advantages, returns or None, toler
     ("values", "rewards", "mask", "gamma", "lam", "advantages", "returns", "tolerance"), GAE.values(), ids=GAE
 )
 def test_gae_matches_published_and_hand_computed_values(
-    values: list, rewards: list, mask: list, gamma: float, lam: float, advantages: Any, returns: Any, tolerance: float
+    values, rewards, mask, gamma, lam, advantages, returns, tolerance
 ):
     found = adv.gae(*map(f64, (values, rewards, mask)), gamma=gamma, lam=lam)
     for tensor, expected in zip(found, (advantages, returns), strict=True):
@@ -147,9 +146,7 @@ def test_gae_matches_published_and_hand_computed_values(
 
 @property_test
 @given(**sizes, extra=st.integers(0, 5), junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_gae_and_masked_statistics_ignore_masked_values_row_order_and_padding(
-    seed: int, batch: int, width: int, extra: int, junk: float
-):
+def test_gae_and_masked_statistics_ignore_masked_values_row_order_and_padding(seed, batch, width, extra, junk):
     values, rewards, mask = rollout(seed, batch, width)
     order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
     dirty = (values.masked_fill(mask == 0, junk), rewards.masked_fill(mask == 0, junk), mask)
@@ -180,7 +177,7 @@ def test_masked_sum_mean_and_whiten_match_hand_computed_values():
 
 
 @pytest.mark.parametrize("value", [0.1, 117.3, -1234.5])
-def test_whitening_and_explained_variance_treat_rounding_noise_as_no_variance(value: float):
+def test_whitening_and_explained_variance_treat_rounding_noise_as_no_variance(value):
     x = torch.full((5, 7), value)
     for _ in range(2):
         assert (adv.masked_whiten(x, torch.ones(5, 7)) == 0).all()
@@ -199,7 +196,7 @@ def test_whitening_and_explained_variance_treat_rounding_noise_as_no_variance(va
         ([1, 1, 3], [1, 2, 3], 2 / 3),  # residuals 0, 1, 0: 2/9 of 2/3
     ],
 )
-def test_explained_variance_matches_hand_computed_values(values: list, returns: list, expected: float):
+def test_explained_variance_matches_hand_computed_values(values, returns, expected):
     assert float(adv.explained_variance(f64([values]), f64([returns]), f64([[1, 1, 1]]))) == pytest.approx(expected)
 
 
@@ -209,17 +206,20 @@ BASELINES = [leave_one_out, group_standardise]
 
 
 # Scores 1, 2, 6 of one prompt: the others' means are 4, 3.5, 1.5; mean 3, std sqrt(7) with n - 1.
+STANDARDISED = [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7), 0]
 COMPARED = {
-    "rloo": [-3.0, -1.5, 4.5],
-    "grpo": [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)],
-    "dr_grpo": [-2, -1, 3],
-    "reinforce++-baseline": [-2, -1, 3],
-    "maxrl": [-2 / 3, -1 / 3, 1],
+    "rloo": [-3.0, -1.5, 4.5, 0],
+    "grpo": STANDARDISED,
+    "gdpo": STANDARDISED,  # of a single reward
+    "dr_grpo": [-2, -1, 3, 0],
+    "reinforce++-baseline": [-2, -1, 3, 0],
+    "maxrl": [-2 / 3, -1 / 3, 1, 0],
+    "flash_reinforce": [-2.25, -1.25, 2.75, 0.75],  # with all that count, whose mean is 3.25
 }
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name: str):
+def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name):
     """The fourth is the only one of its prompt that counts; the last one of either prompt does not."""
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0]), torch.tensor([0, 0, 0, 1, 1, 0])
     zeros = torch.zeros(6, 2)
@@ -236,13 +236,13 @@ def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name
         counted=rewards < 100,
     )
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
-    assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0, 0], abs=1e-5)
+    assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0], abs=1e-5)
     assert returns[:, 1].tolist() == rewards.tolist()
 
 
 @pytest.mark.parametrize("score", [0.1, 3.3, 117.3, -1234.5])
 @pytest.mark.parametrize("count", [3, 5, 8, 11, 64])
-def test_scores_equal_up_to_rounding_give_zero_advantage(score: float, count: int):
+def test_scores_equal_up_to_rounding_give_zero_advantage(score, count):
     """The float32 mean of equal numbers may differ from them; over a spread of 1e-6 that gave advantages of 0.63."""
     rewards, groups = torch.full((2 * count,), score), torch.arange(2).repeat_interleave(count)
     counted, nothing = torch.ones(2 * count).bool(), [0.0] * 2 * count

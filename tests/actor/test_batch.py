@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
+from settings import actor_section
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
-from rlhf_triton.actor.algorithms import grpo, stages
+from rlhf_triton.actor.algorithms import grpo
 from rlhf_triton.actor.algorithms.batch import (
     check_failures,
     critic_payload,
@@ -23,14 +25,12 @@ from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, proces
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout_rows import RolloutRow, Score
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
 from rlhf_triton.actor.run.validation import explained_by_values
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from rlhf_triton.wire.training_payload import train_payload
-from tests.support.samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
-from tests.support.settings import actor_section
 
 close = torch.testing.assert_close
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
@@ -99,7 +99,7 @@ def test_returns_are_the_score_minus_the_remaining_kl_penalty():
 
 @pytest.mark.parametrize("mask_unfinished", [False, True])
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
-def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_unfinished: bool):
+def test_advantages_are_whitened_over_trained_tokens_only(algorithm, mask_unfinished):
     """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
     scored = scored_samples()
     scored[1] = scored[1].with_score(reward=-50.0, outcome=-50.0)
@@ -114,7 +114,7 @@ def test_advantages_are_whitened_over_trained_tokens_only(algorithm: str, mask_u
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
-def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind: str):
+def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
     scored, settings = scored_samples(), {**SETTINGS, "kl_estimator": kind}
     clean = make_batch(scored, **settings)
@@ -215,7 +215,7 @@ def test_distinct_bigrams_is_the_share_of_unique_bigrams():
         ([False, False, False, False], 1.0, True),  # nothing to learn from
     ],
 )
-def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stops: bool):
+def test_too_many_failures_stop_the_run(scored, allowed, stops):
     found = [(row,) for row in scored_samples(scored=scored)]
     if not stops:
         return check_failures(found, allowed)
@@ -231,7 +231,7 @@ def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stop
 
 
 @pytest.mark.parametrize("algorithm", sorted({*ALGORITHMS} - {"maxrl"}))  # which takes no negative rewards
-def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm: str):
+def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm):
     settings = {"algorithm_name": algorithm, "responses_per_prompt": 4, "mask_unfinished": False}
     one, other = (make_batch(scored_samples(), **settings, kl_penalty_in="loss", kl_coef=coef) for coef in (0.0, 5.0))
     close(fields(one), fields(other))
@@ -239,58 +239,31 @@ def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm: str):
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
-PLAIN_LOSS: dict[str, Any] = {"kl_coef": 0.0, "mask_unfinished": False, "whitens": False}
-TWO = {"right": (2.0, [1.0, 0.0, 0.0, 0.0]), "short": (0.5, [0.0, 8.0, 4.0, 4.0])}  # weight, and the terms of four rows
+def received(rows: list[RolloutRow] | list[Conversation], **settings: Any) -> AdvantageInputs:
+    """Return what the algorithm receives of these rows."""
+    found: list[AdvantageInputs] = []
+
+    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        found.append(inputs)
+        return inputs.values, inputs.values
+
+    method = replace(method_of(**settings), advantage=advantage)
+    groups = groups_of(rows, method.settings.responses_per_prompt)
+    batches.make_batch(groups, method, shaper_of(**settings), kl_coef=0.0)
+    return found[0]
 
 
-def with_components(components: dict[str, tuple[float, list[float]]], **settings: Any) -> Tensor:
-    """Return the advantage of each of four responses to a prompt, whose scores are sums of components."""
-    rows = scored_samples()
-    for i, row in enumerate(rows):
-        terms = {name: values[i] for name, (_, values) in components.items()}
-        weights = {name: weight for name, (weight, _) in components.items()}
-        total = sum(weights[name] * term for name, term in terms.items() if weights[name] and not math.isnan(term))
-        rows[i] = row.with_score(reward=total, outcome=total, components=terms, weights=weights)
-    given = {"responses_per_prompt": 4, **PLAIN_LOSS, **settings}
-    batch = make_batch(rows, **given)
-    return torch.where(batch.mask > 0, batch.advantages, -math.inf).amax(-1)
-
-
-def test_gdpo_standardises_each_reward_before_the_weighted_sum():
-    """The totals are 2, 4, 2 and 2, so GRPO does not tell the first response, which alone is right, from the others."""
-    found = with_components(TWO, name="gdpo")
-    short = (16 * 2 / 3) ** 0.5  # sqrt((16 + 16) / 3)
-    expected = [2 * 1.5 - 0.5 * 4 / short, -1 + 0.5 * 4 / short, -1.0, -1.0]
-    close(found, torch.tensor(expected), atol=1e-5, rtol=0)
-    charted = {**TWO, "charted": (0.0, [5.0, 1.0, math.nan, 0.0])}  # weight 0: it does not count
-    close(with_components(charted, name="gdpo"), found)
-    lacking = {**TWO, "short": (0.5, [0.0, 8.0, math.nan, 4.0])}  # excluded from mean (4) and deviation (4)
-    expected = [2 * 1.5 - 0.5, -1 + 0.5, -1.0, -1.0]
-    close(with_components(lacking, name="gdpo"), torch.tensor(expected), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("components", [{}, {"right": TWO["right"]}, {**TWO, "short": (0.0, TWO["short"][1])}])
-def test_gdpo_with_one_reward_that_counts_is_grpo(components: dict[str, tuple[float, list[float]]]):
-    close(with_components(components, name="gdpo"), with_components(components, name="grpo"))
-
-
-def test_gdpo_whitens_over_the_batch():
-    batch_of_all = with_components(TWO, name="gdpo", whitens=True)
-    plain = with_components(TWO, name="gdpo")
-    tokens = torch.tensor([size - prompt for size, prompt in zip(LENGTHS, PROMPT_LENGTHS, strict=True)])
-    mean = (plain * tokens).sum() / tokens.sum()
-    deviation = (((plain - mean) ** 2 * tokens).sum() / tokens.sum()).sqrt()
-    close(batch_of_all, (plain - mean) / deviation, atol=1e-5, rtol=0)
-
-
-def test_flash_reinforce_compares_all_responses_of_the_step():
-    """Scores 1, 2, -1 and 0.5 of four prompts; a response that does not count is excluded from the mean."""
-    batch = make_batch(scored_samples(), name="flash_reinforce", **PLAIN_LOSS)
-    mean = (1 + 2 - 1 + 0.5) / 4
-    assert batch.advantages.abs().amax(-1).tolist() == pytest.approx([1 - mean, 2 - mean, 1 + mean, mean - 0.5])
-    assert batch.policy_weights.sum(-1).tolist() == pytest.approx([1.0] * 4)
-    batch = make_batch(scored_samples(), name="flash_reinforce", **{**PLAIN_LOSS, "mask_unfinished": True})
-    assert batch.advantages.abs().amax(-1).tolist() == pytest.approx([5 / 6, 0, 7 / 6, 1 / 3])
+def test_components_of_weight_0_are_left_out_and_those_that_do_not_apply_are_nan():
+    weights, terms = {"right": 2.0, "short": 0.5, "charted": 0.0}, (0.0, 8.0, math.nan, 4.0)
+    rows = [
+        row.with_score(components={"right": 1.0, "short": term, "charted": math.nan}, weights=weights)
+        for row, term in zip(scored_samples(), terms, strict=True)
+    ]
+    inputs = received(rows, name="gdpo", responses_per_prompt=4)
+    assert inputs.component_weights.tolist() == [2.0, 0.5]
+    assert inputs.components.nan_to_num(-1.0).tolist() == [[1, 0], [1, 8], [1, -1], [1, 4]]
+    alone = [row.with_score(weights={**weights, "short": 0.0}) for row in rows]
+    assert received(alone, name="gdpo", responses_per_prompt=4).components is None
 
 
 # ---- stages between scoring and advantages ----
@@ -337,7 +310,7 @@ def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tenso
     ],
     ids=["as they came", "batch", "running", "clipped", "penalised"],
 )
-def test_scores_are_normalised_then_clipped_then_penalised(settings: dict[str, Any], expected: list[float]):
+def test_scores_are_normalised_then_clipped_then_penalised(settings, expected):
     for unscored in (100.0, math.nan):
         rewards = torch.where(SCORED, REWARDS, unscored)
         found = shaped(shaper_of(**settings), rewards, 1, 2, 3, 4, scored=SCORED)
@@ -365,7 +338,7 @@ def test_running_normalization_continues_from_a_restored_state():
 
 @pytest.mark.parametrize("kind", ["batch", "running"])
 @pytest.mark.parametrize("score", [0.1, 117.3, -1234.5])
-def test_scores_that_differ_only_by_rounding_are_normalised_to_0(kind: str, score: float):
+def test_scores_that_differ_only_by_rounding_are_normalised_to_0(kind, score):
     for other in (score, torch.nextafter(torch.tensor(score), torch.tensor(math.inf))):
         rewards = torch.tensor([score, score, other, *[score] * 4])
         assert shaped(shaper_of(rewards_normalization=kind), rewards).tolist() == [0.0] * 7
@@ -441,9 +414,6 @@ def test_grpo_standardises_process_rewards_within_the_group():
 def test_row_that_failed_to_get_process_rewards_is_masked():
     """As in summary.json's ev_last: its rewards may be anything, and its values are there."""
     sample = processed(ok=(True, False))
-    for name in ("ppo", "reinforce++", "grpo"):
-        found = batch_of(sample, name)
-        assert found.mask[1].sum() == found.advantages[1].abs().sum() == found.policy_weights[1].sum() == 0
     expected = torch.tensor([0, 0, 0, -0.25, -0.25]) / (2 * 0.25**2) ** 0.5
     close(batch_of(sample, "grpo").advantages[0], expected, atol=1e-4, rtol=0)
     conversations = [(row,) for row in sample]
@@ -472,14 +442,9 @@ def test_row_that_failed_to_get_process_rewards_is_masked():
         ),
     ],
 )
-def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(
-    monkeypatch: pytest.MonkeyPatch, sample: list[RolloutRow], settings: dict[str, Any], steps: list, rewards: list
-):
-    received: list[AdvantageInputs] = []
-    monkeypatch.setattr(stages, "STAGES", (*stages.STAGES, lambda inputs, _: (received.append(inputs), inputs)[1]))
+def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(sample, settings, steps, rewards):
     ended = "rewards_missing_eos_penalty" not in settings
-    make_batch([sample[0], replace(sample[1], ended=ended)], **settings, kl_coef=0.0)
-    (found,) = received
+    found = received([sample[0], replace(sample[1], ended=ended)], **settings)
     assert found.process_rewards[~ENDS[:, 1:]].abs().sum() == 0
     close(found.process_rewards[ENDS[:, 1:]], torch.tensor(steps), atol=1e-4, rtol=0)
     assert found.rewards.tolist() == rewards
@@ -494,15 +459,13 @@ K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> RolloutRow:
     """Return a row with one-token turns after a prompt of two tokens, with an observed token between turns."""
     size = 2 * len(rewards) + 1
-    ends = np.arange(size) % 2 == 0
-    ends[0] = False
-    steps, turns = np.zeros(size, np.float32), []
-    for i, reward in enumerate(rewards):
-        steps[2 * i + 2] = reward
-        turns.append(SampledTurn(2 * i + 2, 2 * i + 3, reward, (1,), number + i))
-    own, ref = np.where(ends, -1.0, 0.0).astype(np.float32), np.where(ends, -1.0 - kl, 0.0).astype(np.float32)
-    score = Score(steps=steps, ends=ends, values=np.zeros(size, np.float32), version=1)
-    known = {"turns": tuple(turns), "policy_logprobs": own, "ref_logprobs": ref, "sampled": ends}
+    inside = np.isin(np.arange(size), range(2, size, 2))
+    steps = np.zeros(size, np.float32)
+    steps[inside] = rewards
+    turns = tuple(SampledTurn(2 * i + 2, 2 * i + 3, reward, (1,), number + i) for i, reward in enumerate(rewards))
+    own, ref = (np.where(inside, logprob, 0.0).astype(np.float32) for logprob in (-1.0, -1.0 - kl))
+    score = Score(steps=steps, ends=inside, values=np.zeros(size, np.float32), version=1)
+    known = {"turns": turns, "policy_logprobs": own, "ref_logprobs": ref, "sampled": inside}
     return a_sample([1] * size, 2, score=score, **{**known, **more})
 
 
@@ -520,7 +483,7 @@ def sampled(tensor: Tensor, batch: PPOBatch) -> list[float]:
 @pytest.mark.parametrize(
     "settings", [{}, {"rewards_clip": 1.0}, {"rewards_normalization": "batch"}, {"gamma": 0.5}, K1]
 )
-def test_one_row_per_turn_trains_like_one_long_row(name: str, settings: dict[str, Any]):
+def test_one_row_per_turn_trains_like_one_long_row(name, settings):
     given = {"kl_coef": 0.0, **BARE, **settings, "algorithm_name": name, "responses_per_prompt": 2}
     rewards, another = (1.0, 1.0, 2.0, 1.0), conversation(row_of(0.0, 3.0))
     one = make_batch([conversation(row_of(*rewards)), another], **given)
@@ -541,36 +504,25 @@ def test_turns_are_ordered_by_time_across_rows():
 
 
 @pytest.mark.parametrize("rewards", [{}, {"rewards_clip": 1.0}])
-def test_reward_clipping_does_not_clip_the_kl_penalty(rewards: dict[str, Any]):
+def test_reward_clipping_does_not_clip_the_kl_penalty(rewards):
     pair = [conversation(row_of(1.0)), conversation(row_of(0.0, kl=3.0), row_of(1.0, number=1))]
     settings = {**K1, "kl_penalty_in": "reward", **BARE, **rewards}
     batch = make_batch(pair, algorithm_name="rloo", responses_per_prompt=2, **settings)
     assert sampled(batch.advantages, batch) == pytest.approx([3, -3, -3])
 
 
-@pytest.mark.parametrize(
-    ("shaping", "value"),
-    [({}, 1.0), ({"rewards_normalization": "batch"}, 1.0), ({"rewards_clip": 0.5}, 1.0)],
-)
-def test_bootstrap_value_is_not_normalised_or_clipped(shaping: dict[str, Any], value: float):
+@pytest.mark.parametrize("shaping", [{}, {"rewards_normalization": "batch"}, {"rewards_clip": 0.5}])
+def test_bootstrap_value_is_not_normalised_or_clipped(shaping):
     stopped = row_of(0.0, truncated="environment.max_turns", ended=False)
     stopped = stopped.with_score(values=np.array([0, 0, 1], np.float32))
     batch = make_batch([conversation(stopped)], truncated="bootstrap", kl_coef=0.0, **BARE, **shaping)
-    assert sampled(batch.returns, batch) == pytest.approx([value])
+    assert sampled(batch.returns, batch) == pytest.approx([1])
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce++", "ppo"])
-def test_total_rewards_include_turn_rewards(name: str):
-    totals = list[float]()
-
-    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        totals.extend(inputs.totals.tolist())
-        return inputs.values, inputs.values
-
+def test_total_rewards_include_turn_rewards(name):
     rows = [conversation(row_of(reward)) for reward in (3.0, 4.0, 0.0, 1.0)]
-    method = replace(method_of(name=name, responses_per_prompt=2, **BARE), advantage=advantage)
-    batches.make_batch(groups_of(rows, 2), method, shaper_of(), kl_coef=0.0)
-    assert totals == [3, 4, 0, 1]
+    assert received(rows, name=name, responses_per_prompt=2).totals.tolist() == [3, 4, 0, 1]
 
 
 def test_conversation_is_masked_whole_if_one_of_its_rows_failed():
@@ -578,3 +530,15 @@ def test_conversation_is_masked_whole_if_one_of_its_rows_failed():
     batch = make_batch([rows, conversation(row_of(1.0))], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
     assert batch.mask.any(-1).tolist() == [False, False, False, True]
     assert describe_failures([rows]).endswith("503")
+
+
+def test_conversations_of_dropped_groups_train_only_the_critic():
+    """A mean by sequence weighs conversations, not rows."""
+    two_rows = conversation(row_of(1.0), row_of(0.0, 2.0, number=1))
+    settings = {"kl_coef": 0.0, **BARE, "algorithm_name": "reinforce++", "loss_mean": "sequence"}
+    batch = make_batch([two_rows, conversation(row_of(4.0))], num_dropped=1, **settings)
+    assert batch.conversations.tolist() == batch.groups.tolist() == [0, 0, 1]
+    assert batch.policy_weights.sum(-1).tolist() == pytest.approx([1 / 3, 2 / 3, 0])
+    assert sampled(batch.returns, batch) == [3, 2, 2, 4]
+    cut = batch.first(1, 3)
+    assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 3), (1, 2), (1,))

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
+from test_conversations import model as model  # a fixture
+from test_generation import one_response
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
@@ -18,11 +20,7 @@ from rlhf_triton.actor.scoring.scorer import row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from tests.actor.test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
-from tests.actor.test_conversations import model as model  # a fixture
-from tests.actor.test_generation import one_response
 
-Agents = Callable[..., CapturedAgents]
 AGENTS = Path(__file__).parents[1] / "support" / "agents.py"
 
 
@@ -53,7 +51,7 @@ def ends(*arguments: Any, **settings: Any) -> list[RolloutRow]:
 
 
 @pytest.mark.parametrize("uses_slots", [True, False])
-def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agents, model: Any, uses_slots: bool):
+def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents, model, uses_slots):
     tools = [{"type": "function", "function": {"name": "look"}}]
     found = conversations(model, agents("converse", options={"turns": 3, "tools": tools}), 5, uses_slots)
     for i, rows in enumerate(found):
@@ -71,15 +69,10 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents: Agent
             assert row.tokens[turn.start : turn.end].tolist() == [*turn.tokens] == given
         last = row.turns[-1]
         assert last.reward == len(said[-1]) or len(rows) > 1
-        ids = torch.from_numpy(row.tokens)[None]
-        with torch.no_grad():
-            logits = model(ids).logits.index_fill(-1, torch.tensor(BANNED), -torch.inf)
-        expected = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[last.start - 1 :, 0]
-        assert row.logprobs[last.start :] == pytest.approx(expected.numpy(), abs=1e-3)
     assert {len(rows[-1].turns) for rows in found} == {3}
 
 
-def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(agents: Agents, model: Any):
+def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(agents, model):
     """Three rows: the plan, and two that share a reply, which is trained once; more rows than slots at once."""
     for i, rows in enumerate(conversations(model, agents("in_two_contexts"), 6)):
         assert len(rows) == 3
@@ -111,26 +104,17 @@ def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(ag
         ("stopping", {"options": {"stop": "x"}}, "stop: ['x'] must be in actor.generation.stop_strings", ""),
     ],
 )
-def test_agent_failures_and_limits_end_the_conversation_with_the_cause(
-    agents: Agents, model: Any, name: str, settings: dict[str, Any], error: str, truncated: str
-):
+def test_agent_failures_and_limits_end_the_conversation_with_the_cause(agents, model, name, settings, error, truncated):
     generation = {key: settings[key] for key in settings if key == "max_new_tokens"}
     agent = agents(name, **{key: value for key, value in settings.items() if key not in generation})
     (found,) = ends(model, agent, 1, **generation)
-    assert (found.truncated, bool(found.error)) == (truncated, bool(error))
+    assert (found.truncated, bool(found.error), found.restarts) == (truncated, bool(error), 0)
     assert error in found.error
     assert found.ended == (not error and not truncated)
 
 
-def test_limit_is_not_a_lost_environment_even_if_the_client_raises_oserror(agents: Agents, model: Any):
-    (found,) = ends(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
-    assert (found.truncated, found.restarts) == ("environment.max_turns", 0)
-
-
 @pytest.mark.timeout(120)
-def test_closing_a_generation_frees_the_slots_of_its_agents(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_closing_a_generation_frees_the_slots_of_its_agents(agents, model, monkeypatch):
     """As when memory is short: the others begin again, in the only place that there is."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
@@ -143,17 +127,17 @@ def test_closing_a_generation_frees_the_slots_of_its_agents(
 
 
 @pytest.mark.timeout(120)
-def test_conversation_continues_after_the_agent_closes_a_connection(agents: Agents, model: Any):
+def test_conversation_continues_after_the_agent_closes_a_connection(agents, model):
     for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
         assert (len(response.turns), response.error) == (2, "")
 
 
-def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents: Agents, model: Any):
+def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents, model):
     (found,) = ends(model, agents("rewarding"), 1)
     assert [turn.reward for turn in found.turns] == [0.25, 0.0]
 
 
-def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents: Agents):
+def test_an_agent_that_cannot_be_imported_or_called_is_refused(agents):
     with pytest.raises(RlhfError, match=r"environment.agent .*agents.py:absent"):
         agents("absent")
     with pytest.raises(RlhfError, match="unexpected keyword argument 'colour'"):

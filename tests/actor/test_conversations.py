@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from messages import assistant, user
 from random_models import random_llama
+from samples import a_sample, groups_of, make_batch, tokens_of
+from settings import actor_section
+from test_generation import one_response
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -43,10 +47,6 @@ from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import Sample, load_function
-from tests.actor.test_generation import one_response
-from tests.support.messages import assistant, user
-from tests.support.samples import a_sample, groups_of, make_batch, tokens_of
-from tests.support.settings import actor_section
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
 CHATML = (
@@ -74,7 +74,6 @@ def asked(text: str = "Play.", **columns: Any) -> Prompt:
     return Prompt("7", "", np.zeros(0, np.int64), {"messages": [user(text)], **columns})
 
 
-Agents = Callable[..., ConversationRunner]
 PROMPT = asked(turns=2)
 
 
@@ -147,7 +146,7 @@ def sampled_of(row: RolloutRow) -> list[int]:
 # ---- one conversation, with a scripted policy ----
 
 
-def test_conversation_tokens_equal_the_templates_rendering(agents: Agents):
+def test_conversation_tokens_equal_the_templates_rendering(agents):
     found, _ = talk(agents("Countdown"), ["one", "two", "three"])
     text = TOKENIZER.decode(found.tokens)
     messages = [
@@ -174,7 +173,7 @@ def test_conversation_tokens_equal_the_templates_rendering(agents: Agents):
         ({"timeout_s": 25.0}, "environment.timeout_s"),
     ],
 )
-def test_conversation_ends_at_a_limit_and_records_which(agents: Agents, settings: dict[str, Any], limit: str):
+def test_conversation_ends_at_a_limit_and_records_which(agents, settings, limit):
     prompt = asked(turns=50)
     found, _ = talk(agents("Countdown", **settings), ["again"] * 50, prompt)
     assert (found.truncated, found.ended, found.error) == (limit, False, "")
@@ -182,13 +181,13 @@ def test_conversation_ends_at_a_limit_and_records_which(agents: Agents, settings
     assert found.sampled[-1]
 
 
-def test_conversation_ends_after_a_turn_cut_at_max_new_tokens(agents: Agents):
+def test_conversation_ends_after_a_turn_cut_at_max_new_tokens(agents):
     found, _ = talk(agents("Countdown"), ["one", "two"], ends=False)
     assert (found.truncated, len(found.turns)) == ("actor.generation.max_new_tokens", 1)
 
 
 @pytest.mark.parametrize(("turns", "num_turns"), [(-1, 0), (-2, 1)])
-def test_environment_exception_ends_the_conversation_with_its_message(agents: Agents, turns: int, num_turns: int):
+def test_environment_exception_ends_the_conversation_with_its_message(agents, turns, num_turns):
     agent = agents("Countdown")
     found, _ = talk(agent, ["one", "two"], asked(turns=turns))
     assert (len(found.turns), found.ended) == (num_turns, False)
@@ -196,7 +195,7 @@ def test_environment_exception_ends_the_conversation_with_its_message(agents: Ag
     assert talk(agent, ["one", "two"])[0].ended
 
 
-def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents: Agents):
+def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents):
     """TRL's own example, and a policy that calls it rightly and wrongly."""
     prompt = asked("")
     call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
@@ -215,7 +214,7 @@ def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents: A
 
 
 @pytest.mark.parametrize("name", ['"\\ud800", "arguments": {}', '"look", "arguments": {"at": NaN}', "[" * 5000])
-def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents: Agents, name: str):
+def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents, name):
     prompt = asked("")
     found, _ = talk(agents("IncrementEnv", max_tokens=9000), [f'<tool_call>{{"name": {name}}}</tool_call>', ""], prompt)
     assert found.messages[1]["content"].startswith("the tool call ")
@@ -230,7 +229,7 @@ def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents: Agen
     ],
 )
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
-def test_text_after_a_reply_matches_the_templates_rendering(template: str, keeps: bool, opening: str):
+def test_text_after_a_reply_matches_the_templates_rendering(template, keeps, opening):
     """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
     chat = Chat(tokenizer_of(template, CHATML.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")))
     said, more = [user("Hi.")], [user("Go on.")]
@@ -260,7 +259,7 @@ def test_template_that_adds_a_space_before_replies_is_accepted():
     )
 
 
-def test_check_prompts_reports_a_template_that_leaves_out_tools(agents: Agents, caplog: pytest.LogCaptureFixture):
+def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
     agent, chats = agents("IncrementEnv"), [replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     agent.check_prompts(chats)
     assert not caplog.records
@@ -280,7 +279,7 @@ def test_check_prompts_reports_a_template_that_leaves_out_tools(agents: Agents, 
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
 
-def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents: Agents):
+def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents):
     """Qwen3.5's and GLM's kind, which the tokenizer describes to transformers."""
     tokenizer = tokenizer_of()
     tokenizer.response_template = {
@@ -310,14 +309,14 @@ def test_tool_calls_are_parsed_by_the_tokenizers_response_template(agents: Agent
     assert found.ended
 
 
-def test_plain_text_prompt_is_followed_by_turns_without_roles(agents: Agents):
+def test_plain_text_prompt_is_followed_by_turns_without_roles(agents):
     prompt = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 2})
     found, _ = talk(agents("Countdown"), ["one", "two"], prompt)
     text = TOKENIZER.decode(found.tokens)
     assert text == "Play. 2 left, seed 5.one<|im_end|>1 left after onetwo<|im_end|>"
 
 
-def test_check_prompts_refuses_a_template_that_fails_to_render(agents: Agents):
+def test_check_prompts_refuses_a_template_that_fails_to_render(agents):
     tokenizer = make_text_tokenizer("qwen2", chat_template="{{ raise }}{{ 1 / 0 }}")
     agent = agents("Countdown", tokenizer)
     agent.check_prompts([Prompt("1", "a text", np.array([5]))])
@@ -325,9 +324,7 @@ def test_check_prompts_refuses_a_template_that_fails_to_render(agents: Agents):
         agent.check_prompts([PROMPT])
 
 
-def test_conversation_starts_another_row_if_the_template_removes_thoughts(
-    agents: Agents, caplog: pytest.LogCaptureFixture
-):
+def test_conversation_starts_another_row_if_the_template_removes_thoughts(agents, caplog):
     agent = agents("Countdown", FORGETFUL)
     prompt = asked(turns=4)
     agent.check_prompts([prompt])
@@ -359,7 +356,7 @@ def test_conversation_starts_another_row_if_the_template_removes_thoughts(
 
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
-def test_reward_functions_receive_all_messages_of_a_conversation(agents: Agents, tokenizer: Any, num_rows: int):
+def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokenizer, num_rows):
     """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
     replies = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"]
     plain = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 3})
@@ -402,7 +399,7 @@ def test_reply_without_the_templates_end_token_gets_it():
 
 
 @pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
-def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents: Agents, first: str, turns: int):
+def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, first, turns):
     """In the first observation, or in the answer to a turn, which is its text."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
@@ -476,9 +473,7 @@ def unscored(rows: Sequence[RolloutRow]) -> list[Conversation]:
         (REWRITING, False, True, 3),
     ],
 )
-def test_each_turn_is_sampled_from_the_whole_row_before_it(
-    agents: Agents, model: Any, tokenizer: Any, uses_slots: bool, lockstep: bool, slots: int
-):
+def test_each_turn_is_sampled_from_the_whole_row_before_it(agents, model, tokenizer, uses_slots, lockstep, slots):
     """Also with a template that rewrites every reply, so that each turn starts a row with its own draws."""
     agent = agents("Countdown", tokenizer)
     agent.lockstep = lockstep
@@ -497,9 +492,7 @@ def test_each_turn_is_sampled_from_the_whole_row_before_it(
         assert not row.logprobs[~inside].any()
 
 
-def test_time_limit_excludes_the_time_that_the_policy_samples(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_time_limit_excludes_the_time_that_the_policy_samples(agents, model, monkeypatch):
     now, sampled = [0.0], ConversationSource.sample_turn
 
     async def slowly(source: ConversationSource, row: int, before: Sequence[int]) -> PolicyTurn:
@@ -514,9 +507,7 @@ def test_time_limit_excludes_the_time_that_the_policy_samples(
 
 
 @pytest.mark.timeout(120)
-def test_conversation_in_step_keeps_its_slot_across_restarts(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_conversation_in_step_keeps_its_slot_across_restarts(agents, model, monkeypatch):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 1)
     agent = agents("Fragile", options={"losses": 2})
     agent.lockstep = True
@@ -524,9 +515,7 @@ def test_conversation_in_step_keeps_its_slot_across_restarts(
 
 
 @pytest.mark.timeout(120)
-def test_conversations_in_step_do_not_wait_for_ones_without_a_slot(
-    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_conversations_in_step_do_not_wait_for_ones_without_a_slot(agents, model, monkeypatch):
     monkeypatch.setattr(conversations, "MAX_INSTANCES", 2)
     agent = agents("Countdown")
     agent.lockstep = True
@@ -541,7 +530,7 @@ def test_environment_seed_depends_on_run_seed_and_prompt_id():
     assert seed_of(3, prompts[0]) != seed_of(3, prompts[1])
 
 
-def test_failing_environment_fails_only_its_own_conversation(agents: Agents, model: Any):
+def test_failing_environment_fails_only_its_own_conversation(agents, model):
     prompts = prompts_of(6)
     for i, turns in ((1, -1), (4, -2)):
         prompts[i] = replace(prompts[i], metadata={**prompts[i].metadata, "turns": turns})
@@ -555,7 +544,7 @@ def test_failing_environment_fails_only_its_own_conversation(agents: Agents, mod
 
 
 @pytest.mark.parametrize(("losses", "failed"), [(2, 0), (1000, 6)])
-def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses: int, failed: int):
+def test_conversation_restarts_if_its_environment_is_lost(agents, losses, failed):
     """Each reply ends at once, so that each conversation takes a step."""
     rows = generated(random_policy(1000.0), agents("Fragile", options={"losses": losses}), prompts_of(6))
     assert sum(bool(row.error) for row in rows) == failed
@@ -564,7 +553,7 @@ def test_conversation_restarts_if_its_environment_is_lost(agents: Agents, losses
     assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 2 if failed else losses / 6)
 
 
-def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, model: Any):
+def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
     agent = agents("Countdown")
     source = ConversationSource(agent)
     source.add(SamplingJob({0: prompts_of(1)[0]}, lambda *_: None, seed=0))
@@ -574,7 +563,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents: Agents, 
         source.next_rows(wait=True)
 
 
-def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents: Agents):
+def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents):
     """The decoder does not receive it."""
     agent, calls, found = agents("Countdown"), list[asyncio.Task[PolicyTurn]](), dict[int, Conversation]()
 
@@ -594,7 +583,7 @@ def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents: Ag
     assert all(call.cancelled() for call in calls)
 
 
-def test_jobs_can_be_dropped_after_the_environments_have_ended(agents: Agents, model: Any):
+def test_jobs_can_be_dropped_after_the_environments_have_ended(agents, model):
     """As when a run is left while its decoding gives way to another call."""
     agent = agents("Countdown")
     engine = LocalGeneration(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
@@ -644,45 +633,18 @@ SECOND = row((2, 5, 3.0), length=5), row((2, 3, 0.0), (5, 6, 4.0), length=6)
 
 
 def test_turn_reward_is_placed_at_the_turns_last_token():
-    scored = scored_of(*ROWS, served=0.5)
-    assert [end.score.reward for (end,) in scored] == [3.5, 4.5]
-    batch = batch_of(scored, "reinforce++")
-    assert batch.mask.tolist() == [[0, 1, 1, 0, 0, 1], [0, 1, 0, 0, 1, 0]]
-    assert batch.returns.tolist() == [[0, 3.5, 3.5, 0, 0, 2.5], [0, 4.5, 0, 0, 4.5, 0]]
-    compared = batch_of(scored, "rloo")
-    assert compared.advantages.tolist() == [[0, -1, -1, 0, 0, -1], [0, 1, 0, 0, 1, 0]]
+    ((end,),) = scored_of(ROWS[0], served=0.5)
+    assert end.score.reward == 3.5
+    assert end.score.steps.tolist() == [0, 0, 0, 1, 0, 0, 2]
+    assert end.score.ends.nonzero()[0].tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("reward", [3e38, 1e39])
-def test_conversation_fails_if_its_reward_overflows_float32(reward: float):
+def test_conversation_fails_if_its_reward_overflows_float32(reward):
     """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
     scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
     assert ["exceed float32" in failure_of(each) for each in scored] == [True, False]
     assert scored[1][0].score.reward == 1.0
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
-def test_all_rows_of_a_conversation_share_its_advantage(name: str):
-    """Groups compare conversations, not rows, and their advantages are those of all of its turns."""
-    scored, dropped = scored_of(ROWS[0], SECOND, served=0.5), scored_of(*ROWS, served=0.5)
-    assert scored[1][1].score.reward == 7.5
-    assert (scored[1][1].score.components, scored[1][1].score.weights) == ({"environment": 7.0}, {"environment": 1.0})
-    in_groups = name != "ppo"
-    given = {"responses_per_prompt": 1 + in_groups, "num_dropped": 2 - in_groups, "lam": 1.0}
-    batch = batch_of([*scored, *dropped], name, **given)
-    assert batch.conversations.tolist() == [0, 1, 1, 2, 3]
-    assert torch.equal(batch.policy_weights.any(-1), torch.tensor([True, True, True, False, False]))
-    if name == "grpo":
-        assert batch.policy_weights[:3].sum(-1).tolist() == pytest.approx([1, 3 / 5, 2 / 5])
-    if name == "ppo":
-        assert float(batch.returns[1, 3]) == pytest.approx(7.5)
-    else:
-        assert batch.groups.tolist() == [0, 0, 0, 1, 1]
-        mine = float(batch.advantages[2].max())
-        assert batch.advantages[1, 1:4].tolist() == [mine] * 3
-        assert mine > 0
-    cut = batch.first(1, 6)
-    assert (cut.tokens.shape, cut.mask.shape, cut.lengths.shape) == ((1, 6), (1, 5), (1,))
 
 
 def test_metrics_cover_all_rows_of_the_trained_conversations():
@@ -700,17 +662,12 @@ def test_metrics_cover_all_rows_of_the_trained_conversations():
     metrics = rollout_metrics(groups_of(scored), batch, kl_coef=0.1)
     found = {name: metrics[f"train_rollouts/{name}"] for name in ("generation_length", "init_policy_kl_per_sequence")}
     assert found == pytest.approx({"generation_length": (3 + 2 + 3 + 3) / 3, "init_policy_kl_per_sequence": distance})
-    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx((3 + 7 + 1) / 3 - 0.1 * distance, abs=1e-5)
     used = batch.mask > 0
     by_hand = 1 - (batch.rewards_to_go - batch.prev_values)[used].var() / batch.rewards_to_go[used].var()
     assert metrics["train_rollouts/explained_variance"] == pytest.approx(float(by_hand), abs=1e-5)
-    assert used.sum(-1).tolist() == [3, 3, 2, 0]
-    validation = _measure(scored)
-    assert validation.kl == pytest.approx((2 * distance + 3 * 9.0) / 3)
-    values, returns, mask = score_returns(scored)
+    assert _measure(scored).kl == pytest.approx((2 * distance + 3 * 9.0) / 3)
+    _, returns, mask = score_returns(scored)
     assert returns[mask > 0].tolist() == [3, 3, 2, 7, 7, 7, 4, 4, 1, 1, 1]
-    by_hand = 1 - (values - returns)[mask > 0].var() / returns[mask > 0].var()
-    assert validation.explained_variance == pytest.approx(float(by_hand), abs=1e-5)
 
 
 def test_rollout_lines_and_metrics_report_how_conversations_ended():
@@ -765,7 +722,7 @@ def test_truncated_conversations_are_masked_bootstrapped_or_scored_as_configured
 @pytest.mark.parametrize(
     ("truncated", "mask_unfinished", "differs"), [("score", True, True), ("mask", True, False), ("mask", False, False)]
 )
-def test_group_spread_uses_only_trained_scores(truncated: str, mask_unfinished: bool, differs: bool):
+def test_group_spread_uses_only_trained_scores(truncated, mask_unfinished, differs):
     """Two conversations ended with a score of 1, two reached a limit with a score of 0."""
     limited = row((2, 4, 0.0), length=6, truncated="environment.max_turns")
     scored = scored_of(*[row((2, 4, 1.0), length=6)] * 2, limited, limited)
@@ -773,9 +730,6 @@ def test_group_spread_uses_only_trained_scores(truncated: str, mask_unfinished: 
     settings = actor_section(algorithm=given, rollout_size=4).algorithm
     (group,) = groups_of(scored, 4)
     assert has_spread(group, settings, truncated) == differs
-    more = {"responses_per_prompt": 4, "rollout_size": 4, "mask_unfinished": mask_unfinished}
-    batch = batch_of(scored, "grpo", truncated=truncated, **more)
-    assert bool(batch.advantages.any()) == differs
 
 
 # ---- what is read of a reply: its special tokens mean something ----
@@ -784,7 +738,7 @@ THOUGHTS = tokenizer_of()
 THOUGHTS.add_tokens([AddedToken(f"<{name}>", special=True) for name in ("think", "/think", "tool_call", "/tool_call")])
 
 
-def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(agents: Agents):
+def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(agents):
     """Functions, environments, parsers of tool calls and reports; none gets the end of the turn."""
     call = '{"name": "look", "arguments": {"at": "it"}}'
     text = f"<think>Hm.</think>a<tool_call>{call}</tool_call>"

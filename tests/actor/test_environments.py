@@ -78,7 +78,7 @@ async def test_trl_environment_class_runs_unchanged():
         assert await other.call("increment", {"step": 1}) == "1", "it has a counter of its own"
 
 
-async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path: Path):
+async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path):
     log, name = tmp_path / "log", f"{FILE}:Tools"
     async with running("Tools", options={"log": str(log)}, reward=f"{FILE}:by_state") as environments:
         assert [tool["function"]["name"] for tool in environments.tools or []] == ["fail", "look"]
@@ -118,7 +118,7 @@ async def test_reset_receives_the_row_or_its_columns():
 
 
 @pytest.mark.parametrize("name", ["Doing", "Coroutines"])
-async def test_worker_runs_steps_of_64_instances_concurrently(name: str):
+async def test_worker_runs_steps_of_64_instances_concurrently(name):
     """No step ends before all have begun."""
     async with running(name) as environments:
         instances = await asyncio.gather(*(environments.open({"name": "n"}) for _ in range(64)))
@@ -236,7 +236,7 @@ async def test_cancelled_open_leaves_no_worker_behind():
     ],
 )
 async def test_unusable_environment_class_raises_one_sentence_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, Any], cause: str
+    tmp_path, monkeypatch, text, settings, cause
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(FILE.parents[2]))
@@ -248,7 +248,7 @@ async def test_unusable_environment_class_raises_one_sentence_at_the_start(
 
 
 @pytest.mark.parametrize("section", [{}, {"class": "a.py:B", "agent": "a.py:c"}, {"agent": "a.py:c", "reward": "a:b"}])
-def test_environment_section_needs_either_class_or_agent(section: dict[str, Any]):
+def test_environment_section_needs_either_class_or_agent(section):
     with pytest.raises(ValueError, match=r"set either class or agent|remove one of them"):
         EnvironmentSection.model_validate(section)
 
@@ -309,7 +309,7 @@ async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
 @pytest.mark.parametrize(
     ("action", "is_lost"), [("no file", False), ("hang up", True), ("die", True), ("raise", False)]
 )
-async def test_policy_mistakes_do_not_count_as_a_lost_environment(action: str, is_lost: bool):
+async def test_policy_mistakes_do_not_count_as_a_lost_environment(action, is_lost):
     """A lost conversation restarts: if failing actions counted, it would restart until the policy acts otherwise."""
     async with running() as environments:
         instance = await environments.open({})
@@ -363,7 +363,7 @@ async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
         ("full", "RuntimeError: full (CAPACITY_REACHED)"),
     ],
 )
-async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble: Any, cause: str):
+async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble, cause):
     async with served() as (server, url, _), giving_up(url) as environments:
         if trouble == "full":
             server.sessions = 2

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from samples import logprobs_of, tokens_of
+from settings import actor_section
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -30,8 +32,6 @@ from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, 
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
-from tests.support.samples import logprobs_of, tokens_of
-from tests.support.settings import actor_section
 
 VOCAB, EOS = 64, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -90,7 +90,7 @@ def texts(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_slot_decoding_matches_transformers_generate(family: str):
+def test_greedy_slot_decoding_matches_transformers_generate(family):
     model, prompts = make_model(family, eos_bias=2.0), make_prompts(11)
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
@@ -116,7 +116,7 @@ def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: 
     return source
 
 
-def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch: pytest.MonkeyPatch):
+def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
     """Rows that go on for long: the columns are used up again and again."""
     sizes = set()
     shifts = []
@@ -160,9 +160,7 @@ def test_draws_depend_on_seed_and_prompt_alone():
 @pytest.mark.parametrize(
     ("size", "token_budget", "first"), [(3, None, [1]), (16, None, [3]), (16, 40, [2, 1]), (16, 1, [1, 1, 1])]
 )
-def test_rows_of_a_group_share_the_prefill_of_their_prompt(
-    size: int, token_budget: int | None, first: list[int], monkeypatch: pytest.MonkeyPatch
-):
+def test_rows_of_a_group_share_the_prefill_of_their_prompt(size, token_budget, first, monkeypatch):
     """Prefills have fewer rows, stay within the token budget, and give the same responses as separate prefills."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
     passes: list[Tensor] = []
@@ -242,7 +240,7 @@ def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float]
         ("llama", 40, 30),
     ],
 )
-def test_resumed_rows_match_generation_from_the_whole_row(name: str, slots: int, budget: int | None):
+def test_resumed_rows_match_generation_from_the_whole_row(name, slots, budget):
     model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
     for seed in range(2):
         settings = SamplingSettings(max_new_tokens=12, eos_ids=[EOS], banned_ids=[0, 1], min_new_tokens=seed)
@@ -304,7 +302,7 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
 # ---- models that slots do not support, and lack of memory ----
 
 
-def test_recurrent_model_falls_back_to_transformers_generate(caplog: pytest.LogCaptureFixture):
+def test_recurrent_model_falls_back_to_transformers_generate(caplog):
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     config = transformers.MambaConfig(**sizes, pad_token_id=0, eos_token_id=EOS)
@@ -321,9 +319,7 @@ def test_recurrent_model_falls_back_to_transformers_generate(caplog: pytest.LogC
     [([3, 8, 20], 1), ([7, 7, 7, 7], 1), ([9], 1), ([1, 1], 1), ([2, 30, 30, 30], 1), ([3, 8, 20, 5], 0.005)],
     ids=str,
 )
-def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forward(
-    lengths: list[int], scale: float, caplog: pytest.LogCaptureFixture
-):
+def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forward(lengths, scale, caplog):
     """It takes positions from the number of columns, which padding shifts. It is found out whatever the first prompts
     are, also those of equal length, and where the likeliest tokens are the same and their probabilities are not."""
     model = make_model("learned positions")
@@ -338,9 +334,7 @@ def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forw
 
 
 @pytest.mark.parametrize(("off", "decodes"), [(0.1, True), (0.5, False)])
-def test_slot_decoding_is_checked_in_the_precision_of_generation(
-    off: float, decodes: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_slot_decoding_is_checked_in_the_precision_of_generation(off, decodes, monkeypatch):
     written_by = generation(make_model("llama"))
     # Another kernel in bfloat16.
     monkeypatch.setattr(
@@ -361,21 +355,25 @@ def test_non_finite_logits_are_an_error():
             texts(written_by, make_prompts(3), greedy=greedy)
 
 
-@pytest.mark.parametrize("uses_slots", [True, False])
-def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monkeypatch: pytest.MonkeyPatch):
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
-    expected = texts(generation(model, uses_slots=uses_slots, generation_batch_size=8), prompts, seed=7)
-    written_by = generation(model, uses_slots=uses_slots, generation_batch_size=8)
-    texts(written_by, prompts[:1])
-    passes, forward = [], model.forward
+def limit_rows(model: Any, most: int, monkeypatch: pytest.MonkeyPatch, *, after: int = 0) -> None:
+    """Let memory run out in forwards of more than `most` rows, `after` the first ones."""
+    forward, passes = model.forward, itertools.count()
 
     def limited(input_ids: Tensor, **others: Any) -> Any:
-        passes.append(1)
-        if len(input_ids) > 3 and len(passes) > 5:
+        if next(passes) >= after and len(input_ids) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return forward(input_ids=input_ids, **others)
 
     monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+
+
+@pytest.mark.parametrize("uses_slots", [True, False])
+def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch):
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    expected = texts(generation(model, uses_slots=uses_slots, generation_batch_size=8), prompts, seed=7)
+    written_by = generation(model, uses_slots=uses_slots, generation_batch_size=8)
+    texts(written_by, prompts[:1])
+    limit_rows(model, 3, monkeypatch, after=5)
     found: list[tuple[int, list[int]]] = []
     given = [Prompt("", "", tokens) for tokens in prompts]
     written_by.run_rows(dict(enumerate(given)), lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
@@ -383,17 +381,10 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots: bool, monke
     assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
 
-def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch):
     model, prompts = make_model("llama", eos_bias=-2.0), [Prompt("", "", tokens) for tokens in make_prompts(9)]
     engine, found = generation(model, uses_slots=True, generation_batch_size=8), list[int]()
-    forward = model.forward
-
-    def limited(input_ids: Tensor, **others: Any) -> Any:
-        if len(input_ids) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return forward(input_ids=input_ids, **others)
-
-    monkeypatch.setattr(model, "forward", functools.wraps(forward)(limited))
+    limit_rows(model, 4, monkeypatch)
     engine.add(SamplingJob({0: prompts[0]}, lambda index, _: found.append(index), seed=1))
     later = [SamplingJob(dict(enumerate(prompts[1:], 1)), lambda index, _: found.append(index), seed=2)]
 
@@ -434,7 +425,7 @@ def ends(rows: list[RolloutRow]) -> list[bool]:
     return [row.ended for row in rows]
 
 
-def test_eos_ends_a_response_and_is_its_last_token(checkpoint: Path):
+def test_eos_ends_a_response_and_is_its_last_token(checkpoint):
     policy, ended = make_policy(checkpoint), []
     policy.model.lm_head.weight.data[policy.eos_ids[0]] += 0.5  # now and then
     for seed in range(4):
@@ -452,7 +443,7 @@ def test_eos_id_beyond_the_models_vocabulary_is_ignored():
     assert all(4 <= len(text) <= 6 for text in texts(written_by, make_prompts(3)))
 
 
-def test_a_stop_string_ends_a_response(checkpoint: Path):
+def test_a_stop_string_ends_a_response(checkpoint):
     free = make_policy(checkpoint)
     plain, decode = responses(generate(free, seed=3)), free.tokenizer.decode
     stop = decode(plain[0][2:4])  # what the first row writes third and fourth
@@ -467,7 +458,7 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
 
 
 @pytest.mark.device
-def test_stop_string_that_starts_in_the_prompt_is_ignored(checkpoint: Path):
+def test_stop_string_that_starts_in_the_prompt_is_ignored(checkpoint):
     free = make_policy(checkpoint)
     written = responses(generate(free, greedy=True))[0]
     policy = make_policy(checkpoint, stop_strings=(free.tokenizer.decode([7, written[0]]),))
@@ -488,7 +479,7 @@ class Letters:
         *[(text, True) for text in ("xabxxxxab", "xxab", "xxxab", "abab", "xéab", "xxé")],
     ],
 )
-def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written: str, ends: bool):
+def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written, ends):
     """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
     generation = LocalGeneration(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
@@ -503,7 +494,7 @@ def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written: str, en
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
 )
-def test_both_engines_sample_the_same_tokens_without_the_global_generator(checkpoint: Path, settings: dict[str, Any]):
+def test_both_engines_sample_the_same_tokens_without_the_global_generator(checkpoint, settings):
     """A user's loss may seed it, and draw from it, in another thread."""
     found = []
     for uses_slots in (True, False):
@@ -516,7 +507,7 @@ def test_both_engines_sample_the_same_tokens_without_the_global_generator(checkp
     assert found == found[:1] * 4
 
 
-def test_both_engines_ignore_the_checkpoints_generation_config(checkpoint: Path):
+def test_both_engines_ignore_the_checkpoints_generation_config(checkpoint):
     found, ended = [], set()
     for uses_slots in (True, False):
         policy = make_policy(checkpoint, stop_strings=("t", "never written"))
@@ -535,7 +526,7 @@ def test_both_engines_ignore_the_checkpoints_generation_config(checkpoint: Path)
 # ---- log-probs of what was generated ----
 
 
-def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(checkpoint: Path):
+def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(checkpoint):
     """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
     policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9)
     rollout = generate(policy, seed=1)
@@ -548,7 +539,7 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
+def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
     """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
     policy = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler")
     before = generate(policy)
@@ -562,7 +553,7 @@ def test_sampler_weights_stay_fixed_during_an_update(checkpoint: Path):
     assert torch.equal(logprobs_of(policy, before, reference=True), ref_logprobs)
 
 
-def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_generation_logprobs_are_used_after_the_check(checkpoint, monkeypatch):
     policy = make_policy(checkpoint, precision="float32", temperature=0.7)
     rollout, other = generate(policy), generate(policy, seed=1)
     passes: list[int] = []
@@ -573,7 +564,7 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint: Path, monkeypa
     assert passes == [len(PROMPTS)]
 
 
-def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint: Path):
+def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint):
     """A resumed run may begin with rows that an older policy sampled, which differ from forward passes."""
     policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
     older = generate(policy)
@@ -591,9 +582,7 @@ def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint: Pa
     [({}, 1.01), ({"precision": "bfloat16"}, 1.0)],
     ids=["wrong", "bfloat16"],
 )
-def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(
-    checkpoint: Path, settings: dict[str, Any], scale: float
-):
+def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(checkpoint, settings, scale):
     """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
     policy = make_policy(checkpoint, **settings)
     first, other = generate(policy), generate(policy, seed=1)
@@ -631,7 +620,7 @@ def shared_hidden(body: Any, *batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_prompt_forward_matches_plain_outputs_and_gradients(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_shared_prompt_forward_matches_plain_outputs_and_gradients(family, monkeypatch):
     monkeypatch.setattr(cache, "WORTH_IT", 10.0)
     model, results = make_model(family), []
     assert can_share(model)

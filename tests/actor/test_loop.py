@@ -6,6 +6,7 @@ Fake servers answer, fail and wait on demand; tests/server has real ones.
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,8 @@ import pytest
 import torch
 from live_system import TEXTS, Checkpoints, make_run, validations_of
 from safetensors.torch import load_file
+from samples import groups_of, make_batch, rewarded
+from settings import actor_section
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
@@ -54,28 +56,29 @@ from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
-from rlhf_triton.tools.report.data import load_run
-from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, Limits, VersionRange
-from rlhf_triton.wire.training_payload import TrainPayload, train_payload
-from tests.support.samples import groups_of, make_batch, rewarded
-from tests.support.settings import actor_section
+from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
 
 PATIENCE_S = 120.0
 STEPS = 3
 
 
+def by_text(text: str) -> float:
+    return float((3 * sum(text.encode()) + len(text)) % 7)
+
+
 class Server:
     """Rewards that depend on the texts alone, and a critic that is trained at once."""
 
-    def __init__(self) -> None:
-        self.counters, self.outage = RequestCounters(), ""
+    def __init__(self, reward: Callable[[str], float] = by_text) -> None:
+        self.counters = RequestCounters()
         self.tokenizer: Any = None
+        self.reward = reward
 
     async def describe(self, model: str) -> ServedModel:
         return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
 
     async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
-        return {REWARDS: np.asarray([[float((3 * sum(text.encode()) + len(text)) % 7)] for text in texts], np.float32)}
+        return {REWARDS: np.asarray([[self.reward(text)] for text in texts], np.float32)}
 
     async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
         values = np.zeros((len(rows), max(map(len, rows))), np.float32)
@@ -90,8 +93,8 @@ class Server:
     rewind = save
 
 
-def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, *, every: int = 1, **actor: Any) -> PPORun:
-    config = make_run(folder, checkpoints, actor=actor, trainer={"publish": {"every": every}}).config
+def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, **actor: Any) -> PPORun:
+    config = make_run(folder, checkpoints, actor=actor).config
     run = PPORun(config, server or Server())
     run.critic._client.tokenizer = run.policy.tokenizer  # type: ignore[attr-defined]
     return run
@@ -107,7 +110,7 @@ PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5
 
 
 @pytest.fixture(scope="module")
-def policy(checkpoint: Path) -> Policy:
+def policy(checkpoint) -> Policy:
     made = Policy(actor_section(model=checkpoint, max_new_tokens=12, generation_batch_size=2))
     made.model.lm_head.weight.data[made.eos_ids[0]] += 0.5  # responses end now and then
     return made
@@ -118,9 +121,8 @@ class InstantScorer:
 
     has_critic, reward = True, ServedModel()
 
-    def __init__(self, answer: Callable[[], Any] = lambda: None, rows_per_request: int = 1) -> None:
+    def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
         self.asked = 0
-        self.rows_per_request = rows_per_request
         self._answer = answer
 
     async def score(self, rows: list[Conversation], group_size: int = 1, **_: object) -> list[Conversation]:
@@ -187,7 +189,7 @@ class Reference:
         return found
 
 
-async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy: Policy):
+async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
     order, asked, server = [], threading.Event(), Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
@@ -210,7 +212,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
         assert row.ref_logprobs.tolist() == pytest.approx([0, *(-0.01 * row.tokens[1:])])
 
 
-async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
+async def test_missing_reference_logprobs_mask_the_row(policy):
     """One request is refused, one answer is NaN; the other rows are unaffected."""
 
     def change(row: np.ndarray, found: np.ndarray) -> None:
@@ -229,7 +231,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy: Policy):
     assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, True, False]
 
 
-async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy: Policy, checkpoint: Path):
+async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, checkpoint):
     server = Reference()
     reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
     rows = await collected(policy, InstantScorer(), reference=reference, kl_coef=0.0)
@@ -240,7 +242,7 @@ async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy: Poli
     assert Policy(actor_section(model=checkpoint, kl_coef=0.0)).reference is None
 
 
-async def test_only_scoring_waits_for_the_critic(policy: Policy):
+async def test_only_scoring_waits_for_the_critic(policy):
     calls, computed = [], threading.Event()
 
     def called(name: str) -> None:
@@ -257,7 +259,7 @@ async def test_only_scoring_waits_for_the_critic(policy: Policy):
     assert server.asked == len(PROMPTS)
 
 
-async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Policy):
+async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy):
     ready = asyncio.get_running_loop().create_future()
     ready.set_exception(RequestFailed("the critic's update was refused"))
     with pytest.raises(RequestFailed, match="was refused"):
@@ -265,7 +267,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy: Pol
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
+async def test_cancelling_collect_stops_generation_and_requests(policy):
     """As at the end of a run whose next rollout is in progress."""
     written, go_on = threading.Event(), threading.Event()
 
@@ -290,7 +292,7 @@ async def test_cancelling_collect_stops_generation_and_requests(policy: Policy):
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, 4])
-def test_needed_update_keeps_staleness_within_max_staleness(every: int, max_staleness: int):
+def test_needed_update_keeps_staleness_within_max_staleness(every, max_staleness):
     """Otherwise it would wait indefinitely, or be answered by weights that lack more than it allows."""
     for step in range(1, 40):
         needed = needed_update(step, max_staleness=max_staleness, every=every)
@@ -314,9 +316,7 @@ MONTHS = [(step + 7, step) for step in range(1, KEPT_VERSIONS + 200)]
         pytest.param((0, 0), {}, MONTHS, {KEPT_VERSIONS: KEPT_VERSIONS - 7, 8: 0}, id="the newest are remembered"),
     ],
 )
-def test_version_steps_map_a_version_to_its_last_update(
-    start: tuple[int, int], rules: dict[str, Any], answers: Any, contained: dict[int, int]
-):
+def test_version_steps_map_a_version_to_its_last_update(start, rules, answers, contained):
     steps = VersionSteps(*start, **{"every": 1, **rules})
     for version, step in answers:
         steps.record(version, step)
@@ -338,14 +338,12 @@ SMALL = {"validation_size": 0, "rollout_size": 4, "max_new_tokens": 3}
 class SlowCritic(Server):
     """A critic that serves an update only when the actor waits for it, and fails some of them."""
 
-    def __init__(self, *, every: int = 1, fails: tuple[int, ...] = (), waits_for_save: bool = False) -> None:
+    def __init__(self, *, fails: tuple[int, ...] = (), waits_for_save: bool = False) -> None:
         super().__init__()
-        self.every, self.fails = every, fails
+        self.fails = fails
         self.awaited = 0  # the last update that the actor has waited for
-        self.versions = {FIRST_VERSION: 0}  # and the updates in each
-        self.trained = self.sent = 0
-        self.scored: dict[int, Counter[int]] = {}  # updates sent -> rows by what their weights lacked
-        self.allowed: dict[int, set[int]] = {}  # updates sent -> what the oldest weights that might score them lacked
+        self.version = FIRST_VERSION
+        self.trained = 0
         self.may_train = asyncio.Event()
         if not waits_for_save:
             self.may_train.set()
@@ -353,42 +351,26 @@ class SlowCritic(Server):
     async def rewind(self, **_: object) -> int:
         return FIRST_VERSION
 
-    async def score(  # type: ignore[override]
-        self, rows: list[np.ndarray], *_: object, versions: VersionRange
-    ) -> dict[str, np.ndarray]:
-        version, count = max(self.versions), len(rows)
-        assert versions.includes(version)
-        self.allowed.setdefault(self.sent, set()).add(self.sent - self.versions[versions.least])
-        self.scored.setdefault(self.sent, Counter())[self.sent - self.versions[version]] += count
-        return {**await super().score(rows), WEIGHTS_VERSION: np.full((count, 1), version)}
-
     async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
         await self.may_train.wait()
-        self.sent = step
         while self.trained < step - 1 or (self.awaited < step and step not in self.fails):
             await asyncio.sleep(0.001)
         self.trained = step
         if step in self.fails:
             raise ServerFailed(f"critic_train refused: the gradients of {step} are not finite")
-        if step % self.every == 0:
-            self.publish()
-        return TrainAnswer(0.0, max(self.versions))
+        self.version += 1
+        return TrainAnswer(0.0, self.version)
 
     async def save(self, *, step: int, **_: object) -> int:  # type: ignore[override]
         self.may_train.set()
         while self.trained < step:
             await asyncio.sleep(0.001)
-        if self.versions[max(self.versions)] < self.trained == step:
-            self.publish()
-        return max(self.versions)
-
-    def publish(self) -> None:
-        self.versions[max(self.versions) + 1] = self.trained
+        return self.version
 
 
 def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> PPORun:
     """A run that tells the critic what it waits for."""
-    run = make_ppo(folder, checkpoints, critic, every=critic.every, **SMALL, **actor)
+    run = make_ppo(folder, checkpoints, critic, **SMALL, **actor)
     served = run.critic.wait_served
 
     async def watched(step: int) -> VersionRange | None:
@@ -399,31 +381,7 @@ def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **ac
     return run
 
 
-@pytest.mark.parametrize(("max_staleness", "every", "ahead"), [(0, 1, 0), (3, 1, 0), (4, 3, 0), (0, 1, 2)])
-def test_no_row_is_staler_than_allowed(
-    tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int, ahead: int
-):
-    """The critic lags as far as allowed; the actor logs the staleness that the critic saw.
-
-    Each request demands the version of the update that the actor has awaited. Otherwise a second server that swaps late
-    would score rows with older weights.
-    """
-    critic, steps = SlowCritic(every=every), 8
-    limits = {"max_staleness": max_staleness, "max_off_policy_steps": ahead, "old_logprobs": "sampler"}
-    go(watched_run(tmp_path, checkpoints, critic, steps=steps, checkpoint_every=5, **limits))
-    seen = [dict(sorted(critic.scored[sent].items())) for sent in range(steps)]
-    assert max(max(rows) for rows in seen) <= max(max_staleness, every - 1)
-    if every == 1:
-        assert seen == [{min(sent, max_staleness): 4} for sent in range(steps)], "and it lagged as far as it may"
-        assert [critic.allowed[sent] for sent in range(steps)] == [{*rows} for rows in seen]
-    assert max(max(lacks) for lacks in critic.allowed.values()) <= max(max_staleness, every - 1)
-    logged = [line["train_rollouts/staleness_rows"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
-    if every == 1:
-        assert logged == [{str(value): count for value, count in rows.items()} for rows in seen]
-    assert max(int(value) for rows in logged for value in rows) <= max(max_staleness, every - 1)
-
-
-def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: Checkpoints):
+def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints):
     """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
     limits = {"max_minutes": 1e-6, "max_staleness": 0, "max_off_policy_steps": 1, "old_logprobs": "sampler"}
@@ -432,9 +390,7 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path: Path, checkpoints: 
     assert summary["weights_version"] == FIRST_VERSION + 1
 
 
-def test_a_run_goes_on_after_failed_critic_updates(
-    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog):
     """Step 4 is the last one, so the failure occurs in the middle of the run and at its end."""
     summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
     assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
@@ -444,31 +400,14 @@ def test_a_run_goes_on_after_failed_critic_updates(
     assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
 
 
-class Remembering(Server):
-    """A critic that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received: list[TrainPayload] = []
-
-    async def train(self, payload: Any, **given: Any) -> TrainAnswer:
-        self.received.append(train_payload(payload, Limits(1000)))
-        return await super().train(payload, **given)
-
-
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_step_with_only_truncated_conversations_changes_no_weights(
-    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, name: str
-):
-    """The critic receives every step, without targets."""
+def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, checkpoints, caplog):
     prompts, classes = tmp_path / "prompts.jsonl", Path(__file__).parents[1] / "support" / "environment_classes.py"
     prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
     actor = {**SMALL, "kl_coef": 0.1, "kl_target": 1.0, "prompts_path": str(prompts), "steps": 2}
-    if name == "grpo":
-        actor |= {"algorithm_name": "grpo", "responses_per_prompt": 2, "max_resampled": 1}
+    actor |= {"algorithm_name": "grpo", "responses_per_prompt": 2, "max_resampled": 1}
     environment = {"class": f"{classes}:Countdown", "max_tokens": 200, "max_turns": 3}
     made = make_run(tmp_path / "run", checkpoints, actor=actor, environment=environment, rewards={"model": {}})
-    run = PPORun(made.config, server := Remembering())
+    run = PPORun(made.config, server := Server())
     server.tokenizer = run.policy.tokenizer
     before = [parameter.clone() for parameter in run.policy.model.parameters()]
     go(run)
@@ -479,19 +418,6 @@ def test_step_with_only_truncated_conversations_changes_no_weights(
         assert None not in line.values()
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
     assert caplog.text.count("4 of 4 responses are excluded from the update") == 2
-    assert len(server.received) == 2 * (name == "ppo")
-    assert not any(payload.mask.any() for payload in server.received)
-
-
-@pytest.mark.parametrize("target", [None, 1e9])
-def test_resume_applies_a_new_kl_coefficient_unless_it_is_adaptive(
-    tmp_path: Path, checkpoints: Checkpoints, target: float | None
-):
-    for steps, coef in ((1, 0.1), (2, 0.5)):
-        go(make_ppo(tmp_path / "run", checkpoints, **SMALL, steps=steps, kl_coef=coef, kl_target=target))
-    first, second = (line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
-    assert first == 0.1
-    assert second == 0.5 if target is None else second < 0.1
 
 
 # ---- stops: signals ----
@@ -576,22 +502,13 @@ async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
 # ---- ends and sizes: what tokenizer, embeddings, generation config and chat template say of them ----
 
 
-class Narrow(Server):
-    """Refuses tokens that the policy's tokenizer has no entry for, as a reward model of its size does."""
-
-    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
-        if (largest := max(int(row.max()) for row in rows)) >= len(self.tokenizer):
-            raise RequestFailed(f"{largest} is outside the vocabulary [0, {len(self.tokenizer)})")
-        return await super().rewards(rows)
-
-
 @pytest.mark.device
-def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path, checkpoints):
     """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
     start, policy = tmp_path / "start", tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
     settings = {"model": str(start), "lora_rank": 0, "prompts_max_tokens": 40}
-    run = make_grpo(tmp_path / "run", checkpoints, Narrow(), **settings)
+    run = make_grpo(tmp_path / "run", checkpoints, **settings)
     run.policy.causal(run.policy.model).lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|im_end|>")] -= 0.5
     batches = watched_batches(run)
     go(run)
@@ -606,23 +523,9 @@ def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path
     assert load_tokenizer(policy).chat_template == tokenizer.chat_template
 
 
-class Same(Server):
-    """The same reward for all, of tokens or texts."""
-
-    async def rewards(self, rows: list[Any], *_: object, **__: object) -> dict[str, np.ndarray]:
-        return {REWARDS: np.ones((len(rows), 1), np.float32)}
-
-    score_sentences = rewards
-
-
-def test_run_without_training_signal_warns(tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture):
-    summary = go(make_grpo(tmp_path, checkpoints, Same(), validation_size=0))
-    assert (summary["steps_without_signal"], load_run(tmp_path).summary["steps_without_signal"]) == (3, 3)
-    said = [record.message for record in caplog.records if "within each group" in record.message]
-    assert [message.split(": ")[0] for message in said] == [
-        "step 1 has no signal",
-        "the gradient of the loss is 0 in each of the first 3 steps",
-    ]
+def test_steps_without_signal_are_counted(tmp_path, checkpoints):
+    summary = go(make_grpo(tmp_path, checkpoints, Server(lambda _: 1.0), validation_size=0))
+    assert summary["steps_without_signal"] == 3
 
 
 # ---- stops: a run that leaves in the middle of each phase of a step ----
@@ -663,7 +566,7 @@ def trained(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> list[Any]:
+def whole(tmp_path_factory, checkpoints) -> list[Any]:
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints))
@@ -672,9 +575,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 
 
 @pytest.mark.parametrize("settings", [{"max_off_policy_steps": 1, "old_logprobs": "sampler"}, {"max_resampled": 20}])
-def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
-    tmp_path: Path, checkpoints: Checkpoints, settings: dict[str, Any]
-):
+def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(tmp_path, checkpoints, settings):
     """Whether the row is prefetched or resampled; once it is repaired, the run continues where it was."""
     rows = [json.dumps({"text": text}) for text in TEXTS[:4] * 6]
     bad = int(np.random.default_rng([0, 0]).permutation(len(rows))[-1])
@@ -691,15 +592,10 @@ def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(
     go(make_grpo(tmp_path / "run", checkpoints, **{**settings, "steps": step + 1}))
 
 
-class Failing(Server):
-    """Rewards up to the 8th response, and none from then on."""
-
-    count = 0
-
-    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
-        found = await super().score_sentences(texts)
-        self.count += len(texts)
-        return {REWARDS: found[REWARDS] if self.count <= 8 else found[REWARDS] * np.float32("nan")}
+def rewards_of_the_first(count: int) -> Callable[[str], float]:
+    """Reward as many responses, and none from then on."""
+    calls = itertools.count()
+    return lambda text: by_text(text) if next(calls) < count else math.nan
 
 
 def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable[[PPORun], None]:
@@ -745,7 +641,7 @@ SHORT = {"rollout_size": 4, "validation_size": 0, "normalization": "running", "w
 
 
 @pytest.fixture(scope="module")
-def whole_short(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> list[Any]:
+def whole_short(tmp_path_factory, checkpoints) -> list[Any]:
     """The run with the settings `SHORT` that nothing ends."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints, **SHORT))
@@ -753,18 +649,13 @@ def whole_short(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoin
 
 
 @pytest.mark.parametrize(("end", "settings"), [*((end, {}) for end in ENDS), ("gradient", OFF_POLICY)], ids=str)
-def test_run_saves_its_last_complete_step_whatever_ends_it(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    whole_short: list[Any],
-    end: str,
-    settings: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
-):
+def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints, whole_short, end, settings, caplog):
     """The next start continues as if the run had never ended."""
     prepare, kind, told = ENDS[end]
     shown = {**SHORT, **settings}
-    run = make_grpo(tmp_path / "run", checkpoints, Failing() if end == "rewards" else None, **shown)
+    run = make_grpo(
+        tmp_path / "run", checkpoints, Server(rewards_of_the_first(8)) if end == "rewards" else None, **shown
+    )
     prepare(run)
     with pytest.raises(kind, match=told) as caught:
         go(run)
@@ -799,9 +690,7 @@ def nan_weights(run: PPORun) -> None:
         (failing_call("samples", "add_step", 3, NotFinite("")), "the policy's update of step 3 had started"),
     ],
 )
-def test_incomplete_steps_are_not_checkpointed(
-    tmp_path: Path, checkpoints: Checkpoints, prepare: Callable[[PPORun], None], lost: str
-):
+def test_incomplete_steps_are_not_checkpointed(tmp_path, checkpoints, prepare, lost):
     run = make_grpo(tmp_path, checkpoints, rollout_size=4, minibatch_size=2, validation_size=0)
     prepare(run)
     with pytest.raises(NotFinite) as caught:
@@ -812,7 +701,7 @@ def test_incomplete_steps_are_not_checkpointed(
     assert not saved_steps(tmp_path / "checkpoints" / "actor")
 
 
-def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Path, checkpoints: Checkpoints):
+def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, checkpoints):
     """In case the critic, whose server was lost, never receives the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
@@ -823,57 +712,12 @@ def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path: Pa
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [1, 2]
 
 
-class Rare(Server):
-    """Rewards that differ only between the responses to prompts with an even first character."""
-
-    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
-        found = await super().score_sentences(texts)
-        return {REWARDS: found[REWARDS] * [[float(ord(text[0]) % 2 == 0)] for text in texts]}
-
-
-def test_resampling_replaces_groups_without_spread_and_resumes_with_the_same_prompts(
-    tmp_path: Path, checkpoints: Checkpoints
-):
-    settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
-    for folder in ("whole", "stopped"):
-        run = make_grpo(tmp_path / folder, checkpoints, Rare(), **settings)
-        if folder == "stopped":
-            go_until(run, run.policy_update, "run", 2)
-            run = make_grpo(tmp_path / folder, checkpoints, Rare(), **settings)
-        batches = watched_batches(run)
-        go(run)
-        assert all(bool((batch.advantages != 0).any(-1).all()) for batch in batches)
-    assert ends(tmp_path / "whole") == ends(tmp_path / "stopped")
-    lines = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
-    resampled = [line["train_rollouts/resampled_prompts"] for line in lines]
-    consumed = [line["train_rollouts/consumed_samples"] for line in lines]
-    assert consumed == [4 * step + sum(resampled[:step]) for step in range(1, STEPS + 1)]
-    assert min(resampled) > 0
-    assert all(line["train_rollouts/dropped_tokens"] > 0 for line in lines)
-
-
-class FailingHalf(Server):
-    """Rewards of the responses to prompts with an even first character; the others have none."""
-
-    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
-        found = await super().score_sentences(texts)
-        return {REWARDS: np.where([[ord(text[0]) % 2 == 0] for text in texts], found[REWARDS], np.nan)}
-
-
-def test_failed_rewards_of_dropped_groups_count(tmp_path: Path, checkpoints: Checkpoints):
-    """Their groups have no spread, so dynamic sampling replaces all of them."""
+def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
+    """Half of the groups have no rewards and so no spread; dynamic sampling replaces all of them."""
+    server = Server(lambda text: by_text(text) if ord(text[0]) % 2 == 0 else math.nan)
     settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
     with pytest.raises(RlhfError, match="max_failed_fraction"):
-        go(make_grpo(tmp_path, checkpoints, FailingHalf(), **settings))
-
-
-def test_groups_without_spread_stay_after_max_resampled_attempts(tmp_path: Path, checkpoints: Checkpoints):
-    """At most one attempt in a step; the rollout has its size."""
-    run = make_grpo(tmp_path, checkpoints, Rare(), max_resampled=1, mask_unfinished=False)
-    batches = watched_batches(run)
-    go(run)
-    assert [len(batch.lengths) for batch in batches] == [8] * STEPS
-    assert any(bool((batch.advantages == 0).all(-1).any()) for batch in batches)
+        go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
 def watched_batches(run: PPORun) -> list[Any]:
@@ -935,9 +779,7 @@ def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = Fal
         ("policy", "decode", 4, 2),  # the validation after step 2
     ],
 )
-def test_stopped_run_resumes_after_its_last_complete_step(
-    tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], owner: str, name: str, call: int, done: int
-):
+def test_stopped_run_resumes_after_its_last_complete_step(tmp_path, checkpoints, whole, owner, name, call, done):
     run = make_grpo(tmp_path, checkpoints)
     message = go_until(run, functools.reduce(getattr, owner.split("."), run), name, call)
     saved = f"after step {done}, whose checkpoint is written; the next start resumes from the newest checkpoint"
@@ -949,7 +791,7 @@ def test_stopped_run_resumes_after_its_last_complete_step(
     assert ends(tmp_path) == whole
 
 
-def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoints: Checkpoints, whole: list[Any]):
+def test_validation_interrupted_by_a_crash_is_repeated(tmp_path, checkpoints, whole):
     """While it writes `best/`; then a stop in the repeated one."""
     run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
     go_until(run, run.policy, "save", 2, crash=True)
@@ -960,9 +802,7 @@ def test_validation_interrupted_by_a_crash_is_repeated(tmp_path: Path, checkpoin
 
 
 @pytest.mark.parametrize(("name", "call", "crash"), [("decode", 9, True), ("decode", 14, False), ("logprobs", 4, True)])
-def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(
-    tmp_path: Path, checkpoints: Checkpoints, name: str, call: int, crash: bool
-):
+def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
     """None is lost or repeated, however many of later steps were in flight, and no token is older than allowed."""
     ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
     settings = {**SHORT, **ahead, "steps": 8, "checkpoint_every": 2, "logged_texts": 4}
@@ -977,7 +817,7 @@ def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(
     assert [line["prompt"] for line in read_jsonl(tmp_path / "rollouts.jsonl")] == in_order
 
 
-def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path: Path, checkpoints: Checkpoints):
+def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoints):
     """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
     ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
     settings = {**SHORT, **ahead, "steps": 6, "checkpoint_every": 2, "logged_texts": 4}
@@ -1014,7 +854,7 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path: Path, ch
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
-def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, checkpoints: Checkpoints):
+def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoints):
     """Not while only the critic does, when the KL is 0 whatever the coefficient."""
     settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0}
     go(make_grpo(tmp_path, checkpoints, **settings))
@@ -1022,7 +862,7 @@ def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path: Path, che
     assert coefs[0] == coefs[1] == 0.1 > coefs[2]
 
 
-def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, checkpoints: Checkpoints):
+def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints):
     """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
     awaited: list[int] = []
@@ -1045,7 +885,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path: Path, check
 
 
 @pytest.mark.device
-def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
+def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
     """Not only after the response: no forward pass runs after the run has left."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards: list[None] = []
@@ -1069,9 +909,7 @@ LONG: list[tuple[Any, str]] = [
 ]
 
 
-def test_long_calls_run_in_threads_off_the_event_loop(
-    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_long_calls_run_in_threads_off_the_event_loop(tmp_path, checkpoints, monkeypatch):
     """On the event loop it would delay responses past their deadlines."""
     threads = dict[str, set[int]]()
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from masked_loss import loss_inputs, outcome
+from samples import method_of
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
@@ -19,8 +21,6 @@ from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, ClipRange
 from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
 from rlhf_triton.rewards.function import import_function
-from tests.support.masked_loss import loss_inputs, outcome
-from tests.support.samples import method_of
 
 GOLDEN = json.loads((Path(__file__).parent / "peers.json").read_text())
 INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["inputs"].items()}
@@ -37,7 +37,7 @@ def cases(kind: str) -> Any:
 
 
 @cases("losses")
-def test_loss_and_gradient_match_peers(case: dict[str, Any]):
+def test_loss_and_gradient_match_peers(case):
     """Of the three means, `constant` divides the sum by sequences times the longest length.
 
     verl adds a dual clip to the clipped loss: the gradient is compared only where the dual clip has no effect.
@@ -78,7 +78,7 @@ def advantage_inputs(rewards: list[float], groups: list[int], values: Tensor, **
 
 
 @cases("advantages")
-def test_group_advantages_match_peers(case: dict[str, Any]):
+def test_group_advantages_match_peers(case):
     algorithm = ALGORITHMS[case["algorithm"]]
     inputs = advantage_inputs(case["rewards"], case["groups"], torch.zeros_like(MASK))
     found = import_function(algorithm.advantage)(inputs)[0]
@@ -88,7 +88,7 @@ def test_group_advantages_match_peers(case: dict[str, Any]):
 
 
 @cases("gdpo")
-def test_gdpo_advantages_match_peers(case: dict[str, Any]):
+def test_gdpo_advantages_match_peers(case):
     """verl whitens over tokens, NeMo-RL and TRL over responses (here of one token), TRL with a larger epsilon."""
     components = torch.tensor([[math.nan if x is None else x for x in row] for row in case["components"]]).T
     mask = MASK if case["tokens"] == "mask" else torch.ones(len(components), 1)
@@ -105,13 +105,15 @@ def test_gdpo_advantages_match_peers(case: dict[str, Any]):
         components=components,
         component_weights=torch.tensor(case["weights"]),
     )
-    advantages = import_function(ALGORITHMS["gdpo"].advantage)(inputs)[0]
+    gdpo = ALGORITHMS["gdpo"]
+    advantages = import_function(gdpo.advantage)(inputs)[0]
+    assert gdpo.whitens
     n = float(mask.sum())  # the peers whiten with n - 1
     close(masked_whiten(advantages, mask) * ((n - 1) / n) ** 0.5, case["advantages"], case["tolerance"])
 
 
 @cases("flash_reinforce")
-def test_flash_reinforce_matches_peers(case: dict[str, Any]):
+def test_flash_reinforce_matches_peers(case):
     """From rewards to the gradient. verl differentiates the ratio, which has the same gradient and another value."""
     algorithm = ALGORITHMS["flash_reinforce"]
     inputs = advantage_inputs(case["rewards"], [0, 1, 2, 3], torch.zeros_like(MASK))
@@ -126,7 +128,7 @@ def test_flash_reinforce_matches_peers(case: dict[str, Any]):
 
 
 @cases("unbiased_kl")
-def test_unbiased_kl_and_its_gradient_match_peers(case: dict[str, Any]):
+def test_unbiased_kl_and_its_gradient_match_peers(case):
     logprobs = INPUTS["logprobs"].clone().requires_grad_()
     reference, log_ratio = INPUTS["logprobs"] - INPUTS["log_ratio"], logprobs - INPUTS["old_logprobs"]
     loss = kl_loss(logprobs, reference, log_ratio, MASK, kind="unbiased", total=float(MASK.sum()))
@@ -136,7 +138,7 @@ def test_unbiased_kl_and_its_gradient_match_peers(case: dict[str, Any]):
 
 
 @cases("factors")
-def test_importance_factors_match_peers(case: dict[str, Any]):
+def test_importance_factors_match_peers(case):
     settings = {name: case[name] for name in ("level", "mode", "low", "high")}
     logprobs = INPUTS["logprobs"]
     sampled = INPUTS[case["old"]] if "old" in case else logprobs - INPUTS["log_ratio"]
@@ -144,7 +146,7 @@ def test_importance_factors_match_peers(case: dict[str, Any]):
 
 
 @pytest.mark.parametrize("case", GOLDEN["gae"]["cases"])
-def test_gae_with_separate_and_length_adaptive_lambda_matches_peers(case: dict[str, Any]):
+def test_gae_with_separate_and_length_adaptive_lambda_matches_peers(case):
     """The reward is on the last sampled token, which is not the last one of every row."""
     settings = {name: case[name] for name in ("gamma", "lam", "lam_values", "lam_length")}
     values = torch.tensor(GOLDEN["gae"]["values"], dtype=torch.float64)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from messages import assistant, user
+from prompts import bytewise, inputs_of, prompts_of, write_prompts
 from pyarrow import parquet
 from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 
@@ -20,8 +22,6 @@ from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.checkpoints.tokenization import encode_text
 from rlhf_triton.config import PromptFileSection
 from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
-from tests.support.messages import assistant, user
-from tests.support.prompts import bytewise, inputs_of, prompts_of, write_prompts
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 
@@ -65,7 +65,7 @@ class Chat:
 # ---- JSONL ----
 
 
-def test_jsonl_lines_become_prompts_with_metadata(tmp_path: Path):
+def test_jsonl_lines_become_prompts_with_metadata(tmp_path):
     """A line ends only where JSONL says: str.splitlines would cut at U+2028 and at U+0085, which JSON leaves alone."""
     rows = [{"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "", {"text": ODD}, "broken"]
     first, second, third = read(write(tmp_path, *rows), limit=3)  # and does not read on
@@ -142,19 +142,19 @@ IMAGE = {"type": "image", "image": "x.png"}
         (["", " "], "prompts.jsonl has no prompts"),
     ],
 )
-def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path, lines: list[Any], message: str):
+def test_bad_rows_are_refused_with_file_and_line(tmp_path, lines, message):
     with pytest.raises(PromptError, match=re.escape(message)):
         read(write(tmp_path, *lines), tokenizer=Chat(), max_tokens=5)
 
 
-def test_messages_need_a_chat_template(tmp_path: Path):
+def test_messages_need_a_chat_template(tmp_path):
     message = "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; use a text prompt instead"
     with pytest.raises(PromptError, match=re.escape(message)):
         read(write(tmp_path, {"messages": [USER]}))
 
 
 @pytest.mark.parametrize("family", sorted(CHATS))
-def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path: Path, family: str):
+def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path, family):
     """A response follows, so there is no [SEP] and no EOS; `sentences` start with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
     text, chat, start = "the words of a text", [user("the words")], ADDED.get(family, ("",))[0]
@@ -175,7 +175,7 @@ def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path: Pat
         read(write(tmp_path, {"text": ""}), tokenizer=tokenizer)
 
 
-def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path, caplog):
     path = write(tmp_path, {"text": "abcdef"}, {"text": "ab"}, {"text": "uvwxyz!"})
     assert [prompt.text for prompt in read(path, max_tokens=4, too_long="skip")] == ["ab"]
     assert caplog.messages == [f"{path}: 2 prompts of more than 4 tokens were skipped: rows 1 (6 tokens), 3 (7 tokens)"]
@@ -187,7 +187,7 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
         read(path, max_tokens=1, too_long="skip")
 
 
-def test_huge_jsonl_files_are_not_held_in_memory(tmp_path: Path):
+def test_huge_jsonl_files_are_not_held_in_memory(tmp_path):
     """After a month, metrics.jsonl has hundreds of megabytes."""
     path = tmp_path / "x.jsonl"
     write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
@@ -290,7 +290,7 @@ COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
 
 
 @pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
-def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path: Path, write_table: Any):
+def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path, write_table):
     """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
     path, reader = (
         write_table(tmp_path, [row for row, _, _ in UNEVEN]),
@@ -307,7 +307,7 @@ def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path: Path, w
         assert json.dumps(prompt.metadata, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path: Path):
+def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path):
     """It alone has a column, and floats in another one and in a nested key."""
     rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
     rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
@@ -327,14 +327,14 @@ def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path: P
         ({"prompt": "", "messages": [USER]}, "<u>x<a>"),
     ],
 )
-def test_empty_prompt_columns_are_ignored(tmp_path: Path, columns: dict[str, Any], text: str):
+def test_empty_prompt_columns_are_ignored(tmp_path, columns, text):
     assert read(write(tmp_path, columns), tokenizer=Chat())[0].text == text
     assert read(write(tmp_path, columns), tokenizer=Chat(), has_environment=True)[0].text == text
     begun = dict.fromkeys(columns, "")
     assert read(write(tmp_path, begun), tokenizer=Chat(), has_environment=True)[0].text == "<u><a>"
 
 
-def test_arrow_map_becomes_an_object_and_duplicate_columns_are_refused(tmp_path: Path):
+def test_arrow_map_becomes_an_object_and_duplicate_columns_are_refused(tmp_path):
     path = tmp_path / "types.arrow"
     maps = pa.array([[("x", 1)], [("y", None)]], pa.map_(pa.string(), pa.int64()))
     write_arrow(path, pa.table({"text": ["a", "b"], "map": maps}), pa.ipc.new_stream)
@@ -347,7 +347,7 @@ def test_arrow_map_becomes_an_object_and_duplicate_columns_are_refused(tmp_path:
         read(write_arrow(path, pa.table({"text": ["a"], "map": keys}), pa.ipc.new_file))
 
 
-def test_byte_order_mark_and_crlf_are_stripped_from_rows(tmp_path: Path):
+def test_byte_order_mark_and_crlf_are_stripped_from_rows(tmp_path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
     assert [(prompt.text, prompt.prompt_id) for prompt in read(path)] == [("a", "1"), ("b", "3")]
@@ -363,14 +363,14 @@ def test_byte_order_mark_and_crlf_are_stripped_from_rows(tmp_path: Path):
         ({"text": "too long"}, f"8 {TOKENS}"),
     ],
 )
-def test_prompt_errors_name_file_row_and_field(tmp_path: Path, write_table: Any, change: dict[str, Any], message: str):
+def test_prompt_errors_name_file_row_and_field(tmp_path, write_table, change, message):
     rows = [{"text": row["text"], **{field: None for field in change if field != "text"}} for row in ROWS]
     path = write_table(tmp_path, [*rows[:2], {**rows[2], **change}])
     with pytest.raises(PromptError, match=re.escape(f"{path}, row 3: {message}")):
         read(path, max_tokens=5)
 
 
-def test_unreadable_prompt_files_and_folders_are_reported_by_path(tmp_path: Path):
+def test_unreadable_prompt_files_and_folders_are_reported_by_path(tmp_path):
     for name in ("train", "test"):
         saved_dataset(tmp_path / "all", ROWS, name)
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -409,7 +409,7 @@ def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
-def test_single_file_is_permuted_once_per_epoch(tmp_path: Path, seed: int):
+def test_single_file_is_permuted_once_per_epoch(tmp_path, seed):
     """The rule of the first version, which read the whole file: position -> (epoch, index) -> permutation."""
     inputs = inputs_of(numbered(tmp_path, "a", 7), seed=seed)
     epochs = [[f"a{i}" for i in np.random.default_rng([seed, epoch]).permutation(7)] for epoch in range(5)]
@@ -417,7 +417,7 @@ def test_single_file_is_permuted_once_per_epoch(tmp_path: Path, seed: int):
     assert [inputs.epoch(step) for step in (8, 9, 10)] == [3, 3, 4]
 
 
-def test_prompt_file_weights_hold_over_every_window(tmp_path: Path):
+def test_prompt_file_weights_hold_over_every_window(tmp_path):
     weights = {"a": 5.0, "b": 3.0, "c": 2.0}
     files = [PromptFileSection(path=numbered(tmp_path, name, 11), weight=weight) for name, weight in weights.items()]
     prompts = drawn(inputs_of(*files), *range(1, 101), count=7)
@@ -429,7 +429,7 @@ def test_prompt_file_weights_hold_over_every_window(tmp_path: Path):
 
 
 @pytest.mark.parametrize("limits", [{}, {"too_long": "skip", "max_tokens": 2}])
-def test_resumed_prompt_stream_continues_where_its_checkpoint_was(tmp_path: Path, limits: dict[str, Any]):
+def test_resumed_prompt_stream_continues_where_its_checkpoint_was(tmp_path, limits):
     weights = {"a": 3.0, "b": 1.0, "c": 0.5}
     files = [PromptFileSection(path=numbered(tmp_path, name, 9), weight=each) for name, each in weights.items()]
     write_prompts(files[1].path, [f"b{i}" for i in (1, 10, 2, 20, 3, 30, 4, 5)])  # some of 3 tokens
@@ -444,7 +444,7 @@ def test_resumed_prompt_stream_continues_where_its_checkpoint_was(tmp_path: Path
         assert second.state(12) == uninterrupted.state(12)
 
 
-def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path: Path):
+def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path):
     path = numbered(tmp_path, "a", 11)
     first = inputs_of(path)
     before = drawn(first, 1, 2)
@@ -459,7 +459,7 @@ def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path: P
     ]
 
 
-def test_prompt_file_changes_since_the_checkpoint_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_prompt_file_changes_since_the_checkpoint_are_logged(tmp_path, caplog):
     path, other = numbered(tmp_path, "a", 7), numbered(tmp_path, "b", 7)
     first = inputs_of(path)
     moved = path.rename(tmp_path / "moved.jsonl")
@@ -477,7 +477,7 @@ def test_prompt_file_changes_since_the_checkpoint_are_logged(tmp_path: Path, cap
     assert tokens.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
 
 
-def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path, caplog):
     texts = ["a", "long", "b", "longer", "c"]
     path = write_prompts(tmp_path / "a.jsonl", texts)
     rows = [texts[i] for i in np.random.default_rng([0, 0]).permutation(5)]

@@ -18,8 +18,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from live_system import Checkpoints, make_run
+from live_system import make_run
+from prompts import one_prompt
 from safetensors.torch import save_file
+from samples import a_sample, rewarded
+from settings import nested
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
@@ -44,9 +47,6 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.training_engine.ranks import ALONE
 from rlhf_triton.training_engine.trained import Trained
 from rlhf_triton.wire.contract import STEP_AHEAD
-from tests.support.prompts import one_prompt
-from tests.support.samples import a_sample, rewarded
-from tests.support.settings import nested
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -56,8 +56,8 @@ class TinyPolicy:
 
     ranks = ALONE
 
-    def __init__(self) -> None:
-        self.settings = PolicySection()
+    def __init__(self, **settings: Any) -> None:
+        self.settings = PolicySection(**settings)
         self.model = torch.nn.Linear(2, 2)
         self.trained = Trained(self.model, self.settings, OptimizerSection(), section="actor.policy", total_steps=0)
         self.fingerprint = "of its start"
@@ -103,7 +103,8 @@ class Recorded:
         sections = {"run": {"dir": folder}, "actor": settings, "reference": {"model": reference_folder}}
         self.config = RunConfig.model_validate(sections)
         self.policy = TinyPolicy()
-        shaper, kl = RewardShaper(self.config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None)
+        shaper = RewardShaper(self.config.actor.rewards, max_new_tokens=9)
+        kl = KLControl(self.config.actor.kl.coef, target=self.config.actor.kl.target)
         self.state = RunState(self.policy, shaper, kl, one_prompt())  # type: ignore[arg-type]
         client: Any = server
         self.critic = RemoteCritic(client, self.config.run, is_trained=True, publish_every=1)
@@ -145,9 +146,7 @@ async def validates(run: Recorded, *results: tuple[int, Validation]) -> tuple[Re
         ([{}] * 4, "Why?", ["the reward is 0.5 for all 6 responses"]),
     ],
 )
-def test_reward_term_that_stays_constant_is_warned_about_once(
-    components: list[dict[str, list[float]]], prompt: str, warnings: list[str], caplog: pytest.LogCaptureFixture
-):
+def test_reward_term_that_stays_constant_is_warned_about_once(components, prompt, warnings, caplog):
     constants, row = ConstantTerms(3), a_sample([1, 1])
     row = replace(row, prompt=replace(row.prompt, text=prompt))
     for step in components:
@@ -172,7 +171,7 @@ async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tm
     assert resumed.critic.weights_version == 73
 
 
-async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path: Path, server: Server):
+async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_path, server):
     """`rlhf-triton weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
     run = Recorded(tmp_path, server)
     store = WeightsStore(run.config.run.weights_dir)
@@ -182,7 +181,7 @@ async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_pa
     assert run.critic.staleness([2, 3, 3, 9], step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
-async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
+async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path, server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
     await Recorded(tmp_path, server).save(2, 4, 6)
@@ -193,6 +192,14 @@ async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tm
         assert saved_steps(root) == [4]
     assert (root / "6.set-aside" / "state.json").is_file()
     assert server.rewound == [4, 4]
+
+
+@pytest.mark.parametrize(("target", "coef"), [(None, 0.5), (6.0, 0.1)])
+async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_path, server, target, coef):
+    await Recorded(tmp_path, server, kl_coef=0.1, kl_target=target).save(2)
+    resumed = Recorded(tmp_path, server, kl_coef=0.5, kl_target=target)
+    await resumed.checkpoints.resume()
+    assert resumed.state.kl.coef == coef
 
 
 def lose_every_step(server: Server, root: Path, run: Recorded) -> None:
@@ -209,17 +216,20 @@ def start_elsewhere(server: Server, root: Path, run: Recorded) -> None:
     run.policy.fingerprint = "of another"
 
 
+def add_adapters(server: Server, root: Path, run: Recorded) -> None:
+    run.policy.trained = TinyPolicy(lora_rank=2).trained
+
+
 @pytest.mark.parametrize(
     ("trouble", "kind", "message"),
     [
         (lose_every_step, RequestFailed, "rewind_to: 2"),
         (damage_all, CheckpointError, rf"2/{SHARD} cannot be read.*there is no earlier checkpoint"),
         (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
+        (add_adapters, CheckpointError, r"was saved with actor\.policy\.lora_rank: .*; restore it"),
     ],
 )
-async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
-    tmp_path: Path, server: Server, trouble: Callable[..., None], kind: type[Exception], message: str
-):
+async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(tmp_path, server, trouble, kind, message):
     """The checkpoints stay unchanged, and the critic is not rewound."""
     root, run = tmp_path / "checkpoints" / "actor", Recorded(tmp_path, server)
     await Recorded(tmp_path, server).save(2, 4)
@@ -230,9 +240,7 @@ async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(
 
 
 @pytest.mark.parametrize("name", [SHARD, "state.json"])
-async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
-):
+async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, caplog, name):
     """The run resumes from the previous checkpoint, and the critic rewinds to its step."""
     root = tmp_path / "checkpoints" / "actor"
     run, resumed = (Recorded(tmp_path, server) for _ in range(2))
@@ -250,9 +258,7 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(
     assert "kept as 4.set-aside, resuming from step 2 instead" in warning
 
 
-async def test_resume_refuses_a_served_reference_with_other_weights(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-):
+async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
     """One that cannot be seen from here is not compared."""
     served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
     monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
@@ -268,9 +274,7 @@ async def test_resume_refuses_a_served_reference_with_other_weights(
         assert await Recorded(tmp_path, server, tmp_path / folder, **served).checkpoints.resume() == 2
 
 
-async def test_failed_critic_save_is_logged_and_retried_at_the_end(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-):
+async def test_failed_critic_save_is_logged_and_retried_at_the_end(tmp_path, server, caplog):
     """If the retry fails, too, the run ends with an error."""
     run = Recorded(tmp_path, server)
     await run.save(1)
@@ -347,7 +351,7 @@ def test_recorder_warns_once_if_the_policy_learns_nothing(
 # ---- validations ----
 
 
-async def test_resume_repeats_validations_of_later_steps(tmp_path: Path, server: Server):
+async def test_resume_repeats_validations_of_later_steps(tmp_path, server):
     path = tmp_path / "validations.jsonl"
     one, *others = (Recorded(tmp_path, server) for _ in range(4))
     recorder, _ = await validates(one, (2, validation(2.0)))
@@ -391,6 +395,7 @@ async def test_best_validation_has_the_highest_reward_within_one_reward_version(
 
 CODE = "def verify(sample):\n    return 1.0\n"
 GAME = {"class": "game.py:Game", "options": {"workers": 1}}
+COSINE = {"lr": 5e-5, "min_lr": 0.0}  # a schedule that ends with the run
 
 
 def config_of(run: Path, weight: float = 1.0, timeout_s: float = 2.0, **actor: Any) -> RunConfig:
@@ -437,11 +442,19 @@ def after_five_steps(run: Path, **settings: Any) -> Path:
             True,
         ),
         ({}, {"prompts_path": "other.jsonl"}, "actor.prompts.path: data/prompts.jsonl -> other.jsonl", False),
+        (
+            {"prompts_files": [{"path": "a"}]},
+            {"prompts_files": [{"path": "a", "weight": 2.0}]},
+            "actor.prompts.files: [{'path': 'a', 'weight': 1.0}] -> [{'path': 'a', 'weight': 2.0}]",
+            False,
+        ),
+        ({**COSINE, "steps": 5}, {**COSINE, "steps": 10}, "actor.steps: 5 -> 10", False),
+        ({"warmup_steps": 2}, {"warmup_steps": 4}, "actor.optimizer.warmup_steps: 2 -> 4", False),
+        ({"kl_target": 6.0}, {}, "actor.kl.target: 6.0 -> None", False),
+        ({"kl_target": 6.0}, {"kl_target": 6.0, "kl_coef": 0.5}, "actor.kl.coef (without effect): 0.01 -> 0.5", False),
     ],
 )
-def test_changed_settings_are_listed_and_recorded(
-    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], line: str | None, is_guarded: bool
-):
+def test_changed_settings_are_listed_and_recorded(tmp_path, before, now, line, is_guarded):
     run = tmp_path / "run"
     config = config_of(run, **now)
     assert find_changes(config, accepted=False) == {}  # it begins
@@ -459,53 +472,7 @@ def test_changed_settings_are_listed_and_recorded(
     assert find_changes(config, accepted=False) == {}
 
 
-COSINE = {"lr": 5e-5, "min_lr": 0.0, "update_minibatch_size": 64}  # two optimizer steps in each step
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "lines"),
-    [
-        ({**COSINE, "steps": 5}, {**COSINE, "steps": 5}, []),
-        (
-            {**COSINE, "steps": 5},
-            {**COSINE, "steps": 10},
-            ["actor.steps: 5 -> 10"],
-        ),
-        ({"steps": 5}, {"steps": 10, "lr": 0.5}, ["actor.optimizer.lr: 9e-07 -> 0.5"]),
-        (
-            {"steps": 50, "warmup_steps": 20},
-            {"steps": 50, "warmup_steps": 40},
-            ["actor.optimizer.warmup_steps: 20 -> 40"],
-        ),
-        (
-            {"steps": 50, "kl_target": 6.0},
-            {"steps": 50, "kl_target": 6.0, "kl_coef": 0.5},
-            ["actor.kl.coef (without effect): 0.01 -> 0.5"],
-        ),
-        (
-            {"steps": 50, "kl_target": 6.0},
-            {"steps": 50},
-            ["actor.kl.target: 6.0 -> None"],
-        ),
-        (
-            {"steps": 50, "prompts_files": [{"path": "a"}]},
-            {"steps": 50, "prompts_files": [{"path": "a", "weight": 2.0}]},
-            ["actor.prompts.files: [{'path': 'a', 'weight': 1.0}] -> [{'path': 'a', 'weight': 2.0}]"],
-        ),
-    ],
-)
-def test_schedule_changed_at_resume_is_listed_with_old_and_new_value(
-    tmp_path: Path, before: dict[str, Any], now: dict[str, Any], lines: list[str]
-):
-    run = after_five_steps(tmp_path / "run", **before)
-    config = config_of(run, **now)
-    changed = find_changes(config, accepted=False)
-    assert describe_changes(changed) == lines
-    write_settings(config, changed)
-    assert find_changes(config, accepted=False) == {}
-
-
-def test_changed_seed_and_deterministic_setting_are_listed(tmp_path: Path):
+def test_changed_seed_and_deterministic_setting_are_listed(tmp_path):
     run = after_five_steps(tmp_path / "run")
     config = config_of(run)
     changed = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7, "deterministic": True})})
@@ -513,7 +480,7 @@ def test_changed_seed_and_deterministic_setting_are_listed(tmp_path: Path):
     assert lines == ["run.seed: 0 -> 7", "run.deterministic: False -> True"]
 
 
-def test_changed_reward_model_is_listed_with_both_paths(tmp_path: Path, checkpoints: Checkpoints):
+def test_changed_reward_model_is_listed_with_both_paths(tmp_path, checkpoints):
     """Not by its content alone, which differs as well."""
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     before, now = (
@@ -525,7 +492,7 @@ def test_changed_reward_model_is_listed_with_both_paths(tmp_path: Path, checkpoi
     assert describe_changes(find_changes(now, accepted=True)) == [line]
 
 
-def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path: Path):
+def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path):
     run = after_five_steps(tmp_path / "run", name="ppo")
     config = config_of(run, name="ppo")
     other = config.model_copy(update={"critic": config.critic.model_copy(update={"model": Path("other")})})
@@ -536,7 +503,7 @@ def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path:
     assert line == "critic.model (without effect): checkpoints/critic -> other"
 
 
-def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path: Path):
+def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path):
     code, score, verify = (tmp_path / name for name in ("game.py", "score.py", "mine.py"))
     game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
     for file, environment, key in (
@@ -560,7 +527,7 @@ def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path: Path):
         find_changes(config, accepted=False)
 
 
-def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path, checkpoints):
     (tmp_path / "mine.py").write_text(CODE)
     actor, term = {"algorithm_name": "grpo", "responses_per_prompt": 2}, {"function": f"{tmp_path / 'mine.py'}:verify"}
     run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
@@ -600,7 +567,7 @@ def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetr
     return {s.name.removeprefix("rlhf_actor_") + "".join(s.labels.values()): s.value for s in samples}
 
 
-def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path: Path):
+def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
@@ -643,7 +610,7 @@ def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path: Path)
     assert "allowed_staleness" not in shown(RunConfig.model_validate(without), RequestCounters(), lambda _: None)
 
 
-def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path: Path):
+def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path):
     log = log_of(tmp_path)
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
@@ -701,7 +668,7 @@ class WithArtifact(RecordingTracker):
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def said(monkeypatch) -> list[tuple[Any, ...]]:
     """Return the calls of both trackers, in order."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(RecordingTracker, "calls", calls, raising=False)
@@ -711,7 +678,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...]], tmp_path: Path):
+def test_trackers_receive_the_logged_metrics_and_texts(said, tmp_path):
     log = log_of(tmp_path, "wandb", "mlflow")
     log.write(1, {"train_rollouts/rewards": 0.5, "train_rollouts/staleness_rows": {"0": 3}})
     columns = ["step", "prompt", "response", "reward", "error"]  # which not every row has
@@ -740,7 +707,7 @@ def test_trackers_receive_the_logged_metrics_and_texts(said: list[tuple[Any, ...
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
-def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RlhfError, match=r"actor\.trackers: wandb cannot be imported: .*; repair or remove it"):
         Trackers(["wandb"], tmp_path, "run", {})
@@ -769,9 +736,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
     )
 
 
-def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
-    said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(said, tmp_path, monkeypatch, caplog):
     """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)

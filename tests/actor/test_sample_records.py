@@ -1,7 +1,6 @@
 """Groups of samples as records: every field of every row comes back bit for bit."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ def bits(value: Any) -> Any:
 
 
 @given(groups())
-def test_group_is_restored_bit_for_bit(group: Group):
+def test_group_is_restored_bit_for_bit(group):
     found = group_of(record_of(group, step=1, number=2))
     assert bits(found) == bits(group)
     for rows, expected in zip(found.conversations, group.conversations, strict=True):
@@ -126,7 +125,7 @@ def a_group() -> Group:
 
 
 @pytest.mark.parametrize(("row", "name"), [(0, "tokens"), (1, "logprobs"), (2, "score.values"), (1, "sampled")])
-def test_one_flipped_bit_names_the_step_the_sample_and_the_field(row: int, name: str, tmp_path: Path):
+def test_one_flipped_bit_names_the_step_the_sample_and_the_field(row, name, tmp_path):
     log = RecordLog(tmp_path, {})
     record = record_of(a_group(), step=4, number=9)
     log.append(lambda: record).result()

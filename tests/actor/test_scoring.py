@@ -20,6 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_system import TEXTS
+from messages import assistant, user
+from samples import a_sample, rewarded
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -58,11 +60,10 @@ from rlhf_triton.wire.contract import (
     VersionRange,
     texts_array,
 )
-from tests.support.messages import assistant, user
-from tests.support.samples import a_sample, rewarded
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
+VERSIONS = VersionRange(4)  # of the critic, as a step demands
 
 
 def one_row(index: int) -> Conversation:
@@ -84,6 +85,7 @@ class Asked:
         self.rows: list[list[int]] = []
 
     async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
+        assert versions == VERSIONS
         self.rows.append([int(row[0].tokens[0]) for row in rows])
         return [(replace(row[0], score=rewarded(float(row[0].tokens[0]))),) for row in rows]
 
@@ -95,12 +97,10 @@ class Asked:
         ([3, 0, 5, 2, 1, 4], 2, [[2, 3], [0, 1], [4, 5]]),
     ],
 )
-async def test_row_or_group_is_sent_as_soon_as_it_has_ended(
-    order: list[int], group_size: int, requests: list[list[int]]
-):
+async def test_row_or_group_is_sent_as_soon_as_it_has_ended(order, group_size, requests):
     asked, loop = Asked(groupwise=group_size > 1), asyncio.get_running_loop()
     ready = loop.create_future()
-    ready.set_result(None)
+    ready.set_result(VERSIONS)
     ended = [loop.create_future() for _ in order]
     scoring = GroupScoring(asked, None, ready, asyncio.Semaphore(16), group_size=group_size)  # type: ignore[arg-type]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
@@ -170,14 +170,14 @@ def tokenizer() -> Any:
 
 
 def in_groups(
-    tokenizer: Any, groupwise: bool, group_size: int, rows: int, **settings: Any
+    tokenizer: Any, groupwise: bool, group_size: int, rows: int, refuses: int | None = None
 ) -> tuple[Client, list[Conversation]]:
     """Score rows by a function of groups, or of rows."""
     zeros = np.zeros((rows, 1))
     client = Client({"rewards": zeros, "reward_components": zeros, "reward_errors": [[b""]] * rows})
-    client.refuses = settings.pop("refuses", None)
+    client.refuses = refuses
     client.rows = [[index] * (index + 2) for index in range(rows)]
-    scorer = scorer_of(client, tokenizer, **settings)
+    scorer = scorer_of(client, tokenizer)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,), groupwise=groupwise)
     return client, asyncio.run(scorer.score([one_row(index) for index in range(rows)], group_size))
 
@@ -186,27 +186,21 @@ def in_groups(
     ("groupwise", "group_size", "groups"),
     [(True, 2, [[0, 0]] * 3), (True, 1, [[0]] * 6), (False, 2, [[None]] * 6)],
 )
-def test_scorer_sends_whole_groups_only_to_groupwise_rewards(
-    tokenizer: Any, groupwise: bool, group_size: int, groups: Any
-):
+def test_scorer_sends_whole_groups_only_to_groupwise_rewards(tokenizer, groupwise, group_size, groups):
     client, rows = in_groups(tokenizer, groupwise, group_size, 6)
     assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
     assert not any(map(failure_of, rows))
 
 
 @pytest.mark.parametrize(("groupwise", "group_size", "refused"), [(False, 1, [3]), (True, 2, [2, 3])])
-def test_refused_row_fails_only_itself_or_its_group(
-    tokenizer: Any, groupwise: bool, group_size: int, refused: list[int]
-):
+def test_refused_row_fails_only_itself_or_its_group(tokenizer, groupwise, group_size, refused):
     _, rows = in_groups(tokenizer, groupwise, group_size, 8, refuses=3)
     assert {i: cause for i, row in enumerate(rows) if (cause := failure_of(row))} == dict.fromkeys(refused, "refused")
 
 
 @pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]], [[4], [4]]])
 @pytest.mark.parametrize("texts", [False, True])
-def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(
-    tokenizer: Any, versions: list[list[int]], texts: bool
-):
+def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(tokenizer, versions, texts):
     """A server that broke its promise would mix two critics in one advantage."""
     client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
     scorer = scorer_of(client, tokenizer, with_critic=True)
@@ -228,7 +222,7 @@ class Critic(Client):
         return {VALUES: values, WEIGHTS_VERSION: np.full((len(rows), 1), 3)}
 
 
-def test_conversation_fails_if_any_row_lacks_values(tokenizer: Any):
+def test_conversation_fails_if_any_row_lacks_values(tokenizer):
     scorer = Scorer(Critic({}), tokenizer, with_rewards=False)  # type: ignore[arg-type]
     one, other = (tuple(a_sample(tokens) for tokens in rows) for rows in (([3, 5], [1, 4, 6]), ([2, 5, 6], [1, 7])))
     whole, failed = asyncio.run(scorer.score([one, other]))
@@ -260,7 +254,7 @@ def written(tokenizer: Any, *texts: str) -> list[RolloutRow]:
     return [row_of_response(prompt, PolicyTurn(reply, ended=True)) for reply in replies]
 
 
-def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer: Any):
+def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer):
     rows = written(tokenizer, " A file. A day.", " the")
     first, last = len(rows[0].prompt.tokens), len(rows[0].tokens) - 1
     answer = {
@@ -288,7 +282,7 @@ def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer: Any):
     assert not any(row.score.steps.any() for row in charted)
 
 
-def test_step_that_ends_in_environment_text_is_credited_to_the_turn_before(tokenizer: Any):
+def test_step_that_ends_in_environment_text_is_credited_to_the_turn_before(tokenizer):
     row = a_sample([5, 6, 7, 8, 9, 10, 11], 2, sampled=np.isin(np.arange(7), [2, 3, 6]))
     answer = {"rewards": [[7.0]], "step_rewards": [[1.0, 2.0, 4.0]], "step_ends": [[0, 4, 5]]}
     answer |= {"reward_components": [[7.0]], "reward_errors": [[b""]]}
@@ -298,9 +292,7 @@ def test_step_that_ends_in_environment_text_is_credited_to_the_turn_before(token
 
 
 @pytest.mark.parametrize(("is_chat", "before"), [(False, ""), (True, ""), (False, "<|im_start|>")])
-def test_step_rewards_of_texts_are_placed_on_the_token_with_the_steps_last_character(
-    tokenizer: Any, is_chat: bool, before: str
-):
+def test_step_rewards_of_texts_are_placed_on_the_token_with_the_steps_last_character(tokenizer, is_chat, before):
     """Also where the prompt's text is another than that of its tokens, as BOS is none."""
     response = " Return a line. a good day"
     (row,) = written(tokenizer, response)
@@ -320,7 +312,7 @@ def test_step_rewards_of_texts_are_placed_on_the_token_with_the_steps_last_chara
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), count=st.integers(0, 2 * BLOCK + 3), family=st.sampled_from(["qwen2", "llama"]))
-def test_tokens_with_finds_the_same_ends_as_decoding_every_prefix(seed: int, count: int, family: str):
+def test_tokens_with_finds_the_same_ends_as_decoding_every_prefix(seed, count, family):
     tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
     ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
     sizes = [len(tokenizer.decode(ids[:n])) for n in range(count + 1)]
@@ -329,7 +321,7 @@ def test_tokens_with_finds_the_same_ends_as_decoding_every_prefix(seed: int, cou
     assert tokens_covering(ends, tokenizer, ids) == expected
 
 
-def test_token_rewards_are_refused_if_the_server_renders_texts_differently(tokenizer: Any):
+def test_token_rewards_are_refused_if_the_server_renders_texts_differently(tokenizer):
     client = Client({}, process="token", rendering_fingerprint=rendering_fingerprint(tokenizer))
     scorer = scorer_of(client, tokenizer)
     asyncio.run(scorer.compare_tokenizers())
@@ -352,7 +344,7 @@ class Swapping:
         self.left = [*answers]
 
     async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
-        assert group_size == len(rows)
+        assert (group_size, versions) == (len(rows), VERSIONS)
         return [(replace(row, score=self._score(row, v)),) for (row,), v in zip(rows, self.left.pop(0), strict=True)]
 
     def _score(self, row: RolloutRow, version: int | None) -> Score:
@@ -384,10 +376,10 @@ class Swapping:
         pytest.param([[1, 2]] * (1 + MAX_RESCORES), [None, 2], id="servers that never agree"),
     ],
 )
-async def test_group_that_mixes_reward_versions_is_scored_again(answers: Any, versions: list[int | None]):
+async def test_group_that_mixes_reward_versions_is_scored_again(answers, versions):
     scorer, loop = Swapping(*answers), asyncio.get_running_loop()
     ready, *ended = (loop.create_future() for _ in range(3))
-    ready.set_result(None)
+    ready.set_result(VERSIONS)
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
     scoring = GroupScoring(scorer, None, ready, asyncio.Semaphore(16), group_size=2)  # type: ignore[arg-type]
@@ -451,7 +443,7 @@ def answered(prompt: Prompt, reply: str) -> RolloutRow:
     return row_of_response(prompt, PolicyTurn(sampled(reply), REPLIES[reply][2]))
 
 
-def test_tool_calls_of_the_last_reply_are_rendered(tmp_path: Path):
+def test_tool_calls_of_the_last_reply_are_rendered(tmp_path):
     """An agent's last message may have some beside its content, as clients of the OpenAI API write them."""
     calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
@@ -491,13 +483,12 @@ SHAPES = {  # prompt, and the messages before the reply
 class Reader:
     """Reads texts as the server does, and keeps the ids."""
 
-    def __init__(self, folder: Path, tokenizer: Any, max_length: int = 500, **settings: Any) -> None:
+    def __init__(self, folder: Path, tokenizer: Any, **settings: Any) -> None:
         tokenizer.save_pretrained(folder)
         self.parameters = {"model": "there", "tokenizer_fingerprint": fingerprint(tokenizer), **settings}
         adds = {"add_special_tokens": True, "append_eos": "append_eos" in settings}
-        self._reader = RowReader(
-            folder, Limits(vocab_size=1 << 20, max_length=max_length), takes_pairs="text" in settings, **adds
-        )
+        limits = Limits(vocab_size=1 << 20, max_length=500)
+        self._reader = RowReader(folder, limits, takes_pairs="text" in settings, **adds)
         self.ids: list[list[int]] = []
 
     async def describe(self, model: str) -> ServedModel:
@@ -519,7 +510,7 @@ def scored_ids(reader: Reader, row: RolloutRow) -> list[int]:
 
 @pytest.mark.parametrize("shape", [*SHAPES, "tools"])
 @pytest.mark.parametrize("other", REWARDS_OF)
-def test_rows_are_scored_in_the_reward_models_own_rendering(tmp_path: Path, other: str, shape: str):
+def test_rows_are_scored_in_the_reward_models_own_rendering(tmp_path, other, shape):
     theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
     joined, ended, pairs = (Reader(tmp_path, theirs, **each) for each in ({}, {"append_eos": "true"}, {"text": "pair"}))
     for reply, (text, *_) in REPLIES.items():
@@ -553,25 +544,20 @@ def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = Non
     return read_pairs(section, model).chosen[0].tokens.tolist()
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "tools"])
-@pytest.mark.parametrize("other", REWARDS_OF)
-def test_scorer_and_gate_refuse_a_reply_that_is_too_long(tmp_path: Path, other: str, shape: str):
-    theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
-    row = (with_a_tool if shape == "tools" else answered)(row_of(columns), "cut")
-    for way in ({}, {"append_eos": "true"}, {"text": "pair"}):
-        size = len(scored_ids(Reader(tmp_path, theirs, **way), row))
-        assert len(scored_ids(Reader(tmp_path, theirs, size, **way), row)) == size
-        with pytest.raises(ContractError, match=rf"sentences\[0\]: {size} tokens, the model takes {size - 1} \(max_l"):
-            scored_ids(Reader(tmp_path, theirs, size - 1, **way), row)
-    prompt: Any = columns["text"] if before is None else before
-    size = len(gate_ids(tmp_path, prompt, " A day."))
+def test_reward_model_receives_the_response_of_a_text_beside_the_text():
+    assert row_metadata(ServedModel(), row_of({"text": "Open it."}), " A day.", 0) == {"response": " A day."}
+
+
+def test_gate_refuses_a_reply_that_is_too_long(tmp_path):
+    POLICY.save_pretrained(tmp_path)
+    size = len(gate_ids(tmp_path, "Open it.", " A day."))
     with pytest.raises(ConfigError, match=rf"pairs.jsonl, line 1: chosen: {size} tokens, the model takes {size - 1} "):
-        gate_ids(tmp_path, prompt, " A day.", size - 1)
+        gate_ids(tmp_path, "Open it.", " A day.", size - 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("other", REWARDS_OF)
-def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path: Path, other: str, shape: str):
+def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path, other, shape):
     """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
     theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
     prompt: Any = columns["text"] if before is None else before
@@ -630,7 +616,7 @@ def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
         {"content": "", "name": "Ada"},
     ],
 )
-def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path: Path, more: dict[str, Any]):
+def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path, more):
     """The same ids as of the whole conversation; functions receive its text, and the message as `reply_messages`."""
     template = "{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}"
     theirs = with_thoughts("qwen2", chat_template=template)
@@ -662,7 +648,7 @@ def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path: Path, mor
             pairs_ids(pairs, [(sentence, known)])
 
 
-def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_path: Path):
+def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_path):
     POLICY.save_pretrained(tmp_path)
     metadata = {"messages": [QUESTION], "tools": [{"name": "look"}], "response": " A day."}
     known: dict[str, Any] = {"limits": Limits(vocab_size=1 << 20), "add_special_tokens": True}
@@ -676,7 +662,7 @@ def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_pa
     assert found == [encode_text(POLICY, whole.removesuffix("\n"))] * 2
 
 
-def test_tools_and_template_kwargs_of_a_row_reach_policy_and_reward_model(tmp_path: Path):
+def test_tools_and_template_kwargs_of_a_row_reach_policy_and_reward_model(tmp_path):
     template = "{{ tools | tojson }}{{ effort }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     theirs = with_thoughts("qwen2", chat_template=template)
     options: dict[str, Any] = {"tools": [{"name": "look"}], "effort": "low"}

@@ -20,7 +20,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     """A policy."""
     from live_system import make_checkpoint, make_tokenizer  # imports what a real GPU's tests need not have
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from settings import trainer_section
 from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.settings import trainer_section
 
 LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
 
@@ -42,7 +42,7 @@ def update_of(folder: Path, family: str, **settings: Any) -> CriticUpdate:
         ("bert", {"precision": "bfloat16", "lora_rank": 2}),
     ],
 )
-def test_critic_trains_on_the_configured_gpu(family: str, settings: dict[str, Any], tmp_path: Path):
+def test_critic_trains_on_the_configured_gpu(family, settings, tmp_path):
     update = update_of(tmp_path, family, device=LAST_GPU, **settings)
     assert np.isfinite(update.train(payload(), lambda _: None).loss_mean)
     assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_GPU)}

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import simcuda
 import torch
+from policy_training import TrainablePolicy, train, trainable_policy
+from samples import logprobs_of, tokens_of
 from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
 from simulated_cuda.threads import recorded_launches
@@ -24,8 +26,6 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
 from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.training_engine.ranks import RankLost
-from tests.support.policy_training import TrainablePolicy, train, trainable_policy
-from tests.support.samples import logprobs_of, tokens_of
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
 MOST_WAITS = 2  # a decoding step: one copy to the GPU, one to the host
@@ -68,9 +68,7 @@ def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
     ],
     ids=str,
 )
-def test_decoding_step_synchronises_with_the_gpu_at_most_twice(
-    checkpoint: Path, settings: dict[str, Any], greedy: bool
-):
+def test_decoding_step_synchronises_with_the_gpu_at_most_twice(checkpoint, settings, greedy):
     policy = make_policy(checkpoint, **settings)
     generate(policy)  # slot-based decoding is proven now
     traces = traced_steps(policy, greedy=greedy)
@@ -78,7 +76,7 @@ def test_decoding_step_synchronises_with_the_gpu_at_most_twice(
     assert max(trace.num_waits for trace in traces) <= MOST_WAITS, traces[0].where
 
 
-def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint: Path):
+def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint):
     """In a copy that generates beside the policy: no weight changes or moves, and its texts are the policy's own."""
     policy = make_policy(
         checkpoint, precision="float32", lora_rank=4, lr=1e-2, max_off_policy_steps=1, old_logprobs="sampler"
@@ -96,9 +94,7 @@ def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint: Path):
     torch.testing.assert_close(padded([row.logprobs for row in rollout])[:, 1:], apart, rtol=0, atol=1e-4)
 
 
-def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(checkpoint, caplog, monkeypatch):
     policy = make_policy(checkpoint, precision="float32", lora_rank=4)
     expected = generate(policy)
     layer = next(layer for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
@@ -117,7 +113,7 @@ def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(
     assert not any(layer.merged for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
 
 
-def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint: Path):
+def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint):
     policy = make_policy(checkpoint)
     with memory_limit(GPU, simcuda.allocated(GPU) + 1), pytest.raises(OutOfMemory):
         generate(policy)
@@ -126,7 +122,7 @@ def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint: Path):
     assert policy.generation.uses_slots
 
 
-def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint, monkeypatch):
     def streams_of(work: Callable[[], Any]) -> set[tuple[int, int]]:
         with Trace(places=False) as trace:
             work()
@@ -160,7 +156,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
     assert Sampling.found == [2]
 
 
-def test_actor_threads_use_the_policys_gpu(checkpoint: Path):
+def test_actor_threads_use_the_policys_gpu(checkpoint):
     policy = make_policy(checkpoint)
     in_thread = ComputeThread(1, policy.sampler.device)
 

@@ -10,6 +10,7 @@ import pytest
 import simcuda
 import torch
 from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs
+from ranks import serving_ranks
 from served_model import served_model
 from simulated_cuda.streams import Stream, current_stream
 from simulated_cuda.threads import recorded_launches
@@ -23,7 +24,6 @@ from rlhf_triton.models.modeling import load_critic, load_reward, save_critic
 from rlhf_triton.models.token_reward import load_process_reward
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import REWARDS, VALUES
-from tests.support.ranks import serving_ranks
 
 DEVICE = "cuda:3"
 PATIENCE_S = 120.0
@@ -43,7 +43,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "output", "dtype"), CASES)
-def test_scoring_forward_synchronises_with_the_gpu_once(tmp_path: Path, family: str, output: str, dtype: str):
+def test_scoring_forward_synchronises_with_the_gpu_once(tmp_path, family, output, dtype):
     load, head, method = SERVED[output]
     save_tiny(tmp_path, family, head)
     launch = getattr(load(tmp_path, device=DEVICE, dtype=dtype), method)
@@ -82,9 +82,7 @@ def ask(model: Any, *batches: list[np.ndarray], output: str = REWARDS) -> list[n
 @pytest.mark.parametrize(
     ("device", "gpu", "name", "output"), [("cuda", 3, "reward_model", REWARDS), ("cuda:1", 1, "critic", VALUES)]
 )
-def test_configured_device_overrides_tritons_instance_device(
-    tmp_path: Path, checkpoints: Checkpoints, name: str, output: str, device: str, gpu: int
-):
+def test_configured_device_overrides_tritons_instance_device(tmp_path, checkpoints, name, output, device, gpu):
     run = make_served_run(tmp_path, checkpoints, device=device)
     with (
         recorded_launches() as record,
@@ -118,7 +116,7 @@ def watch_passes(model: Any) -> dict[str, list[tuple[str, int, int, int]]]:
 
 
 @pytest.fixture
-def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+def priorities(monkeypatch) -> dict[int, int]:
     """The priorities of the streams that the test creates, by their ids."""
     created: dict[int, int] = {}
     begin = Stream.__init__
@@ -134,9 +132,7 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("name", "output"), [("reward_model", REWARDS), ("critic", VALUES)])
-def test_next_forward_is_launched_before_waiting_for_the_first(
-    tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str, output: str
-):
+def test_next_forward_is_launched_before_waiting_for_the_first(tmp_path, checkpoints, priorities, name, output):
     run = make_served_run(tmp_path, checkpoints, token_budget=1)
     with served_model(run.config, name, model_instance_device_id="3") as model:
         ask(model, ROWS[:1], output=output)
@@ -151,9 +147,7 @@ def test_next_forward_is_launched_before_waiting_for_the_first(
 
 
 @pytest.mark.parametrize("name", ["reward_model", "critic"])
-def test_a_version_is_staged_on_a_stream_of_low_priority(
-    tmp_path: Path, checkpoints: Checkpoints, priorities: dict[int, int], name: str
-):
+def test_a_version_is_staged_on_a_stream_of_low_priority(tmp_path, checkpoints, priorities, name):
     run = make_served_run(tmp_path, checkpoints)
     with served_model(run.config, name, model_instance_device_id="3") as model:
         served = model.served.versions.version.model
@@ -189,7 +183,7 @@ SWAP = 2.1  # times the weights: the served version, the next one, and one tenso
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
-def test_swap_of_a_tensor_parallel_model_holds_two_versions_in_served_precision(tmp_path: Path):
+def test_swap_of_a_tensor_parallel_model_holds_two_versions_in_served_precision(tmp_path):
     versions = [tmp_path / f"version-{seed}" for seed in (1, 2)]  # in float32 files
     for seed, folder in enumerate(versions, 1):
         save_tiny(tmp_path / f"checkpoint-{seed}", "llama", "critic", seed=seed, **SIZES)

@@ -14,6 +14,14 @@ import simcuda
 import torch
 import triton_python_backend_utils as stub
 from live_system import make_tokenizer
+from policy_training import (
+    TrainablePolicy,
+    random_batch,
+    samples_of,
+    trainable_policy,
+    update_of,
+    weights_of,
+)
 from recorded_run import RecordedRun
 from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit
@@ -26,7 +34,6 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
-from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
 
 GPU, DEVICE = 1, "cuda:1"
 LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
@@ -59,14 +66,8 @@ def with_room_for(num_bytes: float, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def weights_of(model: Any) -> torch.Tensor:
-    return torch.cat([p.detach().cpu().flatten() for p in model.parameters() if p.requires_grad])
-
-
 @pytest.mark.parametrize(("settings", "share"), [({}, 0.75), ({"lora_rank": 2}, 0.6)], ids=str)
-def test_out_of_memory_does_not_change_a_policy_update(
-    checkpoint: Path, settings: dict[str, Any], share: float, caplog: pytest.LogCaptureFixture
-):
+def test_out_of_memory_does_not_change_a_policy_update(checkpoint, settings, share, caplog):
     large, small = make_policy(checkpoint, **settings), make_policy(checkpoint, **settings)
     for policy in (large, small):
         update(policy, 0)  # creates the optimizer's state
@@ -76,11 +77,11 @@ def test_out_of_memory_does_not_change_a_policy_update(
     assert small.trained.memory in small.halvings
     assert "(actor.policy.token_budget)" in caplog.text
     assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(weights_of(small.model), weights_of(large.model), rtol=0, atol=1e-4)
+    torch.testing.assert_close(weights_of(small), weights_of(large), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_set", [False, True])
-def test_policy_update_that_does_not_fit_names_the_settings_to_change(checkpoint: Path, is_set: bool):
+def test_policy_update_that_does_not_fit_names_the_settings_to_change(checkpoint, is_set):
     policy = make_policy(checkpoint, gradient_checkpointing=is_set)
     more = "" if is_set else r" or set actor\.policy\.gradient_checkpointing"
     with pytest.raises(OutOfMemory, match=rf"; lower actor\.generation\.max_new_tokens{more}$"):
@@ -88,7 +89,7 @@ def test_policy_update_that_does_not_fit_names_the_settings_to_change(checkpoint
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_logprobs_are_computed_in_halves_if_memory_runs_out(checkpoint: Path, reference: bool):
+def test_logprobs_are_computed_in_halves_if_memory_runs_out(checkpoint, reference):
     policy = make_policy(checkpoint, kl_reference="actor", token_budget=1000)
     rollout = samples_of(make_batch(0), prompt=PROMPT)
     policy.logprobs(rollout, reference=reference)
@@ -117,7 +118,7 @@ def test_gpu_bytes_reports_allocated_peak_and_total_memory():
     assert gpu_bytes(torch.device("cpu")) == {}
 
 
-def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path, monkeypatch):
     shown: dict[str, float] = {}
 
     class Family(stub.MetricFamily):
@@ -141,7 +142,7 @@ def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path: Path, monkeypa
     assert {name.split("/")[0] for name in shown} >= {f"rlhf_{name}" for name in gpu_bytes(torch.device("cuda:3"))}
 
 
-def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path: Path):
+def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path):
     run = RecordedRun(tmp_path, device=DEVICE).start().steps(1)
     written = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert written.items() >= gpu_bytes(torch.device(DEVICE)).items()

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from policy_training import (
+    TrainablePolicy,
+    random_batch,
+    samples_of,
+    trainable_policy,
+    update_of,
+    weights_of,
+)
+from ranks import on_ranks, whole_tensors
 from safetensors.torch import load_file
+from settings import trainer_section
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
@@ -25,9 +35,6 @@ from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
 from rlhf_triton.training_engine.ranks import Ranks
 from tests.device.test_critic_training import payload
-from tests.support.policy_training import TrainablePolicy, random_batch, samples_of, trainable_policy, update_of
-from tests.support.ranks import on_ranks, whole_tensors
-from tests.support.settings import trainer_section
 from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
 from tests.training_engine.test_policy_ranks import session
 
@@ -65,10 +72,6 @@ def num_shared(policy: TrainablePolicy, batch: PPOBatch) -> int:
     return found
 
 
-def weights_of(policy: Policy) -> Tensor:
-    return torch.cat([p.detach().cpu().flatten() for p in policy.model.parameters() if p.requires_grad])
-
-
 # ---- how often the host waits ----
 
 
@@ -80,9 +83,7 @@ def weights_of(policy: Policy) -> Tensor:
         {"gradient_checkpointing": True, "kl_penalty_in": "loss", "entropy_bonus": 0.01},
     ],
 )
-def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(
-    checkpoint: Path, settings: dict[str, Any]
-):
+def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(checkpoint, settings):
     policy, batch = make_policy(checkpoint, **settings), make_batch()
     assert len(policy.trained.plan(batch.lengths.tolist())) == 3
     trace = traced(lambda: update_of(policy).run(batch, seed=0, kl_coef=0.1))
@@ -90,7 +91,7 @@ def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(
     assert {parameter.device for parameter in policy.model.parameters()} == {torch.device("cuda:2")}
 
 
-def test_logprobs_synchronise_with_the_gpu_once_per_micro_batch(checkpoint: Path):
+def test_logprobs_synchronise_with_the_gpu_once_per_micro_batch(checkpoint):
     policy, batch = make_policy(checkpoint, token_budget=1000), make_batch(shared=True)
     trace = traced(lambda: policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask))
     assert all("transformers" in place or "body(" in place for _, place in trace.where), trace.where
@@ -108,7 +109,7 @@ def test_logprobs_synchronise_with_the_gpu_once_per_micro_batch(checkpoint: Path
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint: Path, shared: bool):
+def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint, shared):
     found = []
     for device in ("cpu", "cuda:1"):
         policy = make_policy(checkpoint, device, precision="float32", entropy_bonus=0.01, token_budget=40)
@@ -145,7 +146,7 @@ def test_output_layer_as_bfloat16_products_matches_float32():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("policies")
     save_tiny(root / "untied", "llama", "language", vocab_size=200)
     make_tokenizer().save_pretrained(root / "untied")
@@ -182,7 +183,7 @@ def session_on_gpus(ranks: Ranks, folder: Path, case: str, device: str) -> dict[
     ("case", "device", "gpus"),
     [("ppo", "cuda:4", [4, 5]), ("lora in bfloat16", "cuda:4", [4, 5]), ("ppo", "cpu", [None, None])],
 )
-def test_policy_trains_on_each_ranks_own_gpu(folder: Path, case: str, device: str, gpus: list[int | None]):
+def test_policy_trains_on_each_ranks_own_gpu(folder, case, device, gpus):
     results = on_ranks(2, session_on_gpus, folder, case, device, device=device)
     for found, gpu in zip(results, gpus, strict=True):
         assert found["devices"] == {"cpu" if gpu is None else f"cuda:{gpu}"}
@@ -223,7 +224,7 @@ def trained_critics(ranks: Ranks, root: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_path: Path):
+def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_path):
     """They gather weights in bfloat16, but publish those that they train, and a server may hold them in float32."""
     for family in CRITICS:
         save_tiny(tmp_path / f"first {family}", family, "critic")

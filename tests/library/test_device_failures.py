@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import Checkpoints, make_run, random_rows, scoring_inputs, wait_for
+from out_of_memory import let_memory_be_short
 from served_model import served_model
 from tiny_checkpoints import save_tiny
 from triton_python_backend_utils import InferenceResponse, Request
@@ -28,7 +29,6 @@ from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
-from tests.support.out_of_memory import let_memory_be_short
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import load_critic, load_reward
 from safetensors.torch import load_file, save_file
+from settings import trainer_section
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, save_tiny, save_with_value_head
 from transformers import AutoModelForTokenClassification
 
@@ -24,8 +26,6 @@ from rlhf_triton.models.token_head import TokenHead
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.loaders import load_critic, load_reward
-from tests.support.settings import trainer_section
 
 TOLERANCE = 1e-5
 CAUSAL = {"llama": True, "qwen2": True, "gpt2": True, "opt": True, "gptj": True, "bert": False, "deberta-v3": False}

@@ -19,7 +19,9 @@ import torch
 from architectures import KINDS, POSITIONS, VOCAB, save_architecture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
 from safetensors.torch import load_file, save_file
+from settings import trainer_section
 from tiny_checkpoints import CONFIGS, save_tiny
 from torch import Tensor, nn
 from transformers import (
@@ -58,8 +60,6 @@ from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import ContractError, scoring_rows
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
-from tests.support.settings import trainer_section
 
 TOLERANCE = 1e-5
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from live_system import make_tokenizer
 from safetensors.torch import load_file
+from samples import logprobs_of, tokens_of
+from settings import actor_section
 from tiny_checkpoints import POSITIONS, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -23,8 +25,6 @@ from rlhf_triton.models.modeling import load_critic, quiet_transformers, save_cr
 from rlhf_triton.models.precision import in_float32
 from rlhf_triton.tools import render_configs
 from tests.models.test_models import LIMIT, MODELS, TOLERANCE, models, save
-from tests.support.samples import logprobs_of, tokens_of
-from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 

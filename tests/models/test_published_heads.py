@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import load_critic, load_process_reward, load_reward
 from safetensors.torch import load_file, save_file
+from settings import trainer_section
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -40,8 +42,6 @@ from rlhf_triton.models import transformers_classes
 from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.loaders import load_critic, load_process_reward, load_reward
-from tests.support.settings import trainer_section
 
 H, VOCAB = 16, 64
 LARGE = {"llama": 128_300, "gemma2": 2_600}  # vocabularies with the header of an answer

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from ranks import serving_ranks
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
 
@@ -22,7 +23,6 @@ from rlhf_triton.models.tensor_parallel import RankGroup
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.ranks.process import Rank
-from tests.support.ranks import serving_ranks
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 

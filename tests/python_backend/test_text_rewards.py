@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
+from loaders import load_logit_reward, load_process_reward, load_reward
 from served_model import served_model
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
@@ -51,7 +52,6 @@ from rlhf_triton.wire.contract import (
     TokenRow,
     texts_array,
 )
-from tests.support.loaders import load_logit_reward, load_process_reward, load_reward
 
 TOLERANCE = 1e-5
 MESSAGES = [{"role": "user", "content": "Open it."}]

@@ -21,6 +21,7 @@ import reward_functions
 import torch
 import yaml
 from random_models import random_llama, word_tokenizer
+from samples import tokens_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -34,7 +35,6 @@ from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.tools.server.vllm import VllmServer
-from tests.support.samples import tokens_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CLASSES = SUPPORT / "environment_classes.py"

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import yaml
 from random_models import random_llama
+from settings import nested
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     LlamaForSequenceClassification,
@@ -41,7 +42,6 @@ from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
 from rlhf_triton.trainer.publish import initialise_stores
 from rlhf_triton.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
-from tests.support.settings import nested
 
 POSITIONS = 128
 TOLERANCE = 1e-5  # of what a server computes

@@ -1,19 +1,16 @@
-"""A server that speaks OpenEnv's protocol: `python openenv_server.py PORT SLEEP_S LOG`."""
+"""A server that speaks OpenEnv's protocol."""
 
 import asyncio
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from aiohttp import WSMsgType, web
 
 
 class OpenEnvServer:
-    """Speaks OpenEnv's protocol over `/ws`: echoes actions of the field `message`, for at most `most` sessions."""
+    """Speaks OpenEnv's protocol over `/ws`: echoes actions of the field `message`, for at most two sessions."""
 
-    def __init__(self, most: int = 2, sleep_s: float = 0.0, log: str = os.devnull) -> None:
-        self.most, self.sleep_s, self.log = most, sleep_s, log
+    def __init__(self) -> None:
         self.sessions = self.refused = self.pongs = 0
         self.failing: list[Callable[[web.Request], web.Response]] = []  # of the next requests, in place of a session
         self.resets: list[dict[str, Any]] = []
@@ -26,7 +23,7 @@ class OpenEnvServer:
             return self.failing.pop(0)(request)
         socket = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
-        if self.sessions == self.most:
+        if self.sessions == 2:
             self.refused += 1
             await socket.send_json({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
             return socket
@@ -51,9 +48,6 @@ class OpenEnvServer:
         elif text == "raise":
             await socket.send_json({"type": "error", "data": {"message": "no", "code": "EXECUTION_ERROR"}})
         else:
-            with Path(self.log).open("a") as file:
-                file.write(f"{text!r}\n")
-            await asyncio.sleep(self.sleep_s)
             fields = {"echo": text or "start", "board": [1, "é"], "metadata": {}}
             reply = {"observation": fields, "reward": None if type == "reset" else 0.5, "done": text == "end"}
             await socket.send_json({"type": "observation", "data": reply})

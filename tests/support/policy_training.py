@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from prompts import one_prompt
+from samples import a_sample, tokens_of
+from settings import actor_section
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
@@ -15,9 +18,6 @@ from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, r
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import ActorSection, RewardsSection
-from tests.support.prompts import one_prompt
-from tests.support.samples import a_sample, tokens_of
-from tests.support.settings import actor_section
 
 
 class TrainablePolicy(Policy):
@@ -27,7 +27,7 @@ class TrainablePolicy(Policy):
 
 
 def trainable_policy(**settings: Any) -> TrainablePolicy:
-    """Load a policy with these settings of the actor, named as in `tests.support.settings`."""
+    """Load a policy with these settings of the actor, named as in `settings`."""
     actor = actor_section(**settings)
     policy = cast(TrainablePolicy, TrainablePolicy(actor))
     policy.actor = actor
@@ -59,6 +59,11 @@ def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     state = check_checkpoint_of(run.policy, root / str(step))
     restore(root / str(step), state, run)
     return state
+
+
+def weights_of(policy: Policy) -> torch.Tensor:
+    """The weights that are trained, as one vector on the CPU."""
+    return torch.cat([p.detach().cpu().flatten() for p in policy.model.parameters() if p.requires_grad])
 
 
 def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool = False) -> PPOBatch:

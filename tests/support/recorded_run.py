@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from live_system import make_tokenizer
+from prompts import one_prompt
 from safetensors.torch import save_file
+from samples import a_sample, groups_of, rewarded
+from settings import nested
 
 from rlhf_triton.actor.algorithms.batch import make_batch
 from rlhf_triton.actor.algorithms.losses import KLControl
@@ -27,9 +30,6 @@ from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import ActorSection, RunConfig
 from rlhf_triton.store.durable import write_json
-from tests.support.prompts import one_prompt
-from tests.support.samples import a_sample, groups_of, rewarded
-from tests.support.settings import nested
 
 NUM_ROWS, WIDTH = 4, 8
 TOKENIZER = make_tokenizer()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from settings import actor_section
 
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.method import Method
@@ -16,7 +17,6 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import UNSCORED, Conversation, Group, RolloutRow, Score, padded
 from rlhf_triton.actor.policy.policy import Policy
-from tests.support.settings import actor_section
 
 FAILED = Score(failure="503")
 PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6

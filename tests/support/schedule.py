@@ -14,7 +14,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 SHARED = {
     "servers": r"\blive: System\b",
-    "ranks": r"\bfrom tests\.support(\.ranks import| import ranks)\b",
+    "ranks": r"^from ranks import\b",
 }
 
 
@@ -33,4 +33,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def scope_of(file: str) -> str:
     """Return the name of what runs in one process: the file itself, or the files that share something."""
     text = (TESTS.parent / file).read_text()
-    return next((name for name, pattern in SHARED.items() if re.search(pattern, text)), file)
+    return next((name for name, pattern in SHARED.items() if re.search(pattern, text, re.MULTILINE)), file)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from live_system import wait_for as until
 from safetensors.torch import load_file
+from settings import nested
 from tiny_checkpoints import VOCAB
 
 from rlhf_triton.config import RunConfig, TrainerSection
@@ -20,7 +21,6 @@ from rlhf_triton.store.weights import ServingRecord, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.sidecar import run_sidecar
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.settings import nested
 
 PATIENCE_S = 120.0
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.trl_run import train
+from trl_run import train
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from settings import nested
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
@@ -14,14 +15,13 @@ from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import memory_table, run, serve
 from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model
-from tests.support.settings import nested
 
 ROWS, PROMPT, RESPONSE = 4, 4, 4
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]
 
 
 def config_of(tmp_path: Path, *overrides: str, family: str = "llama", **actor: Any) -> RunConfig:
-    """Return a run of tiny models; `actor`: its settings, named as in `tests.support.settings`."""
+    """Return a run of tiny models; `actor`: its settings, named as in `settings`."""
     for kind in ("language", "reward"):
         if not (tmp_path / kind).exists():
             save_tiny(tmp_path / kind, family, kind)

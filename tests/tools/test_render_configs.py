@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from live_system import make_checkpoint, make_tokenizer
+from settings import nested
 from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
 from tritonclient.grpc.model_config_pb2 import DataType
@@ -22,7 +23,6 @@ from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
 from rlhf_triton.wire.contract import REFERENCE
-from tests.support.settings import nested
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
 SCORING = "tokens:INT64[-1] sequence_lengths:INT64[1] sentences:STRING[1] metadata:STRING[1]"

@@ -15,6 +15,7 @@ import pytest
 import reward_functions
 import yaml
 from live_system import TEXTS, Checkpoints, make_checkpoint, make_run, make_tokenizer
+from settings import nested
 from tiny_checkpoints import change_config, save_tiny
 
 import rlhf_triton.actor.__main__
@@ -35,7 +36,6 @@ from rlhf_triton.tools import preflight, render_configs
 from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.prompt_checks import check_prompts
 from rlhf_triton.trainer.publish import copy_checkpoint
-from tests.support.settings import nested
 
 ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one
 FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}

@@ -16,6 +16,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import yaml
+from messages import user
 from recorded_run import RecordedRun
 from synthetic_run import write_run
 
@@ -27,7 +28,6 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.run_lock import only_run, only_server, write_phase
 from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.api.live_line import LiveLine
-from tests.support.messages import user
 
 GROUPS = {"actor.algorithm.responses_per_prompt": 4}
 CELLS = itertools.count()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loaders import load_critic
 from test_critic_update import settings, weights
 from tiny_checkpoints import save_tiny
 
@@ -13,7 +14,6 @@ from rlhf_triton.store.sealed_folder import DamagedCheckpoint
 from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
-from tests.support.loaders import load_critic
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from loaders import load_critic
+from settings import trainer_section
 from tiny_checkpoints import VOCAB, save_tiny
 from torch import Tensor
 
@@ -19,8 +21,6 @@ from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, split_
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
-from tests.support.loaders import load_critic
-from tests.support.settings import trainer_section
 
 SETTINGS = {
     "lr": 1e-2,

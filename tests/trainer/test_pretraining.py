@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from settings import nested
 from sidecar_rig import Killed, Rig, kill_at
 from test_critic_update import payload
 from tiny_checkpoints import save_tiny
@@ -31,7 +32,6 @@ from rlhf_triton.trainer.publish import initialise_store, initialise_stores
 from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload
-from tests.support.settings import nested
 
 STEPS = 6  # of an earlier run, 32 rows each
 TRAINING: dict[str, Any] = {

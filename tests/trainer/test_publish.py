@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
+from settings import trainer_section
 from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
 from versions import flip, reseal
@@ -29,8 +31,6 @@ from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
 from rlhf_triton.training_engine.ranks import Ranks
-from tests.support.ranks import on_ranks
-from tests.support.settings import trainer_section
 
 ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from out_of_memory import let_memory_be_short
 from safetensors.torch import load_file
 from sidecar_rig import payload
 from tiny_checkpoints import save_tiny
@@ -24,7 +25,6 @@ from rlhf_triton.models.modeling import CriticModel, load_critic
 from rlhf_triton.python_backend.serving.versions.follower import Follower
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore
-from tests.support.out_of_memory import let_memory_be_short
 
 PATIENCE_S = 200.0
 POLL_S = 0.002

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import on_ranks, whole_tensors
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
@@ -23,7 +24,6 @@ from rlhf_triton.training_engine.merged_slices import MergedSlices
 from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
-from tests.support.ranks import on_ranks, whole_tensors
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["llama", "gpt2", "bert", "layers"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import load_critic
 from safetensors.torch import load_file
 from test_checkpoint import optimizer_bits, state
 from test_critic_update import payload, settings, silent, weights
@@ -24,7 +25,6 @@ from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
-from tests.support.loaders import load_critic
 
 LORA: dict[str, Any] = {"lora_rank": 2}
 BFLOAT16: dict[str, Any] = {"precision": "bfloat16"}

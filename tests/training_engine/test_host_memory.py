@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from live_system import make_tokenizer
+from ranks import on_ranks
+from settings import actor_section
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.policy import loading
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.training_engine.ranks import Ranks
-from tests.support.ranks import on_ranks
-from tests.support.settings import actor_section
 from tests.training_engine.test_policy_ranks import make
 
 CASES: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Write a policy of 42 million parameters in bfloat16."""
     folder = tmp_path_factory.mktemp("policy")
     config = LlamaConfig(
@@ -85,6 +85,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)])
-def test_policy_rank_loads_within_2_5_host_bytes_per_parameter(folder: Path, case: str):
+def test_policy_rank_loads_within_2_5_host_bytes_per_parameter(folder, case):
     found = on_ranks(2, beside_what_it_keeps, folder, CASES[case])
     assert max(max(peaks) for peaks in found) <= 2.5

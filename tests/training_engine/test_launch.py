@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,14 +12,14 @@ from rlhf_triton.training_engine import launch
 from rlhf_triton.training_engine.launch import AGENT, FOLDER, AgentFolder, ended, launch_ranks, stop_signals
 
 
-def test_launch_ranks_stays_in_the_process_for_a_single_rank(monkeypatch: pytest.MonkeyPatch):
+def test_launch_ranks_stays_in_the_process_for_a_single_rank(monkeypatch):
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("launched"))
     launch_ranks(1, "rlhf_triton.trainer", [], key="trainer.ranks")
     assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
     assert ended(2) == 2
 
 
-def test_launch_ranks_replaces_the_process_with_an_agent_for_several_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_launch_ranks_replaces_the_process_with_an_agent_for_several_ranks(monkeypatch):
     called = []
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
     launch_ranks(2, "rlhf_triton.trainer", ["--config", "x.yaml"], key="trainer.ranks")
@@ -28,7 +27,7 @@ def test_launch_ranks_replaces_the_process_with_an_agent_for_several_ranks(monke
 
 
 @pytest.mark.parametrize("parent", [1, 7])
-def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int):
+def test_a_rank_ends_if_its_agent_has_ended(tmp_path, monkeypatch, parent):
     """The agent may also be process 1 of a container."""
     monkeypatch.setattr(process.ctypes, "CDLL", mock.Mock())
     monkeypatch.setattr(process.os, "getppid", lambda: parent)
@@ -40,14 +39,14 @@ def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.
         launch_ranks(2, "rlhf_triton.trainer", [], key="trainer.ranks")
 
 
-def test_launch_ranks_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch):
+def test_launch_ranks_refuses_another_world_size(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RlhfError, match=r"trainer\.ranks is 2, but the launcher started 3 processes; make them equal"):
         launch_ranks(2, "rlhf_triton.trainer", [], key="trainer.ranks")
 
 
-def test_stop_reaches_running_ranks_and_ranks_that_start_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stop_reaches_running_ranks_and_ranks_that_start_later(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert stop_signals() == (signal.SIGINT,)

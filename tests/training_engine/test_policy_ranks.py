@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS, make_tokenizer
+from policy_training import load_checkpoint, random_batch, states
+from ranks import on_ranks
+from settings import actor_section
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
@@ -30,9 +33,6 @@ from rlhf_triton.models import adapters
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
-from tests.support.policy_training import load_checkpoint, random_batch, states
-from tests.support.ranks import on_ranks
-from tests.support.settings import actor_section
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
@@ -203,7 +203,7 @@ def weights_of(policy: Policy) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("policies")
     for name, tied in (("untied", False), ("tied", True)):
         save_tiny(root / name, "llama", "language", vocab_size=200, tie_word_embeddings=tied)
@@ -230,7 +230,7 @@ EXACT = [case for case in CASES if case != "bfloat16"]
     [(2, ["grpo", "lora", "tied"]), *(pytest.param(size, EXACT, marks=pytest.mark.slow) for size in (2, 4))],
     ids=["2 ranks, some cases", "2 ranks", "4 ranks"],
 )
-def test_policy_update_on_ranks_matches_one_process(folder: Path, size: int, cases: list[str]):
+def test_policy_update_on_ranks_matches_one_process(folder, size, cases):
     runs = [(case, torch.float64) for case in cases]
     for (case, dtype), *results in zip(runs, *on_ranks(size, all_cases, folder, trained, runs), strict=True):
         one = trained(ALONE, folder, case, dtype)
@@ -241,7 +241,7 @@ def test_policy_update_on_ranks_matches_one_process(folder: Path, size: int, cas
 
 
 @pytest.mark.slow
-def test_float32_update_on_ranks_is_near_one_process_and_bit_identical_when_repeated(folder: Path):
+def test_float32_update_on_ranks_is_near_one_process_and_bit_identical_when_repeated(folder):
     cases = ["ppo", "bfloat16"]
     results = on_ranks(2, all_cases, folder, trained, [(case, torch.float32) for case in cases * 2])[0]
     found, again = results[: len(cases)], results[len(cases) :]
@@ -257,7 +257,7 @@ def test_float32_update_on_ranks_is_near_one_process_and_bit_identical_when_repe
     ("size", "case"),
     [pytest.param(size, case, marks=pytest.mark.slow) for size, case in ((2, "ppo"), (2, "lora"), (4, "ppo"))],
 )
-def test_generation_and_resume_on_ranks_match_one_process(folder: Path, size: int, case: str):
+def test_generation_and_resume_on_ranks_match_one_process(folder, size, case):
     """Generates the same responses, and resumes from its own checkpoint bit for bit."""
     one, (found, *_) = session(ALONE, folder, case), on_ranks(size, session, folder, case)
     assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
@@ -276,7 +276,7 @@ def test_generation_and_resume_on_ranks_match_one_process(folder: Path, size: in
 
 
 @pytest.mark.parametrize("template", ["keeps replies", "changes replies"])
-def test_conversations_on_ranks_match_one_process(folder: Path, template: str):
+def test_conversations_on_ranks_match_one_process(folder, template):
     """Also where a template changes replies, so that each turn begins a row."""
     one, (found, _) = conversations(ALONE, folder / template), on_ranks(2, conversations, folder / template)
     rows = [row for conversation in one for row in conversation]
@@ -307,10 +307,10 @@ def after_an_abandoned_rollout(ranks: AnyRanks, folder: Path) -> list[list[int]]
     return [row.tokens.tolist() for row in rows]
 
 
-def test_cancelled_rollout_on_ranks_leaves_no_row_to_the_next(folder: Path):
+def test_cancelled_rollout_on_ranks_leaves_no_row_to_the_next(folder):
     assert on_ranks(2, after_an_abandoned_rollout, folder)[0] == after_an_abandoned_rollout(ALONE, folder)
 
 
-def test_all_ranks_fail_if_one_cannot_start_its_environment(folder: Path):
+def test_all_ranks_fail_if_one_cannot_start_its_environment(folder):
     with pytest.raises(RuntimeError, match=r"rank 0: RankFailed: rank 1: environment.class .*: ValueError: no place"):
         on_ranks(2, conversations, folder / "keeps replies", "Unplaced")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.training_engine.ranks import KEPT, Operations, Ranks
-from tests.support.ranks import on_ranks
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_one_ranks_error_and_broadcast_reach_every_rank():
     ("lost", "errors"),
     [(0, "rank 0: died .*; rank 1: RankLost: rank 0 has ended"), (1, "rank 0: .*; rank 1: died with exit code 1")],
 )
-def test_a_dead_rank_ends_the_job(lost: int, errors: str):
+def test_a_dead_rank_ends_the_job(lost, errors):
     with pytest.raises(RuntimeError, match=errors):
         on_ranks(2, dying, lost)
 

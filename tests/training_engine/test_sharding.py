@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, whole_tensors
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,10 +16,9 @@ from rlhf_triton.training_engine import slices
 from rlhf_triton.training_engine.ranks import ALONE, Ranks
 from rlhf_triton.training_engine.sharding import shard
 from rlhf_triton.training_engine.slices import read_tensors, write_checkpoint, write_slices
-from tests.support.ranks import on_ranks, whole_tensors
 
 
-def a_model(seed: int, *, tied: bool = False) -> Any:
+def a_model(seed: int) -> Any:
     """Return a random Llama with two layers."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -28,7 +28,6 @@ def a_model(seed: int, *, tied: bool = False) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config)
 
@@ -81,7 +80,7 @@ def read(ranks: Ranks, folder: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory) -> Path:
     """Return a folder with the files of two ranks."""
     folder = tmp_path_factory.mktemp("sharded")
     elements = on_ranks(2, write, folder)
@@ -90,11 +89,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path: Path):
+def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path):
     assert on_ranks(2, fail_to_write, tmp_path) == [[errno.ENOSPC] * 2] * 2
 
 
-def test_slices_from_two_ranks_load_in_one_process(written: Path):
+def test_slices_from_two_ranks_load_in_one_process(written):
     model = a_model(1)
     read_tensors(model.state_dict(), written / "slices", ALONE)
     assert all(torch.equal(t, model.state_dict()[name]) for name, t in a_model(0).state_dict().items())
@@ -102,11 +101,11 @@ def test_slices_from_two_ranks_load_in_one_process(written: Path):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_slices_from_two_ranks_load_on_another_number_of_ranks(written: Path, size: int):
+def test_slices_from_two_ranks_load_on_another_number_of_ranks(written, size):
     assert on_ranks(size, read, written / "slices") == [True] * size
 
 
-def test_checkpoint_from_two_ranks_loads_in_transformers_and_is_reproducible(written: Path):
+def test_checkpoint_from_two_ranks_loads_in_transformers_and_is_reproducible(written):
     loaded = LlamaForCausalLM(a_model(0).config)
     names = sorted(path.name for path in (written / "checkpoint").iterdir())
     assert names == [

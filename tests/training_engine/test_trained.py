@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from settings import actor_section
 from torch import Tensor, nn
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -14,7 +15,6 @@ from rlhf_triton.config import ActorSection
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained_model import TrainedSection
 from rlhf_triton.training_engine.trained import Trained
-from tests.support.settings import actor_section
 
 ROWS = torch.arange(15.0).reshape(5, 3)
 LENGTHS = torch.tensor([4, 2, 5, 3, 1])
@@ -40,7 +40,7 @@ class StandIn(torch.optim.Optimizer):
 
 
 @pytest.fixture(params=["adamw", "adamw_8bit"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def kind(request, monkeypatch) -> str:
     optim = ModuleType("bitsandbytes.optim")
     optim.AdamW8bit = StandIn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
@@ -71,7 +71,7 @@ def loss_of(trained: Trained, rows: list[int]) -> tuple[Tensor, dict[str, Tensor
     return trained.model(ROWS[rows]).square().sum(), {"rows": torch.tensor(float(len(rows)))}
 
 
-def test_restored_model_continues_bit_identically(tmp_path: Path, kind: str):
+def test_restored_model_continues_bit_identically(tmp_path, kind):
     """Also from a checkpoint before the first step, when the optimizer has no state; in the schedule, too."""
     one, other = linear(kind=kind), linear(1, kind=kind)
     for steps in (0, 2):
@@ -111,7 +111,7 @@ def test_accumulate_gives_the_same_gradients_for_any_token_budget():
         ("lora_targets", ("q_proj",), None),
     ],
 )
-def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting: str, value: Any, changed: str | None):
+def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting, value, changed):
     saved, trained = linear().settings, linear(**{setting: value})
     assert linear().changed(saved, Path("5")) == []
     if changed is None:
