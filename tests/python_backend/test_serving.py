@@ -25,6 +25,7 @@ import triton_python_backend_utils as stub
 from hypothesis import given
 from hypothesis import strategies as st
 from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs, training_inputs
+from loaders import load_language_model
 from scoring_rig import started
 from served_model import served_model
 from triton_python_backend_utils import InferenceResponse, Request
@@ -48,7 +49,6 @@ from rlhf_triton.wire.contract import (
     texts_array,
 )
 from rlhf_triton.wire.texts import printable
-from tests.support.loaders import load_language_model
 
 LONE = "\ud800"
 MIB = 1 << 20
