@@ -1,12 +1,15 @@
 """Parses messages of conversations, for prompt files, requests to the server, and the gateway."""
 
 import ast
+import functools
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from rlhf_triton.errors import RlhfError
 
+logger = logging.getLogger(__name__)
 A_MESSAGE = '{"role": …, "content": …}'
 
 
@@ -115,7 +118,17 @@ def text_of(content: Any) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"has a part of type {kind!r}, must have only text")
+    if len(content) > 1:
+        _warn_of_joined_parts()
     return "\n".join(part["text"] for part in content)
+
+
+@functools.cache
+def _warn_of_joined_parts() -> None:
+    logger.warning(
+        "a content of several text parts is joined with newlines, as in vLLM; a chat template that reads lists might "
+        "join them otherwise: send one part"
+    )
 
 
 def without_nulls(value: Any) -> Any:
