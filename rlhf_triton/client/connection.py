@@ -160,7 +160,7 @@ def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trou
     if isinstance(error, InferenceServerException):
         return Trouble.refused(str(error.status() or ""), str(error.message()))
     if isinstance(error, asyncio.TimeoutError):
-        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
+        return Trouble(Kind.LATE, f"did not respond within {deadline_s:g} s")
     if isinstance(error, aiohttp.ClientResponseError):  # not an HTTP status, which tritonclient handles itself
         return Trouble(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

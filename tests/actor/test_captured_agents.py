@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
 from rlhf_triton.actor.generation.conversations import ConversationSource
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
@@ -125,6 +126,22 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(
 def test_limit_is_not_a_lost_environment_even_if_the_client_raises_oserror(agents: Agents, model: Any):
     (found,) = ends(model, agents("converse", options={"turns": 3}, max_turns=2), 1)
     assert (found.truncated, found.restarts) == ("environment.max_turns", 0)
+
+
+def test_agent_gets_no_further_reply_after_one_that_could_not_be_sampled(
+    agents: Agents, model: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Its conversation is a failure, although the agent returns a reward; a retry would hold up the step again."""
+    calls = list[int]()
+
+    async def late(source: ConversationSource, row: int, tokens: list[int]) -> PolicyTurn:
+        calls.append(row)
+        return PolicyTurn([], ended=False, error="vLLM did not respond")
+
+    monkeypatch.setattr(ConversationSource, "sample_turn", late)
+    (found,) = ends(model, agents("stubborn"), 1)
+    assert found.error == "vLLM did not respond"
+    assert len(calls) == 1
 
 
 @pytest.mark.timeout(120)

@@ -285,7 +285,8 @@ def test_samples_are_kept_since_the_oldest_checkpoint(
     assert max(sizes) < 3 * sizes[0], sizes
     assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
     assert min(opening["step"] for opening in openings_of(folder).values()) == 290
-    assert describe_samples(folder, 300) == "20 groups are kept, of the last 10 steps"
+    of_both = "20 groups, each a prompt with its responses, of steps 291 to 300; `rlhf-triton replay` reads them"
+    assert describe_samples(folder, 300) == of_both
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

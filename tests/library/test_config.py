@@ -106,6 +106,9 @@ def test_yaml_files_in_configs_are_valid(path: Path):
             "YAML reads yes, no, on and off as true and false, so put such a text in quotes (got Fal",
         ),
         ("[]", "my.yaml must contain sections"),
+        ("actor: {max_off_policy_steps: true}", "max_off_policy_steps: must be a number, not true or false (got True)"),
+        ("actor: {max_minutes: yes}", "actor.max_minutes: must be a number, not true or false (got True)"),
+        ("reward: {attribute_weights: [1, true]}", "reward.attribute_weights: must be a number, not true or false"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
         (
@@ -424,6 +427,11 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
         1,
         "the loss reinforce has no probability ratio",
     ),
+    "a gate": (
+        ["actor.algorithm={name: flash_reinforce}", "actor.update.epochs=2", "actor.algorithm.clip_ratio=0.1"],
+        1,
+        "the loss flash_reinforce has only an upper bound",
+    ),
     "one minibatch": (
         ["actor.rollout_size=8", "actor.algorithm.clip_ratio=0.1", "actor.update.max_kl=0.1"],
         2,
@@ -448,6 +456,14 @@ def test_settings_without_effect_are_listed_with_the_reason(tmp_path: Path, over
     assert why in found
     assert effect_line(config) == f"settings without effect in this run: {found}"
     assert without_effect(RunConfig.model_validate(config.model_dump(mode="json"))) == []  # not written by the user
+
+
+def test_clip_ratio_does_not_set_the_bound_of_a_gate(tmp_path: Path):
+    given = [
+        "actor.algorithm={name: flash_reinforce, clip_ratio: 0.2}",
+        "actor.algorithm={name: flash_reinforce, clip_ratio_high: 0.01}",
+    ]
+    assert [load(tmp_path, "", each).actor.algorithm.clip[1] for each in given] == [0.003, 0.01]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, 
 from tests.support.settings import nested
 
 ROWS, PROMPT, RESPONSE = 4, 4, 4
+WITHOUT_EFFECT = "settings without effect in this run: actor.policy.lora_alpha (actor.policy.lora_rank is 0)"
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]
 
 
@@ -120,14 +121,23 @@ def test_memory_table_counts_instances_shards_and_next_versions(tmp_path: Path):
 def test_dry_run_prints_memory_per_device_and_fails_if_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    config_of(tmp_path)
+    config_of(tmp_path, policy_lora_alpha=2)
     arguments = ["--config", str(tmp_path / "run.yaml"), "--dry-run"]
     assert run.main(arguments) == 0
     out = capsys.readouterr().out
-    for word in ("actor", "trainer", "reward", "critic", *COLUMNS, "GiB free", "Activations are not counted"):
+    for word in (
+        "actor",
+        "trainer",
+        "reward",
+        "critic",
+        *COLUMNS,
+        "GiB free",
+        "Activations are not counted",
+        WITHOUT_EFFECT,
+    ):
         assert word in out
     assert serve.main(arguments) == 0
-    out = capsys.readouterr().out
+    out = capsys.readouterr().out.replace(WITHOUT_EFFECT, "")
     assert "critic" in out
     assert "actor" not in out
     monkeypatch.setattr(memory_table, "_free", lambda device: 1024)
