@@ -21,6 +21,8 @@ from rlhf_triton.store.record_log import StoredRecord, read_records, record_at, 
 GROUP = "group"
 STEP = "step"
 SAMPLED = "sampled"
+KEPT = "advantages"  # the batch's tensor whose values are in the record of a step, besides its digests
+OLD_LOGPROBS = "old_logprobs"  # as many values, if the update recomputed them: see `PolicyUpdate`
 SAMPLING = (
     ("settings", "actor", "generation"),
     ("settings", "actor", "prompts"),

@@ -20,7 +20,13 @@ from test_loop import PPO, Server, go, make_ppo
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import (
+    OLD_LOGPROBS,
+    describe_samples,
+    find_steps,
+    openings_of,
+    samples_of,
+)
 from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import find_changes, write_settings
 from rlhf_triton.config import load_config
@@ -30,6 +36,8 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.tools.replay import main, replay
+from rlhf_triton.tools.report.data import load_run
+from rlhf_triton.tools.report.samples import shown_steps
 from tests.support.samples import groups_of, scored_samples
 
 STEPS = 3
@@ -91,6 +99,31 @@ def test_other_methods_replay_identically(
 ):
     train(tmp_path, checkpoints, steps=2, **settings)
     assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
+    record = find_steps(samples_of(tmp_path), 1, 2).step(2)
+    assert (OLD_LOGPROBS in record.arrays) == ("correction" in settings)
+
+
+def test_log_probs_that_an_update_recomputes_are_compared(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+):
+    """They are in the journal, and the report shows their ratios to those of sampling, which are not all 1."""
+    train(tmp_path, checkpoints, steps=2, max_off_policy_steps=1, correction={"high": 2.0})
+    steps, _ = shown_steps(load_run(tmp_path))
+    ratios = [token.ratio for step in steps for sample in step.samples for token in sample.tokens]
+    assert None not in ratios
+    assert max(abs(ratio - 1) for ratio in ratios) > 1e-4
+
+    def change(record: StoredRecord) -> StoredRecord:
+        if record.header["kind"] != "step":
+            return record
+        old = record.arrays[OLD_LOGPROBS]
+        return dataclasses.replace(
+            record, arrays={**record.arrays, OLD_LOGPROBS: with_next_value(old, int(np.flatnonzero(old)[0]))}
+        )
+
+    rewrite(tmp_path, change)
+    assert replay(tmp_path, 1, 2) == 1
+    assert "step 1: `old_logprobs` of sample 0" in capsys.readouterr().out
 
 
 def test_groups_are_on_disk_before_their_update(

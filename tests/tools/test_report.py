@@ -4,8 +4,11 @@ Drawing a page takes seconds, so each kind of folder is drawn once.
 """
 
 import json
+import math
 import re
 import struct
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,11 @@ from recorded_run import RecordedRun
 from synthetic_run import EVIL, write_run
 
 from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.rollout_rows import Group, Score
+from rlhf_triton.actor.data.sample_records import record_of
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.report.conversations import Conversation
 from rlhf_triton.tools.report.curves import (
@@ -38,6 +44,8 @@ from rlhf_triton.tools.report.data import (
 )
 from rlhf_triton.tools.report.page import main, shown, write_page
 from rlhf_triton.tools.report.progress import RunProgress
+from rlhf_triton.tools.report.samples import shown_steps
+from tests.support.samples import a_sample
 
 ACTOR = {
     "steps": 2,
@@ -347,6 +355,79 @@ class TestSections:
         page = self.page_of(tmp_path, self.START + code)
         assert "my_report.py:sections failed: " in page
         assert error in page
+        assert "<h2>Numbers</h2>" in page
+
+
+@pytest.mark.usefixtures("no_pictures")
+class TestSamples:
+    """Samples of the last steps, from a journal written by hand."""
+
+    def recorded(
+        self, folder: Path, *, num_steps: int = 1, num_tokens: int = 3, recomputes: bool = True, ahead: int = 0
+    ) -> Path:
+        """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
+        run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
+        opening = {"kind": "opening", "session": 1, "resumed": 0, "step": 0, "first": 0}
+        log = RecordLog(run_dir / "samples", opening | {"settings": {"actor": {"max_off_policy_steps": ahead}}})
+        tokens = [3, 4, *range(5, 5 + num_tokens)]
+        columns = {
+            "logprobs": np.array([0, 0] + [math.log(0.5)] * num_tokens, np.float32),
+            "policy_logprobs": np.array([0, 0] + [math.log(0.125)] * num_tokens, np.float32),
+            "versions": np.array([-1, -1] + [7] * num_tokens),
+        }
+        values = np.arange(len(tokens), dtype=np.float32)
+        whole = replace(a_sample(tokens, 2, name="a<b>"), score=Score(reward=0.25, values=values), **columns)
+        failed = replace(a_sample([3, 4, 5], 2, name="a<b>"), score=Score(failure="too late"))
+        whole, failed = (replace(row, prompt=replace(row.prompt, text="<b>It</b> " * 100)) for row in (whole, failed))
+        for step in range(1, num_steps + 1):
+            for number in range(3):
+                group = Group(((whole,), (failed,)))
+                log.append(partial(record_of, group, step=step, number=number, seed=0))
+            size = len(tokens) - 1 + 2  # positions of a group
+            arrays = {"advantages": np.tile(np.arange(size, dtype=np.float32), 3)}
+            if recomputes:
+                arrays["old_logprobs"] = np.full(3 * size, math.log(0.25), np.float32)
+            header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0}
+            log.append(partial(StoredRecord, header, arrays))
+        log.close()
+        return run_dir
+
+    def test_each_token_has_the_numbers_of_the_journal(self, tmp_path: Path):
+        (step,), problem = shown_steps(load_run(self.recorded(tmp_path / "run")))
+        assert (step.step, len(step.samples), step.num_samples, problem) == (1, 4, 6, "")
+        first, failed = step.samples[:2]
+        shown = [
+            (token.text, round(token.logprob, 3), token.value, token.advantage, token.ratio, token.version)
+            for token in first.tokens
+        ]
+        assert shown == [
+            ("5 ", -0.693, 1.0, 1.0, pytest.approx(0.5), 7),
+            ("6 ", -0.693, 2.0, 2.0, pytest.approx(0.5), 7),
+            ("7 ", -0.693, 3.0, 3.0, pytest.approx(0.5), 7),
+        ]
+        assert (first.reward, failed.reward, failed.failure) == (0.25, None, "too late")
+        assert failed.tokens[0].advantage == 5.0, "behind the four positions of the first row"
+        for ahead, ratio in ((0, pytest.approx(0.25)), (1, None)):
+            (step,), _ = shown_steps(load_run(self.recorded(tmp_path / f"{ahead}", recomputes=False, ahead=ahead)))
+            assert step.samples[0].tokens[0].ratio == ratio
+
+    def test_page_shows_the_last_steps_and_stays_bounded(self, tmp_path: Path):
+        page = page_of(self.recorded(tmp_path / "run", num_steps=5, num_tokens=1000))
+        assert re.findall(r"<summary>(Step .*?)</summary>", page) == [f"Step {n}: 4 of 6 samples" for n in (3, 4, 5)]
+        assert page.count("… 872 more tokens") == 3 * 2
+        assert page.count("masked: too late") == 3 * 2
+        assert "&lt;b&gt;It&lt;/b&gt;" in page
+        assert "<td class=n>-0.693</td><td class=n>1.000</td><td class=n>+1.000</td><td class=n>0.500</td>" in page
+        assert len(page) < 500_000
+
+    def test_damaged_journal_is_named_and_the_page_is_still_written(self, tmp_path: Path):
+        run_dir = self.recorded(tmp_path / "run")
+        segment = run_dir / "samples" / "1.log"
+        data = bytearray(segment.read_bytes())
+        data[len(data) // 2] ^= 1
+        segment.write_bytes(data)
+        page = page_of(run_dir)
+        assert "1.log is damaged at byte" in page
         assert "<h2>Numbers</h2>" in page
 
 
