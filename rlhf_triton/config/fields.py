@@ -76,7 +76,7 @@ def _kinds(annotation: Any) -> set[Any]:
     if origin is Annotated:
         return _kinds(get_args(annotation)[0])
     if origin in (Union, UnionType, tuple, list, dict):
-        return set().union(*map(_kinds, get_args(annotation)))
+        return {kind for part in get_args(annotation) for kind in _kinds(part)}
     return {annotation}
 
 

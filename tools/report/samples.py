@@ -106,12 +106,14 @@ def _shown_sample(row: Any, advantages: np.ndarray, old: np.ndarray | None, *, t
     messages = row.prompt.metadata.get(MESSAGES_KEY)
     prompt = str(messages[-1]["content"]) if messages else row.prompt.text
     tokens = list[ShownToken]()
-    has_ratio = old is not None and row.logprobs is not None and not row.score.failure
     for t in range(first, min(size, first + MOST_TOKENS)):
         text = f"{row.tokens[t]} " if tokenizer is None else tokenizer.decode([int(row.tokens[t])])
         if not row.sampled[t]:
             tokens.append(ShownToken(text=text))
             continue
+        ratio = None
+        if old is not None and row.logprobs is not None and not row.score.failure:
+            ratio = math.exp(float(old[t - 1]) - float(row.logprobs[t]))
         tokens.append(
             ShownToken(
                 text=text,
@@ -119,7 +121,7 @@ def _shown_sample(row: Any, advantages: np.ndarray, old: np.ndarray | None, *, t
                 logprob=None if row.logprobs is None else float(row.logprobs[t]),
                 value=None if row.score.values is None else float(row.score.values[t - 1]),
                 advantage=float(advantages[t - 1]),
-                ratio=math.exp(float(old[t - 1]) - float(row.logprobs[t])) if has_ratio else None,
+                ratio=ratio,
                 version=None if row.versions is None else int(row.versions[t]),
             )
         )
