@@ -173,7 +173,7 @@ class PPORun:
         timers.append_spans(self.run_dir)
         if trains_policy and kl_per_sequence is not None:
             self.kl.update(kl_per_sequence, len(conversations_of(rollout.groups)))
-        results = StepResults(batch, len(rollout.dropped), payload, update)
+        results = StepResults(batch, len(rollout.dropped), payload, update, self.policy_update.old_logprobs)
         await self.in_update_thread(self.samples.add_step, step, results)
 
     def make_batch(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> PPOBatch:

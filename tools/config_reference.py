@@ -143,7 +143,8 @@ def _algorithms() -> Iterator[str]:
     yield "\n| `actor.algorithm.loss` | meaning | `actor.algorithm.clip_ratio` | `actor.algorithm.clip_ratio_high` |"
     yield "|---|---|---|---|"
     for name, loss in LOSSES.items():
-        limits = ("", "") if loss.is_on_policy else (f"{loss.low:g}", f"{loss.high:g}")
+        low, high = f"{loss.low:g}", f"{loss.high:g}"
+        limits = ("", "") if loss.is_on_policy else ("", high) if loss.is_gate else (low, high)
         yield f"| `{name}` | {loss.meaning} | {limits[0]} | {limits[1]} |"
     yield ""
 

@@ -81,10 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
-    """Print the table of `memory_table`; return 1 if a device has less free memory than its models need."""
+    """Print the table of `memory_table`, and the settings without effect.
+
+    Return 1 if a device has less free memory than its models need.
+    """
     from rlhf_triton.tools.memory_table import memory_lines  # torch: slow to import
 
     lines, problems = memory_lines(config, served_only=served_only)
+    if line := effect_line(config):
+        lines.append(line)
     print("\n".join(lines))
     return report(RlhfError("\n".join(problems)), 1) if problems else 0
 

@@ -18,7 +18,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import EnvironmentFailed
-from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, ConversationRows, ConversationRunner
+from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, ConversationRows, ConversationRunner, TurnFailed
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY
@@ -62,7 +62,8 @@ class CapturedAgents(ConversationRunner):
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
         """Return the policy's reply, sampled with the run's settings.
 
-        Raises HttpError if the agent or the rollout has ended, or for stop strings that the run does not have.
+        Raises HttpError if the agent or the rollout has ended, a reply could not be sampled, or for stop strings that
+        the run does not have.
         """
         if session not in self._rows:
             raise HttpError(404, f"session {session} is over: its agent has ended")
@@ -72,6 +73,8 @@ class CapturedAgents(ConversationRunner):
         try:
             self._rows[session].start_row()  # each call has its own row
             return await self._rows[session].sample_turn(tokens)
+        except TurnFailed as error:
+            raise HttpError(404, f"session {session} is over: {error}") from error
         except asyncio.CancelledError as error:
             raise HttpError(409, f"session {session} is over: the rollout was interrupted") from error
 
@@ -97,15 +100,15 @@ class CapturedAgents(ConversationRunner):
             truncated = f"environment.{session.limit}"
         if failed is not None and failed.is_lost and may_restart and not truncated:
             raise failed
-        error = "" if failed is None or truncated else str(failed)
+        error = rows.failure or ("" if failed is None or truncated else str(failed))
         if session is None or not session.calls:
-            error = str(failed or f"{self._settings.agent}: ended without a reply from the policy")
+            error = rows.failure or str(failed or f"{self._settings.agent}: ended without a reply from the policy")
             empty = RecordedRow()
             empty.observe(prompt.tokens.tolist())
             return conversation_of([(prompt, empty)], error=error)
         last = session.calls[-1]
         last.reward += reward or 0.0
-        if not last.sampled.ended and not truncated and failed is None:
+        if not last.sampled.ended and not truncated and not error:
             truncated = "actor.generation.max_new_tokens"
         rows_in_order = sorted(session.rows(), key=lambda row: last in row.calls)  # the row of the last call is last
         rows_with_prompts = [(self._prompt(prompt, row), row) for row in rows_in_order]

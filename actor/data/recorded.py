@@ -18,6 +18,7 @@ class PolicyTurn:
     ended: bool  # ended by an end-of-sequence token or a stop string, not by a limit
     logprobs: list[float] | None = None  # n, nats, at the sampling temperature, before top-k and top-p
     versions: list[Version] | None = None  # n, version of the weights that sampled each token
+    error: str = ""  # why it could not be sampled; it then has no tokens
 
 
 @dataclass(frozen=True)

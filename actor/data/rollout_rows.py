@@ -52,7 +52,7 @@ class RolloutRow:
     messages: tuple[dict[str, Any], ...] = ()  # messages of the conversation after the first row's prompt
     num_prompt_messages: int = 0  # how many of `messages` this row's prompt contains
     truncated: str = ""  # the limit that ended the conversation, such as `environment.max_turns`
-    error: str = ""  # why the environment failed
+    error: str = ""  # why the environment failed, or the policy could not be sampled
     restarts: int = 0  # how often the conversation restarted because its environment was lost
     policy_logprobs: np.ndarray | None = None  # float32 [n], from a forward pass of the policy that sampled
     ref_logprobs: np.ndarray | None = None  # float32 [n], under the reference
@@ -120,6 +120,7 @@ def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
         ended=response.ended,
         logprobs=logprobs,
         versions=versions,
+        error=response.error,
     )
 
 

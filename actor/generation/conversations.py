@@ -27,6 +27,7 @@ from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environ
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, JobRows, SamplingJob, uniform_draws
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
 from rlhf_triton.wire.chats import warn_once
 
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 NEW_ROW_WARNING = "%s: the conversation continues in another row of the same group"
 RESTARTS = 2  # maximum restarts of a conversation whose environment is lost
 MAX_INSTANCES = 256  # environments that are open at the same time
+
+
+class TurnFailed(RlhfError):
+    """A turn of the policy could not be sampled, for example because a server did not respond in time."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ class ConversationRunner:
             if error.is_lost and may_restart:
                 raise
             state.error = str(error)
-        except TemplateError as error:
+        except (TemplateError, TurnFailed) as error:
             state.error = str(error)
         finally:
             if instance is not None:
@@ -403,6 +408,8 @@ class ConversationRows:
     def __init__(self, source: ConversationSource, index: int, check_tokens: Callable[[Sequence[int]], None]) -> None:
         self._source, self._row = source, index
         self._check_tokens = check_tokens
+        self.failure = ""
+        """Why a turn could not be sampled; empty if none has failed."""
         self._num_waiting = 0  # turns that the policy is sampling
         self._waiting_since = 0.0
         self._waited_s = 0.0  # total time in which the conversation waited for the policy
@@ -412,20 +419,30 @@ class ConversationRows:
         return (self._waiting_since if self._num_waiting else time.monotonic()) - self._waited_s
 
     async def sample_turn(self, tokens: Sequence[int]) -> PolicyTurn:
-        """Return the policy's turn after the `tokens` of the current row. Raises TemplateError.
+        """Return the policy's turn after the `tokens` of the current row.
 
         Calls may overlap if each one has its own row.
+
+        Raises:
+            TemplateError: a token has no embedding.
+            TurnFailed: this turn, or an earlier one of the conversation, could not be sampled.
         """
+        if self.failure:
+            raise TurnFailed(self.failure)
         self._check_tokens(tokens)
         if not self._num_waiting:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1
         try:
-            return await self._source.sample_turn(self._row, tokens)
+            turn = await self._source.sample_turn(self._row, tokens)
         finally:
             self._num_waiting -= 1
             if not self._num_waiting:
                 self._waited_s += time.monotonic() - self._waiting_since
+        if turn.error:
+            self.failure = turn.error
+            raise TurnFailed(turn.error)
+        return turn
 
     def start_row(self) -> None:
         """Start a new row; later turns are sampled in it."""

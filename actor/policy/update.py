@@ -35,6 +35,8 @@ class PolicyUpdate:
         # update.
         self._recomputes = actor.max_off_policy_steps > 0 and method.settings.old_logprobs == "recomputed"
         self._max_new_tokens = actor.generation.max_new_tokens  # the constant of `loss_mean: constant`
+        self.old_logprobs: Tensor | None = None
+        """float32 [B, S-1], of the last batch under the policy before its update; None if they were not recomputed."""
 
     def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
@@ -99,7 +101,8 @@ class PolicyUpdate:
         """Return the batch with the correction's importance factors, if any, and the old log-probs they refer to."""
         correction = self._method.settings.factors
         if self._recomputes:
-            batch = dataclasses.replace(batch, logprobs=self._current_logprobs(batch))
+            self.old_logprobs = self._current_logprobs(batch)
+            batch = dataclasses.replace(batch, logprobs=self.old_logprobs)
         if correction is None or batch.logprobs is None or batch.sampled_logprobs is None:
             return batch
         factors = importance_factors(

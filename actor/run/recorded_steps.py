@@ -21,6 +21,8 @@ from rlhf_triton.store.record_log import StoredRecord, read_records, record_at, 
 GROUP = "group"
 STEP = "step"
 SAMPLED = "sampled"
+KEPT = "advantages"  # the batch's tensor whose values are in the record of a step, besides its digests
+OLD_LOGPROBS = "old_logprobs"  # as many values, if the update recomputed them: see `PolicyUpdate`
 SAMPLING = (
     ("settings", "actor", "generation"),
     ("settings", "actor", "prompts"),
@@ -51,14 +53,16 @@ def first_segment(openings: Mapping[int, Mapping[str, Any]], step: int) -> int:
 
 
 def describe_samples(folder: Path, step: int) -> str:
-    """Return how many groups are kept, and how many steps ago the oldest was trained, for a run after `step`."""
+    """Return how many groups are kept, and of which steps, for a run after `step`."""
     openings = openings_of(folder)
     if not openings:
         return "none are kept"
     first, last = min(openings), max(openings)
     numbers = [record.header["number"] for _, record in read_records(folder, last) if record.header["kind"] == GROUP]
     num_groups = max(numbers, default=openings[last]["first"] - 1) + 1 - openings[first]["first"]
-    return f"{num_groups} groups are kept, of the last {max(0, step - openings[first]['step'])} steps"
+    oldest = openings[first]["step"] + 1
+    steps = f"steps {oldest} to {step}" if oldest < step else f"step {oldest}"
+    return f"{num_groups} groups, each a prompt with its responses, of {steps}; `rlhf-triton replay` reads them"
 
 
 @dataclass

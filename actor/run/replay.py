@@ -23,8 +23,8 @@ from rlhf_triton.actor.data.sample_records import describe_damage, group_of
 from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, reference_fingerprint, save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.recorded_steps import find_steps, openings_of, samples_of
-from rlhf_triton.actor.run.sample_journal import KEPT, StepResults, environment_of, state_of, step_record
+from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, openings_of, samples_of
+from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, state_of, step_record
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
@@ -187,7 +187,7 @@ class Replay:
             kl_per_sequence = metrics.get("train_rollouts/init_policy_kl_per_sequence")
             if kl_per_sequence is not None:
                 self._kl.update(kl_per_sequence, len(conversations))
-        results = StepResults(batch, header["num_dropped"], payload, update)
+        results = StepResults(batch, header["num_dropped"], payload, update, self._update.old_logprobs)
         about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": self._state()}
         return step_record(self._policy, step, results, **about), rows, payload
 
@@ -205,10 +205,12 @@ def difference_of(
     if different := _different_entry(old["before"], new["before"]):
         return f"before the step, {different}"
     for name, was, now in zip(old["tensors"], recorded.arrays["digests"], replayed.arrays["digests"], strict=True):
-        if name == KEPT and (different := _different_value(recorded.arrays[name], replayed.arrays[name], rows)):
-            return f"`{name}` of {different}"
+        if different := _different_value(recorded, replayed, name, rows):
+            return different
         if (row := first_difference(was, now)) is not None:
             return f"`{name}` of {_sample(rows, row)}, by its digest"
+    if different := _different_value(recorded, replayed, OLD_LOGPROBS, rows):
+        return different
     for name in ("payload", "update"):
         if different := _different_entry(old[name] or {}, new[name] or {}):
             return f"in the {name}, {different}"
@@ -225,15 +227,21 @@ def _different_entry(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"`{names[0]}`: {was.get(names[0])} in the run, {now.get(names[0])} here" if names else ""
 
 
-def _different_value(was: np.ndarray, now: np.ndarray, rows: Sequence[RolloutRow]) -> str:
-    """Return the first position and both values where two columns `[N]` of all rows differ; "" if they do not."""
+def _different_value(recorded: StoredRecord, replayed: StoredRecord, name: str, rows: Sequence[RolloutRow]) -> str:
+    """Return the first position and both values where a column `[N]` of all rows differs.
+
+    "" if it does not, or if the journal has only its digests.
+    """
+    if name not in recorded.arrays:
+        return ""
+    was, now = recorded.arrays[name], replayed.arrays[name]
     index = first_difference(was, now)
     if index is None:
         return ""
     ends = np.cumsum([len(row.tokens) - 1 for row in rows])
     row = int(np.searchsorted(ends, index, side="right"))
     token = index - int(ends[row]) + len(rows[row].tokens)
-    return f"{_sample(rows, row)} at token {token}: {was[index]} in the run, {now[index]} here"
+    return f"`{name}` of {_sample(rows, row)} at token {token}: {was[index]} in the run, {now[index]} here"
 
 
 def _sample(rows: Sequence[RolloutRow], row: int) -> str:

@@ -153,8 +153,12 @@ class Rollouts:
         return group if age <= self._settings.max_off_policy_steps else None
 
     def _record_when_sampled(self, number: int, seed: int, group: GroupInFlight) -> None:
+        """Record a group once it is sampled, unless a conversation has failed: a resumed run tries again."""
+
         def record(sampled: asyncio.Future[list[Conversation]]) -> None:
-            if not sampled.cancelled() and sampled.exception() is None:
+            if sampled.cancelled() or sampled.exception() is not None:
+                return
+            if not any(row.error for row in rows_of(sampled.result())):
                 self._record_sampled(number, seed, Group(tuple(sampled.result())))
 
         asyncio.gather(*group.ended).add_done_callback(record)

@@ -12,7 +12,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,16 @@ from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.recorded_steps import SAMPLED, STEP, find_sampled, first_segment, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import (
+    KEPT,
+    OLD_LOGPROBS,
+    SAMPLED,
+    STEP,
+    find_sampled,
+    first_segment,
+    openings_of,
+    samples_of,
+)
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import short_digest
@@ -38,7 +47,6 @@ from rlhf_triton.store.sealed_folder import saved_steps
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "peft", "numpy")
 VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "TORCH_")
-KEPT = "advantages"  # the batch's tensor whose values are in the journal, besides its digests
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class StepResults:
     num_dropped: int  # groups at the end that only the critic learned from
     payload: Mapping[str, np.ndarray] | None  # from `critic_payload`; None without a critic
     update: Mapping[str, float]  # metrics of the policy's update; {} if only the critic was trained
+    old_logprobs: Tensor | None = None  # of `PolicyUpdate`
 
 
 class SampleJournal:
@@ -195,7 +204,11 @@ def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -
         "optimizer": _digests_of(trained.state()),
     }
     arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
-    return StoredRecord(header, arrays | {KEPT: np.concatenate(rows[KEPT])})
+    arrays[KEPT] = np.concatenate(rows[KEPT])
+    if results.update and results.old_logprobs is not None:
+        recomputed = replace(batch, logprobs=results.old_logprobs)
+        arrays[OLD_LOGPROBS] = np.concatenate(rows_of_tensor(recomputed, "logprobs"))
+    return StoredRecord(header, arrays)
 
 
 def rows_of_tensor(batch: PPOBatch, name: str) -> list[np.ndarray]:

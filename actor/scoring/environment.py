@@ -14,11 +14,12 @@ TOO_LARGE = "the environment's rewards, or their sum, exceed float32; return sma
 def add_environment_rewards(conversation: Conversation) -> Conversation:
     """Add the environment's rewards: each one at the last token of its turn, and their sum to the total reward.
 
-    A conversation whose environment failed, or whose rewards exceed float32, counts as unscored.
+    A conversation whose environment failed, that could not be sampled, or whose rewards exceed float32, counts as
+    unscored.
     """
     end = conversation[-1]
     if end.turns is None:
-        return conversation
+        return (end.with_score(failure=end.error),) if end.error else conversation
     turn_rewards = [[turn.reward for turn in row.turns or ()] for row in conversation]
     total = sum(map(sum, turn_rewards))
     with np.errstate(over="ignore"):

@@ -96,7 +96,6 @@ class PolicyVersions:
 
 OLDEST = (0, 32)  # the first version with /inference/v1/generate and spans of weights versions
 PROBE_S = 10.0
-DEADLINE_S = 600.0  # for one response, or for loading a version of the weights
 IDLE_S = 2.0  # after which an idle connection is closed; vLLM closes it after 5 s, possibly during a new request
 LOCK_POLL_S = 0.05
 GENERATE = "/inference/v1/generate"
@@ -232,17 +231,19 @@ class VllmConnection:
         versions: PolicyVersions,
         is_adapter: bool,
         limit: int,
+        deadline_s: float,
         checked: set[str],
     ) -> None:
         """
         Args:
             is_adapter: versions are LoRA adapters of the model that the server was started with.
             limit: maximum connections.
+            deadline_s: timeout of one response, and of loading a version.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
         self._versions, self._version = versions, versions.current()
         self._is_adapter = is_adapter
-        self._server = VllmClient(url, limit=limit, deadline_s=DEADLINE_S, checked=checked)
+        self._server = VllmClient(url, limit=limit, deadline_s=deadline_s, checked=checked)
         self._is_loaded = False
         self._loading: asyncio.Task[None] | None = None
 

@@ -18,6 +18,7 @@ from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
+from rlhf_triton.client.errors import ResponseLost
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.config import ConfigError, RunConfig
@@ -26,6 +27,8 @@ from rlhf_triton.errors import RlhfError
 MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
 POLL_S = 0.002
+DEADLINE_S = 600.0  # for one response, or for loading a version of the weights
+SLOWEST_TOKEN_S = 0.1  # a long response may take longer, unless it gets fewer tokens a second
 
 
 class VllmGeneration(Generation):
@@ -141,6 +144,7 @@ class VllmGeneration(Generation):
                 versions=self._versions,
                 is_adapter=self._is_adapter,
                 limit=self._settings.batch_size,
+                deadline_s=max(DEADLINE_S, SLOWEST_TOKEN_S * self._settings.max_new_tokens),
                 checked=self._checked,
             )
             self._connections.append(connection)
@@ -189,8 +193,11 @@ class VllmGeneration(Generation):
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
             session = None if self.runner is None else f"{seed}.{number % ROW_STEP}"
             async with limit:
-                attempts = Attempts(MODEL, self._client, self._budget, session=session)
-                turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+                attempts = Attempts(MODEL, self._client, self._budget, repeats_late=False, session=session)
+                try:
+                    turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+                except ResponseLost as error:  # of this response alone: counted and masked, and the run continues
+                    turn = PolicyTurn([], ended=False, logprobs=[], versions=[], error=str(error))
             row_source.deliver(row, self._check_turn(turn))
 
         responses: set[asyncio.Task[None]] = set()

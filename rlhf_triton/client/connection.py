@@ -160,7 +160,7 @@ def attempt_failure(error: Exception, deadline_s: float, *, hint: str = HINT) ->
     if isinstance(error, InferenceServerException):
         return AttemptFailed.refused(str(error.status() or ""), str(error.message()))
     if isinstance(error, asyncio.TimeoutError):
-        return AttemptFailed(Kind.LOST, f"did not respond within {deadline_s:g} s")
+        return AttemptFailed(Kind.LATE, f"did not respond within {deadline_s:g} s")
     if isinstance(error, aiohttp.ClientResponseError):  # not an HTTP status, which tritonclient handles itself
         return AttemptFailed(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

@@ -60,6 +60,10 @@ class RequestRefused(RequestFailed):
     """The server rejects the request and would reject any repetition."""
 
 
+class ResponseLost(RequestFailed):
+    """A server was reached, but the response did not arrive, in time or at all, as often as the request was sent."""
+
+
 class ServersDiffer(RequestFailed):
     """No server has the configuration that this process expects; the message names both."""
 
@@ -81,7 +85,8 @@ class Kind(Enum):
     UNREACHABLE = "no connection, so nothing was sent"
     UNLOADED = "the server has unloaded the model, as it does before it stops; the request was not executed"
     DIFFERENT = "the server serves other models than expected; the response, if any, does not count"
-    LOST = "the connection broke, or no response arrived in time"
+    LOST = "the connection broke, or the response is incomplete"
+    LATE = "no response arrived in time"
     DEAD = "the model's process has died"
     BUSY = "the server is busy: 503"
     OTHER_VERSION = "the server does not serve the version that the request demands"
@@ -111,7 +116,13 @@ KINDS = {
 }
 
 
-FAILURES = {Kind.FAILED: ServerFailed, Kind.WRONG: RequestRefused, Kind.DIFFERENT: ServersDiffer}
+FAILURES = {
+    Kind.FAILED: ServerFailed,
+    Kind.WRONG: RequestRefused,
+    Kind.DIFFERENT: ServersDiffer,
+    Kind.LOST: ResponseLost,
+    Kind.LATE: ResponseLost,
+}
 
 
 class AttemptFailed(Exception):

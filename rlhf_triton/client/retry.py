@@ -85,11 +85,13 @@ class Attempts:
         retries: int = RETRIES,
         outlast_s: float = 0.0,
         repeats_failures: bool = False,
+        repeats_late: bool = True,
         demanded: VersionRange | None = None,
         session: int | str | None = None,
     ) -> None:
         """
         Args:
+            repeats_late: retry after a timeout even if the server is still ready.
             demanded: the weights versions that may answer the request; None: any.
             session: requests of the same session go to the same server while it is healthy.
         """
@@ -102,6 +104,7 @@ class Attempts:
         self._made = 0  # attempts that reached a server
         self.is_over_budget = False
         self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
+        self._repeats_late = repeats_late
         self._unreached_since: float | None = None
 
     def record_failover(self, failure: AttemptFailed, url: str) -> None:
@@ -136,6 +139,8 @@ class Attempts:
             self.retried += 1
             self._pauses += 1
             return backoff_s(BACKOFF_S, self._pauses)
+        if failure.kind is Kind.LATE and not self._repeats_late:
+            raise self._failure(failure, url) from failure.__cause__
         self._count_attempt(failure, url)
         if not self.budget.spend():
             cause = failure.sentence(self.model, url, self.retried + 1)

@@ -179,8 +179,8 @@ class AlgorithmSection(Section):
     """Lower clip range of the probability ratio (for `dppo`, of the difference of probabilities), and the upper one
     unless `clip_ratio_high` is set. Default: as published for the loss."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip range (clip-higher); for `flash_reinforce`, the largest mean binary KL of a response. Default:
-    `clip_ratio`, or as published for the loss."""
+    """Upper clip range (clip-higher); for `flash_reinforce`, which has no lower one, the largest mean binary KL of a
+    response. Default: `clip_ratio` (not for `flash_reinforce`), or as published for the loss."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """How the loss is averaged: `token`, over a minibatch's tokens; `sequence`, over its sequences' means; `constant`,
     sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does."""
@@ -227,7 +227,7 @@ class AlgorithmSection(Section):
         """Lower and upper clip range: as set, or as published for the loss (a user's own loss: as for PPO)."""
         published = LOSSES.get(self.loss_name, LOSSES["clipped"])
         low = published.low if self.clip_ratio is None else self.clip_ratio
-        high = published.high if self.clip_ratio is None else self.clip_ratio
+        high = published.high if self.clip_ratio is None or published.is_gate else self.clip_ratio
         return low, high if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property

@@ -43,6 +43,7 @@ class PolicyLoss:
     low: float = 0.2
     high: float = 0.2
     is_on_policy: bool = False  # without probability ratios
+    is_gate: bool = False  # `high` bounds a divergence, and there is no `low`
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,11 @@ LOSSES = {
     ),
     "dis": PolicyLoss("leaves out tokens with a ratio outside the range, weighs the others", _LOSSES + "dis", 0.8, 3.0),
     "flash_reinforce": PolicyLoss(
-        "leaves out responses whose mean binary KL exceeds the range, weighs the others by their ratios",
+        "leaves out responses whose mean binary KL exceeds the bound, weighs the others by their ratios",
         _LOSSES + "flash_reinforce",
+        0,
         3e-3,
-        3e-3,
+        is_gate=True,
     ),
 }
 GATES = {  # mode of a correction -> its divergence

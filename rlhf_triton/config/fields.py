@@ -3,7 +3,8 @@
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -69,12 +70,33 @@ BUDGET_OF_DEVICE: Any = None
 AUTO_PRECISION: Any = "auto"  # default of a `Precision` field; a validated value is never `auto`
 
 
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that a field's annotation allows, also as the items of a list, tuple or dictionary."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if origin in (Union, UnionType, tuple, list, dict):
+        return {kind for part in get_args(annotation) for kind in _kinds(part)}
+    return {annotation}
+
+
 class Section(BaseModel):
     """Base class of the sections: frozen, unknown keys rejected, field docstrings become descriptions."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse a boolean for a number, which pydantic would read as 0 or 1."""
+        assert info.field_name is not None
+        kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        values = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if any(isinstance(each, bool) for each in values) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("must be a number, not true or false")
+        return value
 
     @field_validator("*")
     @classmethod

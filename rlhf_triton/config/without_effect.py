@@ -98,6 +98,7 @@ def _algorithm_rules(actor: ActorSection) -> Iterator[Rule]:
     keys = _in("actor.algorithm", "clip_ratio", "clip_ratio_high")
     loss = LOSSES.get(algorithm.loss_name)
     yield loss is not None and loss.is_on_policy, f"the loss {algorithm.loss_name} has no probability ratio", keys
+    yield loss is not None and loss.is_gate, f"the loss {algorithm.loss_name} has only an upper bound", keys[:1]
     why = (
         "a rollout is one minibatch, used once by the policy that sampled it, so every probability ratio is 1; set "
         f"actor.update.minibatch_size below actor.rollout_size ({actor.rollout_size}), or actor.update.epochs above 1"

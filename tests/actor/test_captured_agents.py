@@ -11,6 +11,7 @@ from test_conversations import model as model  # a fixture
 from test_generation import one_response
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
+from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
 from rlhf_triton.actor.generation.conversations import ConversationSource
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
@@ -111,6 +112,20 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(agents, m
     assert (found.truncated, bool(found.error), found.restarts) == (truncated, bool(error), 0)
     assert error in found.error
     assert found.ended == (not error and not truncated)
+
+
+def test_agent_gets_no_further_reply_after_one_that_could_not_be_sampled(agents, model, monkeypatch):
+    """Its conversation is a failure, although the agent returns a reward; a retry would hold up the step again."""
+    calls = list[int]()
+
+    async def late(source: ConversationSource, row: int, tokens: list[int]) -> PolicyTurn:
+        calls.append(row)
+        return PolicyTurn([], ended=False, error="vLLM did not respond")
+
+    monkeypatch.setattr(ConversationSource, "sample_turn", late)
+    (found,) = ends(model, agents("stubborn"), 1)
+    assert found.error == "vLLM did not respond"
+    assert len(calls) == 1
 
 
 @pytest.mark.timeout(120)

@@ -36,7 +36,8 @@ from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import Positions
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
+from rlhf_triton.actor.data.recorded import PolicyTurn
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, row_of_response
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.policy import Policy
@@ -817,11 +818,18 @@ def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(tmp_p
     assert [line["prompt"] for line in read_jsonl(tmp_path / "rollouts.jsonl")] == in_order
 
 
-def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoints):
-    """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
-    ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
-    settings = {**SHORT, **ahead, "steps": 6, "checkpoint_every": 2, "logged_texts": 4}
-    run = make_grpo(tmp_path, checkpoints, **settings)
+AHEAD = {
+    **SHORT,
+    "max_off_policy_steps": 2,
+    "correction": {"mode": "clip"},
+    "steps": 6,
+    "checkpoint_every": 2,
+    "logged_texts": 4,
+}
+
+
+def crash_in_the_fourth_update(run: PPORun) -> None:
+    """Run until then; the checkpoint of step 2 is the newest, and no response is being sampled."""
     update, calls = run.policy_update.run, []
 
     def crash_in_the_fourth(*given: Any, **named: Any) -> dict[str, float]:
@@ -835,9 +843,14 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     run.policy_update.run = crash_in_the_fourth  # type: ignore[method-assign]
     with pytest.raises(Crash):
         go(run)
+
+
+def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoints):
+    """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
+    crash_in_the_fourth_update(make_grpo(tmp_path, checkpoints, **AHEAD))
     before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
-    again, other = (make_grpo(tmp_path, checkpoints, **settings, temperature=each) for each in (1.0, 0.5))
-    changed = make_grpo(tmp_path, checkpoints, **settings)
+    again, other = (make_grpo(tmp_path, checkpoints, **AHEAD, temperature=each) for each in (1.0, 0.5))
+    changed = make_grpo(tmp_path, checkpoints, **AHEAD)
     changed.samples._fixed["sources"] = {**changed.samples._fixed["sources"], "policy": "of another model"}
     for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
@@ -849,6 +862,31 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     lines = read_jsonl(tmp_path / "rollouts.jsonl")
     assert found == [line["prompt"] for line in lines if line["step"] in (3, 4, 5)][::2]
     assert [line for line in lines if line["step"] == 3] == before
+
+
+def test_response_that_could_not_be_sampled_is_masked_and_sampled_again_after_a_resume(tmp_path, checkpoints):
+    """The run continues without it. As a sample ahead, it would fail each resumed run again."""
+    run = make_grpo(tmp_path, checkpoints, **AHEAD, max_failed_fraction=0.5)
+    add = run.policy.add
+
+    def lose_the_first(job: SamplingJob) -> None:
+        finished, prompt = job.finished, job.prompts.get(0)
+
+        def report(index: int, conversation: Conversation) -> None:
+            if index == 0 and prompt is not None:
+                conversation = (row_of_response(prompt, PolicyTurn([], False, [], [], error="too late")),)
+            finished(index, conversation)
+
+        add(replace(job, finished=report))
+
+    run.policy.add = lose_the_first  # type: ignore[method-assign]
+    crash_in_the_fourth_update(run)
+    assert [line["train_rollouts/masked_samples"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
+    again = make_grpo(tmp_path, checkpoints, **AHEAD, max_failed_fraction=0.0)
+    again.inputs.record(2, Positions(4))
+    assert sorted(again.samples.sampled(2)) == [5, 7, 9], "the second group of each step"
+    go(again)
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
 
 
 PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}

@@ -159,7 +159,7 @@ def test_reward_term_that_stays_constant_is_warned_about_once(components, prompt
 # ---- checkpoints ----
 
 
-async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path: Path, server: Server):
+async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path, server):
     run, resumed = Recorded(tmp_path, server), Recorded(tmp_path, server)
     await run.checkpoints.resume()
     run.critic.weights_version = 91  # as with each answer
@@ -329,14 +329,7 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
         ({}, [line_of(gradient=None), *[line_of(gradient=0.0)] * 3], ["in each of the first 3 steps"]),  # a warm-up
     ],
 )
-def test_recorder_warns_once_if_the_policy_learns_nothing(
-    tmp_path: Path,
-    server: Server,
-    caplog: pytest.LogCaptureFixture,
-    settings: dict[str, Any],
-    lines: list[dict[str, float]],
-    said: list[str],
-):
+def test_recorder_warns_once_if_the_policy_learns_nothing(tmp_path, server, caplog, settings, lines, said):
     run = Recorded(tmp_path, server, **{"mask_unfinished": False, **settings})
     tokenizer: Any = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
     policy: Any = types.SimpleNamespace(tokenizer=tokenizer, eos_ids=[1, 7])
@@ -378,9 +371,7 @@ NO_SCORE = math.nan
         ([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], [1, 1, 3, 4, 4]),  # of versions that are not compared
     ],
 )
-async def test_best_validation_has_the_highest_reward_within_one_reward_version(
-    tmp_path: Path, server: Server, results: list[tuple[float, int | None]], best: list[int | None]
-):
+async def test_best_validation_has_the_highest_reward_within_one_reward_version(tmp_path, server, results, best):
     run = Recorded(tmp_path, server, validation_every=0)  # a run that validates only before and after
     _, found = await validates(run, *((step, validation(*result)) for step, result in enumerate(results, 1)))
     assert found == best
@@ -717,9 +708,7 @@ def test_tracker_names_match_accelerates():
     assert {*get_args(Tracker), "tensorboard"} == LOGGER_TYPE_TO_CLASS.keys()
 
 
-def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(
-    said: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(said, tmp_path, monkeypatch, caplog):
     def refuse(self: RecordingTracker, values: dict[str, float], step: int) -> None:
         raise ConnectionError("the tracking server is away")
 

@@ -21,7 +21,13 @@ from test_loop import PPO, Server, go, make_ppo
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.recorded_steps import describe_samples, find_steps, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import (
+    OLD_LOGPROBS,
+    describe_samples,
+    find_steps,
+    openings_of,
+    samples_of,
+)
 from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import find_changes, write_settings
 from rlhf_triton.config import load_config
@@ -31,6 +37,8 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.tools.replay import main, replay
+from rlhf_triton.tools.report.data import load_run
+from rlhf_triton.tools.report.samples import shown_steps
 
 SETTINGS: dict[str, Any] = {
     "algorithm_name": "grpo",
@@ -88,6 +96,24 @@ def test_steps_replay_identically_across_a_resume(grpo, capsys):
 def test_other_methods_replay_identically(settings, tmp_path, checkpoints, capsys):
     train(tmp_path, checkpoints, steps=2, **settings)
     assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
+    record = find_steps(samples_of(tmp_path), 1, 2).step(2)
+    assert (OLD_LOGPROBS in record.arrays) == ("correction" in settings)
+
+
+def test_log_probs_that_an_update_recomputes_are_compared(tmp_path, checkpoints, capsys):
+    """They are in the journal, and the report shows their ratios to those of sampling, which are not all 1."""
+    train(tmp_path, checkpoints, steps=2, max_off_policy_steps=1, correction={"high": 2.0})
+    steps, _ = shown_steps(load_run(tmp_path))
+    ratios = [token.ratio for step in steps for sample in step.samples for token in sample.tokens]
+    assert None not in ratios
+    assert max(abs(ratio - 1) for ratio in ratios) > 1e-4
+
+    def change(record: StoredRecord) -> StoredRecord:
+        return with_flipped_bit(record, OLD_LOGPROBS) if record.header["kind"] == "step" else record
+
+    rewrite(tmp_path, change)
+    assert replay(tmp_path, 1, 2) == 1
+    assert "step 1: `old_logprobs` of sample 0" in capsys.readouterr().out
 
 
 def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypatch):
@@ -132,6 +158,14 @@ def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> Non
         log.close()
 
 
+def with_flipped_bit(record: StoredRecord, name: str) -> StoredRecord:
+    """Return the record with another last bit in the first number of an array that is not 0."""
+    changed = record.arrays[name].copy()
+    bits = changed.reshape(-1).view(f"u{changed.itemsize}")
+    bits[np.flatnonzero(changed)[0]] ^= bits.dtype.type(1)
+    return dataclasses.replace(record, arrays={**record.arrays, name: changed})
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "told"),
     [
@@ -149,10 +183,7 @@ def test_first_difference_is_named(kind, name, told, copy, capsys):
     def change(record: StoredRecord) -> StoredRecord:
         if record.header["kind"] != kind or record.header["step"] != 1:
             return record
-        changed = record.arrays[name].copy()
-        bits = changed.reshape(-1).view(f"u{changed.itemsize}")
-        bits[np.flatnonzero(changed)[0]] ^= bits.dtype.type(1)
-        return dataclasses.replace(record, arrays={**record.arrays, name: changed})
+        return with_flipped_bit(record, name)
 
     rewrite(copy, change)
     assert replay(copy, 1, 2) == 1
@@ -256,7 +287,8 @@ def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path, checkpoints, mon
     assert max(sizes) < 3 * sizes[0], sizes
     assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
     assert min(opening["step"] for opening in openings_of(folder).values()) == 290
-    assert describe_samples(folder, 300) == "20 groups are kept, of the last 10 steps"
+    of_both = "20 groups, each a prompt with its responses, of steps 291 to 300; `rlhf-triton replay` reads them"
+    assert describe_samples(folder, 300) == of_both
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation
+from rlhf_triton.actor.data.rollout_rows import Conversation, Score
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.row_sources import SamplingJob
+from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.client.errors import RequestFailed
@@ -220,6 +222,58 @@ async def test_lost_response_is_generated_again(setup, fault):
         server.answer = once
         assert [response.tokens for response in await run(setup(server))] == [END] * 3
         assert (len(server.loaded) >= 2) == (fault is restarted), "the version is loaded again"
+
+
+async def test_response_that_does_not_arrive_in_time_fails_alone(setup, monkeypatch):
+    """The server is ready all the time, so the request is not repeated, which would hold up the step again."""
+    monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
+    async with FakeVllm() as server:
+        here, found = setup(server), dict[int, Conversation]()
+        server.stuck = [5]
+        await asyncio.to_thread(here.generation.run_rows, dict(enumerate(PROMPTS)), found.__setitem__, seed=0)
+        assert [found[index][0].error for index in (0, 2)] == ["", ""]
+        assert found[1][0].error == f"vLLM at {server.url} did not respond within 3 s"
+        (scored,) = add_environment_rewards((replace(found[1][0], score=Score(1.0)),))
+        assert (scored.score.failure, scored.sampled.any()) == (scored.error, False)
+        assert sum(request["token_ids"] == [5] for request in server.requests) == 1
+
+
+async def test_timeouts_of_a_vllm_server_that_is_not_ready_are_an_outage(setup, monkeypatch, caplog):
+    monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
+    monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.2)
+    async with FakeVllm() as server:
+        here = setup(server)
+        server.is_hanging = True
+        running = asyncio.create_task(run(here))
+        await until(lambda: len(server.requests) == 3)
+        server.silent = {"/version"}
+        await until(lambda: "no healthy server" in caplog.text)
+        server.silent, server.is_hanging = set(), False
+        assert await running == [PolicyTurn(END, True, [-0.5] * 4)] * 3
+
+
+async def test_conversation_ends_with_a_turn_that_could_not_be_sampled(setup, monkeypatch):
+    monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
+    async with FakeVllm() as server:
+        here = setup(server)
+        settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
+        here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
+        prompts = {i: Prompt(str(i), "", np.array([5, i]), {"turns": 2}) for i in (6, 7)}
+        found: dict[int, Conversation] = {}
+
+        def second_turn_is_late(request: dict[str, Any]) -> dict[str, Any]:
+            if request["token_ids"][1] == 6 and server.stuck is None:
+                server.stuck = [*request["token_ids"], *END]
+            return {}
+
+        server.answer = second_turn_is_late
+        try:
+            await asyncio.to_thread(here.generation.run_rows, prompts, found.__setitem__, seed=1)
+        finally:
+            here.generation.runner.close()
+        (late,), (whole,) = found[6], found[7]
+        assert (len(late.turns), late.ended, whole.ended) == (1, False, True)
+        assert "did not respond within 3 s" in late.error
 
 
 @pytest.mark.parametrize("is_usable", [True, False])

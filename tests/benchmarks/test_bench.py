@@ -26,7 +26,7 @@ def bench(out: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], st
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bench_scoring_compares_contenders_in_alternating_rounds(tmp_path: Path):
+def test_bench_scoring_compares_contenders_in_alternating_rounds(tmp_path):
     names = ["ours", "pytriton_padded"]
     sizes = ["--models", "tiny", "--rows", "2", "--concurrency", "1", "8", "--splits", "1x1", "--seconds", "0.1"]
     result, report = bench(tmp_path, "scoring", *sizes, "--contenders", *names, "--repeats", "2")
@@ -44,7 +44,7 @@ def test_bench_scoring_compares_contenders_in_alternating_rounds(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bench_reload_counts_failures_and_times_swaps(tmp_path: Path):
+def test_bench_reload_counts_failures_and_times_swaps(tmp_path):
     few = ["--swaps", "4", "--triton-reloads", "1", "--cycles", "1", "--quiet-s", "0.5", "--publishes", "2"]
     result, _ = bench(tmp_path, "reload", "--models", "tiny", "--parts", "a", "b", "--clients", "4", *few)
     swaps, reloads, publish = result["rows"]
@@ -58,7 +58,7 @@ def test_bench_reload_counts_failures_and_times_swaps(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bench_trl_measures_grpo_and_ppo_and_reports_a_missing_environment(tmp_path: Path):
+def test_bench_trl_measures_grpo_and_ppo_and_reports_a_missing_environment(tmp_path):
     few = ["--models", "tiny", "--cells", "16x8", "--rounds", "1", "--steps", "1", "--warmup", "1"]
     result, _ = bench(tmp_path / "out", "trl", *few, "--contenders", "ours")
     assert [row["algorithm"] for row in result["rows"]] == ["grpo", "ppo"]
@@ -70,7 +70,7 @@ def test_bench_trl_measures_grpo_and_ppo_and_reports_a_missing_environment(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bench_gpu_runs_on_a_cpu_and_fails_on_a_timeout(tmp_path: Path):
+def test_bench_gpu_runs_on_a_cpu_and_fails_on_a_timeout(tmp_path):
     result, report = bench(tmp_path, "gpu", "--device", "cpu", "--parts", "environment", "scoring")
     assert [sample["state"] for sample in result["samples"]] == ["passed"] * 2
     assert "its speeds say nothing about a real GPU" in report

@@ -80,7 +80,7 @@ def last_checkpoint(system: DisturbedSystem, step: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 120 * KILLS)
-def test_no_kill_changes_what_is_trained_and_served(tmp_path: Path, checkpoints: Checkpoints):
+def test_no_kill_changes_what_is_trained_and_served(tmp_path, checkpoints):
     system = DisturbedSystem(make_crash_run(tmp_path / "disturbed", checkpoints, RANKS), random.Random(SEED + 1))
     traffic = Traffic(system.config.server.http_url, system.config.run.identity, SEED, partial(stop_accepting, system))
     plan = plan_kills(KILLS, SEED, ranks=RANKS)

@@ -109,7 +109,7 @@ class Soak:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900 + 180 * MINUTES)
-def test_kills_lose_no_update_of_a_whole_run(tmp_path: Path, checkpoints: Checkpoints):
+def test_kills_lose_no_update_of_a_whole_run(tmp_path, checkpoints):
     system = DisturbedSystem(make_soak_run(tmp_path, checkpoints), random.Random(SEED + 1), ("actor", "sidecar"))
     soak = Soak(system, MINUTES, random.Random(SEED + 2))
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_server, stop_process, wait_for
+from live_system import ENVIRONMENT, LiveRun, make_run, start_server, stop_process, wait_for
 from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
 
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S
@@ -37,7 +37,7 @@ CONTAINER_CONTEXT = {
 
 
 @layout
-def test_pods_have_no_privileges_and_write_only_to_their_volumes(overlay: str):
+def test_pods_have_no_privileges_and_write_only_to_their_volumes(overlay):
     for name, pod in pods(overlay).items():
         spec = pod["spec"]
         assert spec["securityContext"].items() >= POD_CONTEXT.items(), name
@@ -56,7 +56,7 @@ def config_of(overlay: str, folder: Path) -> RunConfig:
 
 
 @layout
-def test_layout_yaml_is_valid_and_its_paths_are_mounted(overlay: str, tmp_path: Path):
+def test_layout_yaml_is_valid_and_its_paths_are_mounted(overlay, tmp_path):
     config = config_of(overlay, tmp_path)
     assert config.run.dir.is_relative_to("/data")
     assert config.server.training_key_env == "TRAINING_KEY"
@@ -91,7 +91,7 @@ def secrets(pod: Manifest) -> list[dict[str, Any]]:
 
 
 @layout
-def test_pods_receive_only_the_secrets_they_need(overlay: str):
+def test_pods_receive_only_the_secrets_they_need(overlay):
     """Who serves gets all of them, because rewards may be judges."""
     found = {name: [secret.get("key") for secret in secrets(pod)] for name, pod in pods(overlay).items()}
     several = {"rlhf-server": [None], "rlhf-trainer": ["TRITON_CONTROL_KEY"], "rlhf-actor": ["TRAINING_KEY"]}
@@ -197,7 +197,7 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_torchrun_commands_train_and_replace_dead_ranks_and_nodes(tmp_path: Path, checkpoints: Checkpoints):
+def test_torchrun_commands_train_and_replace_dead_ranks_and_nodes(tmp_path, checkpoints):
     """The trainer loses a rank, the actor a node."""
     settings = {"ranks": 2, "steps": STEPS}
     run = make_run(tmp_path, checkpoints, actor=settings, trainer={"ranks": 2})
@@ -263,7 +263,7 @@ def last(target: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_image_runs_unprivileged_with_existing_commands(target: str):
+def test_image_runs_unprivileged_with_existing_commands(target):
     user, _, group = last(target, "USER").partition(":")
     assert int(user) > 0 < int(group)
     lines = [last(target, "CMD"), last(target, "HEALTHCHECK").partition("CMD ")[2]]
@@ -286,7 +286,7 @@ def test_dockerfile_copies_existing_paths_and_no_tests():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_install_script_installs_what_each_image_needs(tmp_path: Path):
+def test_install_script_installs_what_each_image_needs(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     assert str(python) != sys.executable

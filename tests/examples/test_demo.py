@@ -47,10 +47,10 @@ def prompts_of(files: dict[str, Path]) -> tuple[list[dict[str, Any]], list[dict[
 @pytest.mark.timeout(600)
 class TestSentences:
     @pytest.fixture(scope="class")
-    def files(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    def files(self, tmp_path_factory) -> dict[str, Path]:
         return prepared("sentences", tmp_path_factory.mktemp("cache"), "run.seed=3")
 
-    def test_demo_checkpoints_load_through_auto_classes_and_serve_the_same_scores(self, files: dict[str, Path]):
+    def test_demo_checkpoints_load_through_auto_classes_and_serve_the_same_scores(self, files):
         policy = hf.AutoModelForCausalLM.from_pretrained(files["actor.policy.model"])
         reward = hf.AutoModelForSequenceClassification.from_pretrained(files["reward.model"])
         critic = hf.AutoModelForTokenClassification.from_pretrained(files["critic.model"])
@@ -65,7 +65,7 @@ class TestSentences:
         torch.testing.assert_close(critic.model.state_dict(), policy.model.state_dict())
         assert {m.dtype for model in (policy, reward, critic) for m in model.parameters()} == {torch.float32}
 
-    def test_demo_prompts_have_six_tokens_and_disjoint_splits(self, files: dict[str, Path]):
+    def test_demo_prompts_have_six_tokens_and_disjoint_splits(self, files):
         models = [files[key] for key in ("actor.policy.model", "reward.model", "critic.model")]
         assert len({(folder / "tokenizer.json").read_bytes() for folder in models}) == 1
         tokenizer = hf.AutoTokenizer.from_pretrained(models[0])
@@ -76,7 +76,7 @@ class TestSentences:
         assert len({line["prompt_id"] for line in train + held_out}) == len(texts)
         assert len(held_out) >= 256
 
-    def test_demo_files_are_bit_identical_for_a_seed_and_prepared_once(self, files: dict[str, Path], tmp_path: Path):
+    def test_demo_files_are_bit_identical_for_a_seed_and_prepared_once(self, files, tmp_path):
         again = prepared("sentences", tmp_path, "run.seed=3", "actor.steps=1")
         roots = [found["reward.model"].parent for found in (files, again)]
         one, other = (
@@ -93,7 +93,7 @@ class TestSentences:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_chat_demo_rewards_only_the_reply_and_shares_pretrained_models_across_seeds(tmp_path: Path):
+def test_chat_demo_rewards_only_the_reply_and_shares_pretrained_models_across_seeds(tmp_path):
     files = prepared("chat", tmp_path, "run.seed=1")
     train, held_out = ({line["messages"][-1]["content"] for line in part} for part in prompts_of(files))
     assert (len(train), len(held_out), len(train & held_out)) == (384, 300, 0)
@@ -115,7 +115,7 @@ def test_chat_demo_rewards_only_the_reply_and_shares_pretrained_models_across_se
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_reasoning_sao_and_agent_demos_share_the_same_sums(tmp_path: Path):
+def test_reasoning_sao_and_agent_demos_share_the_same_sums(tmp_path):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
     grpo, sao, game = (prepared(recipe, tmp_path) for recipe in ("reasoning", "sao", "agent"))
     assert sao.items() - grpo.items() == {("critic.model", grpo["actor.policy.model"].with_name("critic"))}
@@ -152,13 +152,13 @@ def verdict(line: dict[str, Any], response: str) -> float:
         ("\n", 0.0),
     ],
 )
-def test_sum_verifier_accepts_only_the_bare_answer(response: str, expected: float):
+def test_sum_verifier_accepts_only_the_bare_answer(response, expected):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
     task = {"question": "43 + 14 =", "answer": "57", "metadata": {"source_dataset": "chain_sum"}}
     assert verdict({"text": "43 + 14 =", "task": task}, response) == expected
 
 
-def test_sums_game_hints_at_the_answer_after_a_wrong_try(tmp_path: Path):
+def test_sums_game_hints_at_the_answer_after_a_wrong_try(tmp_path):
     (tmp_path / "games.json").write_text(json.dumps({"7": ["What is: 2 + 3 =", "5"]}))
     game = runpy.run_path(str(ROOT / "examples/demo/sums_game.py"))["SumsGame"](str(tmp_path / "games.json"))
     assert game.reset({"seed": 7}) == "What is: 2 + 3 ="
@@ -169,7 +169,7 @@ def test_sums_game_hints_at_the_answer_after_a_wrong_try(tmp_path: Path):
     assert game.step("It is 5.") == ("That is right.", 1.0, True)
 
 
-def test_demo_explains_what_to_do_without_a_package_index(tmp_path: Path):
+def test_demo_explains_what_to_do_without_a_package_index(tmp_path):
     options = ("--prepare-only", "--cache-dir", str(tmp_path / "cache"))
     offline = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     error = demo("chat", *options, code=2, **offline)
@@ -177,7 +177,7 @@ def test_demo_explains_what_to_do_without_a_package_index(tmp_path: Path):
     assert "connect to a package index" in error
 
 
-def test_report_shows_the_hand_computed_gold_score(tmp_path: Path):
+def test_report_shows_the_hand_computed_gold_score(tmp_path):
     run_dir = write_run(tmp_path / "run", validated=False, num_steps=2, report=GOLD)
     texts = (" a list of values", " a great thing."), (" a list", " a good thing.")  # "values" is technical here
     rows = [
@@ -198,7 +198,7 @@ def test_report_shows_the_hand_computed_gold_score(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_demo_command_trains_and_writes_all_promised_files(tmp_path: Path):
+def test_demo_command_trains_and_writes_all_promised_files(tmp_path):
     steps, held_out, run_dir = 3, 32, tmp_path / "run"
     overrides = {
         "run.dir": run_dir,

@@ -24,7 +24,7 @@ RENEWED = bool(os.environ.get("RENEW_NOTEBOOKS"))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The working directory of the notebooks."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -65,7 +65,7 @@ def portable(text: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_verifier_teaches_a_policy_with_grpo(folder: Path):
+def test_a_verifier_teaches_a_policy_with_grpo(folder):
     execute(GRPO, folder, steps=16, check="assert policy.config.vocab_size == len(tokenizer)")
     metrics = rt.Run(folder / "runs" / "train-1").metrics
     assert metrics["reward"][-5:].mean() > metrics["reward"][:5].mean() + 0.05
@@ -74,14 +74,14 @@ def test_a_verifier_teaches_a_policy_with_grpo(folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_critic_that_ppo_has_trained_has_a_value_for_each_token(folder: Path):
+def test_a_critic_that_ppo_has_trained_has_a_value_for_each_token(folder):
     execute(PPO, folder, steps=6, check="assert [len(row) for row in rows] == [len(each) for each in values]")
     metrics = rt.Run(folder / "runs" / "train-1").metrics
     assert np.isfinite(metrics["train_rollouts/explained_variance"]).all()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_stored_with_small_outputs(path: Path):
+def test_notebooks_are_stored_with_small_outputs(path):
     cells = json.loads(path.read_text())["cells"]
     assert any(cell.get("outputs") for cell in cells)
     assert path.stat().st_size < MOST_BYTES

@@ -26,7 +26,6 @@ from fake_vllm import FakeVllm
 from gateway_attacks import ATTACKS, GATEWAY_KEY, HEADERS, LEFT_OPEN
 from hypothesis import strategies as st
 from live_system import (
-    Checkpoints,
     LiveRun,
     make_run,
     random_rows,
@@ -127,7 +126,7 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Stage]:
+def guarded(tmp_path_factory, checkpoints) -> Iterator[Stage]:
     """Yield a server with a reward mixture, training key and reference, but no sidecar, which would change values."""
     with contextlib.ExitStack() as running:
         keys = {KEY_VARIABLE: TRAINING_KEY, GATEWAY_KEY_VARIABLE: GATEWAY_KEY}
@@ -174,7 +173,7 @@ def check_answer(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("defect", [None, *DEFECTS])
-def test_bad_requests_are_answered_and_valid_scoring_continues(defect: str | None, guarded: Stage):
+def test_bad_requests_are_answered_and_valid_scoring_continues(defect, guarded):
     models = sorted(path.parent.name for path in guarded.run.config.run.repository_dir.glob("*/config.pbtxt"))
     at = guarded.run.config.server
 
@@ -229,7 +228,7 @@ class Gateway:
 
 
 @pytest.fixture(scope="module")
-def gateway(guarded: Stage, policy: FakeVllm) -> Iterator[Gateway]:
+def gateway(guarded, policy) -> Iterator[Gateway]:
     section = {"port": free_port(), "key_env": GATEWAY_KEY_VARIABLE}
     model = str(guarded.run.config.actor.policy.model)
     section["policy"] = {"model": model, "servers": [policy.url]}
@@ -259,7 +258,7 @@ def status_of(url: str, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_gateway_answers_attacks_and_valid_scoring_continues(gateway: Gateway, kind: str):
+def test_gateway_answers_attacks_and_valid_scoring_continues(gateway, kind):
     def play(attacks: Sequence[bytes]) -> None:
         with ThreadPoolExecutor(TOGETHER) as executor:
             statuses = list(executor.map(partial(status_of, gateway.url), attacks))
@@ -271,7 +270,7 @@ def test_gateway_answers_attacks_and_valid_scoring_continues(gateway: Gateway, k
 
 
 @pytest.mark.parametrize("kind", LEFT_OPEN)
-def test_gateway_keeps_serving_while_connections_stay_open(gateway: Gateway, policy: FakeVllm, kind: str):
+def test_gateway_keeps_serving_while_connections_stay_open(gateway, policy, kind):
     host, port = gateway.url.split(":")
     policy.is_hanging = True
     with contextlib.ExitStack() as opened:

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ async def with_anthropic(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("lead", [with_openai, with_anthropic])
-async def test_captured_conversation_continues_its_sampled_tokens(lead: Callable[[Caller], Any]):
+async def test_captured_conversation_continues_its_sampled_tokens(lead):
     sampler = ScriptedSampler(CALL, "Two.", "Bye!")
     async with scripted_gateway(sampler) as (caller, _):
         await lead(caller)
@@ -163,7 +162,7 @@ def stripping() -> Any:
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
 
 
-async def test_each_call_starts_a_row_if_the_template_rewrites_replies(caplog: pytest.LogCaptureFixture):
+async def test_each_call_starts_a_row_if_the_template_rewrites_replies(caplog):
     tokenizer = stripping()
     with caplog.at_level(logging.WARNING):
         async with scripted_gateway(ScriptedSampler(), tokenizer=tokenizer) as (caller, _):
@@ -189,7 +188,7 @@ async def test_capture_refuses_a_message_that_the_chat_template_leaves_out():
         assert len(sessions) == 0
 
 
-async def test_session_rewards_are_summed_in_the_documented_trl_function(tmp_path: Path):
+async def test_session_rewards_are_summed_in_the_documented_trl_function(tmp_path):
     """Three rows; the middle call and the last one are rewarded. The code for TRL is that of docs/gateway.md."""
     export, page = tmp_path / "rows.jsonl", Path(__file__).resolve().parents[2] / "docs/gateway.md"
     async with scripted_gateway(ScriptedSampler(), tokenizer=stripping(), export=export) as (caller, _):
@@ -358,7 +357,7 @@ async def test_harmless_client_fields_are_accepted():
     ],
     ids=str,
 )
-async def test_cross_origin_requests_are_refused_without_a_key(headers: dict[str, str], status: int):
+async def test_cross_origin_requests_are_refused_without_a_key(headers, status):
     """A browser sends the page's Origin, or a host name that the page has pointed at this machine."""
     async with scripted_gateway(ScriptedSampler()) as (caller, _):
         await say(caller, "s", [USER])
@@ -384,7 +383,7 @@ async def test_request_bodies_are_released_before_the_policy_samples():
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
 
 
-async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
     places: list[threading.Thread] = []
     prompt = Chat.prompt
 
@@ -402,7 +401,7 @@ async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch: pytest.
 # ---- sessions ----
 
 
-async def test_posted_rewards_are_assigned_to_turns_and_exported(tmp_path: Path):
+async def test_posted_rewards_are_assigned_to_turns_and_exported(tmp_path):
     file = tmp_path / "rows.jsonl"
     async with scripted_gateway(ScriptedSampler("one", "two", "sub"), export=file) as (caller, sessions):
         await caller.error("/sessions/s/reward", {"reward": 1}, 404)
@@ -428,7 +427,7 @@ async def test_posted_rewards_are_assigned_to_turns_and_exported(tmp_path: Path)
         assert len(await rows(caller, "t")) == 1
 
 
-async def test_sessions_are_bounded_in_number_tokens_and_idle_time(caplog: pytest.LogCaptureFixture):
+async def test_sessions_are_bounded_in_number_tokens_and_idle_time(caplog):
     async with scripted_gateway(ScriptedSampler(), most=2, most_tokens=60) as (caller, sessions):
         for name in "ab":
             await say(caller, name, [USER])
@@ -538,7 +537,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
     ],
     ids=["a log-prob is missing", "no log-probs", "a version of more tokens"],
 )
-async def test_replies_with_mismatched_columns_are_rejected(columns: Json):
+async def test_replies_with_mismatched_columns_are_rejected(columns):
     """Otherwise each log-prob would belong to another token."""
     async with FakeVllm() as server:
         sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
@@ -548,7 +547,7 @@ async def test_replies_with_mismatched_columns_are_rejected(columns: Json):
         await sampler.close()
 
 
-async def test_gateway_section_with_a_policy_serves_and_exports_chats(tmp_path: Path):
+async def test_gateway_section_with_a_policy_serves_and_exports_chats(tmp_path):
     TOKENIZER.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     (tmp_path / "policy" / "config.json").write_text(json.dumps({"vocab_size": len(TOKENIZER) + 2}))

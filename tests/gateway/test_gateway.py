@@ -6,7 +6,6 @@ import json
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,9 +156,7 @@ async def test_gateways_rerank_endpoint_answers_in_vllm_and_tei_formats():
         assert "use /v1/rewards" in await caller.error("/rerank", {"query": "q", "texts": ["a"]}, 501)
 
 
-async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(
-    caplog: pytest.LogCaptureFixture,
-):
+async def test_each_request_is_counted_and_logged_with_the_cause_of_a_failure(caplog):
     async with fake_gateway(key="sesame") as (caller, _):
         headers = {"Authorization": "Bearer sesame"}
         await caller.post("/v1/rewards", {"inputs": [{"text": "abc"}, {"text": "refuse"}]}, headers=headers)
@@ -222,13 +219,13 @@ async def test_gateways_vllm_protocol_scores_texts_tokens_and_chats():
 
 
 @pytest.mark.parametrize(("key", "told"), [("", "not set or empty"), ("schlüssel", "ASCII"), ("a\nb", "ASCII")])
-def test_key_that_no_http_header_can_carry_is_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch):
+def test_key_that_no_http_header_can_carry_is_refused(key, told, monkeypatch):
     monkeypatch.setenv("A_KEY", key)
     with pytest.raises(ConfigError, match=f"gateway.key_env: .*A_KEY.*{told}"):
         check_key(GatewaySection(key_env="A_KEY"))
 
 
-def test_gateway_that_cannot_bind_reports_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_gateway_that_cannot_bind_reports_one_sentence(tmp_path, capsys):
     (tmp_path / "my.yaml").write_text("gateway: {}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
@@ -243,7 +240,7 @@ def test_gateway_that_cannot_bind_reports_one_sentence(tmp_path: Path, capsys: p
             assert f"error: {told}" in capsys.readouterr().err
 
 
-def test_gateway_command_expects_the_reward_terms_of_its_yaml(monkeypatch: pytest.MonkeyPatch):
+def test_gateway_command_expects_the_reward_terms_of_its_yaml(monkeypatch):
     class Connected(Exception):
         pass
 
@@ -387,7 +384,7 @@ async def test_message_parts_are_joined_and_non_text_parts_are_refused():
 
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
-async def test_failing_server_gives_errors_and_no_rewards(answer: str, status: int):
+async def test_failing_server_gives_errors_and_no_rewards(answer, status):
     client, deadline_s = {"max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
     async with checked_gateway(lambda model, number: answer, client=client, retries=1, DEADLINE_S=deadline_s) as (
         caller,
@@ -427,9 +424,7 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause():
         assert (await caller.get("/healthz"))[0] == 200
 
 
-async def test_shutdown_does_not_wait_for_disconnected_clients(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_shutdown_does_not_wait_for_disconnected_clients(monkeypatch):
     """Not even while their request waits for a server."""
     asked, served = asyncio.Event(), reward_source.RewardSource.served
 
@@ -448,7 +443,7 @@ async def test_shutdown_does_not_wait_for_disconnected_clients(
     await asyncio.wait_for(leave(), 120.0)
 
 
-def test_gateway_finds_a_running_server_with_http_port_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gateway_finds_a_running_server_with_http_port_0(tmp_path, monkeypatch):
     config = RunConfig.model_validate({"run": {"dir": tmp_path}, "server": {"http_port": 0}})
     given = config.model_copy(update={"server": config.server.model_copy(update={"http_port": 5})})
     assert command.server_url(given) == "127.0.0.1:5"
@@ -543,7 +538,7 @@ async def test_gateway_splits_requests_at_max_request_tokens():
 
 
 @pytest.mark.parametrize("kind", [{}, {"groupwise": True}], ids=["requests", "groups"])
-async def test_a_large_request_does_not_delay_other_callers(kind: Any, monkeypatch: pytest.MonkeyPatch):
+async def test_a_large_request_does_not_delay_other_callers(kind, monkeypatch):
     monkeypatch.setattr(reward_source, "ROWS_IN_FLIGHT", 4)
 
     async with FakeReward(**kind) as server, gateway(server.url, ROWS_PER_REQUEST=2) as caller:
@@ -563,7 +558,7 @@ async def test_a_large_request_does_not_delay_other_callers(kind: Any, monkeypat
         assert len(server.received) == 12
 
 
-async def test_rows_queued_behind_the_same_callers_rows_share_its_deadline(monkeypatch: pytest.MonkeyPatch):
+async def test_rows_queued_behind_the_same_callers_rows_share_its_deadline(monkeypatch):
     monkeypatch.setattr(reward_source, "ROWS_IN_FLIGHT", 2)
 
     async with (
@@ -580,7 +575,7 @@ async def test_rows_queued_behind_the_same_callers_rows_share_its_deadline(monke
         assert len(server.asked) == 3
 
 
-async def test_max_items_counts_parsed_items_not_brackets_in_texts(monkeypatch: pytest.MonkeyPatch):
+async def test_max_items_counts_parsed_items_not_brackets_in_texts(monkeypatch):
     monkeypatch.setattr(app, "MAX_ITEMS", 10)
 
     async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 from bare_client import ask
-from live_system import ENVIRONMENT, POSITIONS, Checkpoints, direct_rewards, make_run, start_system
+from live_system import ENVIRONMENT, POSITIONS, direct_rewards, make_run, start_system
 from peft import AutoPeftModelForSequenceClassification
 from scripted_policy import TOKENIZER, ScriptedSampler, scripted_gateway
 from tiny_checkpoints import save_tiny
@@ -51,7 +51,7 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def test_trl_grpo_trains_on_triton_rewards_through_a_server_crash(tmp_path: Path, checkpoints: Checkpoints):
+def test_trl_grpo_trains_on_triton_rewards_through_a_server_crash(tmp_path, checkpoints):
     system = start_system(make_run(tmp_path, checkpoints))
     try:
         with theirs("trl_run.py", checkpoints.policy, tmp_path, STEPS, system.run.url) as trainer:
@@ -75,7 +75,7 @@ def test_trl_grpo_trains_on_triton_rewards_through_a_server_crash(tmp_path: Path
     assert logged[0] == pytest.approx(found[:8].mean(), abs=1e-4)
 
 
-def test_trl_ppo_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, checkpoints: Checkpoints):
+def test_trl_ppo_raises_the_reward_with_a_critic_from_triton(tmp_path, checkpoints):
     """The example, as it is."""
     system = start_system(make_run(tmp_path / "run", checkpoints))
     size = {"per_device_train_batch_size": 64, "num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
@@ -94,7 +94,7 @@ def test_trl_ppo_raises_the_reward_with_a_critic_from_triton(tmp_path: Path, che
     assert all(math.isfinite(entry["critic/loss"]) for entry in state["log_history"] if "critic/loss" in entry)
 
 
-def test_trl_grpo_trains_on_exported_agent_rows(tmp_path: Path):
+def test_trl_grpo_trains_on_exported_agent_rows(tmp_path):
     """Ten groups of two sessions, with two turns each; all but the replies is masked."""
     export = tmp_path / "rows.jsonl"
 
@@ -126,7 +126,7 @@ def test_trl_grpo_trains_on_exported_agent_rows(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     """Return a folder with two reward models, as TRL's RewardTrainer writes them."""
     folder = tmp_path_factory.mktemp("trained")
     tokenizer = make_text_tokenizer("qwen2")
@@ -138,9 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["whole", "adapter"])
-def test_trl_reward_model_serves_the_scores_of_its_training(
-    trained: Path, tmp_path: Path, checkpoints: Checkpoints, name: str
-):
+def test_trl_reward_model_serves_the_scores_of_its_training(trained, tmp_path, checkpoints, name):
     """All weights trained on texts, and a LoRA adapter on chats: the server gives TRL's own scores and accuracy."""
     folder = trained / name / "final"
     if name == "adapter":

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,9 +100,7 @@ ALTERNATING = (
         (R1, [USER, REASONED], f"[1].reasoning_content: {LOST}"),
     ],
 )
-def test_render_chat_refuses_a_message_that_the_template_leaves_out(
-    template: str, messages: list[dict[str, Any]], left_out: str | None
-):
+def test_render_chat_refuses_a_message_that_the_template_leaves_out(template, messages, left_out):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for _ in range(2):  # also when the template is known for another conversation
         if left_out is None:
@@ -124,9 +121,7 @@ def test_render_chat_refuses_a_message_that_the_template_leaves_out(
         (CHATML, {**REPLY, "name": "Ada"}, "the name in messages of the role 'assistant'"),
     ],
 )
-def test_names_and_reasoning_left_out_by_the_template_are_warned_about_once(
-    template: str, reply: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
-):
+def test_names_and_reasoning_left_out_by_the_template_are_warned_about_once(template, reply, said, caplog):
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for messages in ([USER, reply, USER], [USER, reply, USER, REPLY, USER]):
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -134,7 +129,7 @@ def test_names_and_reasoning_left_out_by_the_template_are_warned_about_once(
     assert caplog.messages == ([f"the policy's chat template omits {said}"] if said else [])
 
 
-def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch: pytest.MonkeyPatch):
+def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch):
     tokenizer, calls = make_text_tokenizer("qwen2", chat_template=CHATML), list[Any]()
     render = tokenizer.apply_chat_template
 
@@ -157,7 +152,7 @@ WITH_TOOLS = (
 
 @pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA]), [json.dumps(SCHEMA)]])
 @pytest.mark.parametrize("variables", [{"enable_thinking": False, "effort": None}, '{"enable_thinking": false}'])
-def test_trl_columns_tools_and_chat_template_kwargs_reach_the_template(tools: Any, variables: Any):
+def test_trl_columns_tools_and_chat_template_kwargs_reach_the_template(tools, variables):
     tokenizer = make_text_tokenizer("qwen2", chat_template=WITH_TOOLS)
     options = template_options(tokenizer, {"tools": tools, "chat_template_kwargs": variables, "other": 1})
     found = render_chat(tokenizer, [USER], options, owner="policy")
@@ -183,7 +178,7 @@ STRINGS = (
         (STRINGS.replace("m.content or ''", "m.content + '.'"), '{"at": "Rome"}!.'),
     ],
 )
-def test_tool_call_arguments_are_rendered_once_as_text_or_object(template: str, written: str):
+def test_tool_call_arguments_are_rendered_once_as_text_or_object(template, written):
     """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts, and a content."""
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
@@ -226,9 +221,7 @@ NO_SYSTEM = CHATML.replace("{{ m.content }}", "{{ raise_exception('no') if m.rol
         *((each, [USER, REPLY], "") for each in (CHATML, FEW, FIRST_SYSTEM, CHANGED, THINKING, ALTERNATING, NO_SYSTEM)),
     ],
 )
-def test_template_that_expects_content_parts_receives_them(
-    tmp_path: Path, template: str, messages: list[dict[str, Any]], written: str | None
-):
+def test_template_that_expects_content_parts_receives_them(tmp_path, template, messages, written):
     make_text_tokenizer("qwen2", chat_template=template).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     if written is None:

@@ -6,7 +6,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,7 @@ def refused(*parts: object):
 # ---- everything else ----
 
 
-def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path: Path):
+def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path):
     model = save_tiny(tmp_path / "one", "llama", "reward")
     model.save_pretrained(tmp_path / "many", max_shard_size="3KB")
     one, many = inspect_checkpoint(tmp_path / "one"), inspect_checkpoint(tmp_path / "many")
@@ -69,9 +68,7 @@ WRONG = "reward_standardization.*std above 0"
         ({"reward_standardization": {"mean": float("nan"), "std": 1}}, WRONG),
     ],
 )
-def test_inspection_finds_standardization_constants_in_config_json(
-    tmp_path: Path, config: dict[str, object], found: Constants | str | None
-):
+def test_inspection_finds_standardization_constants_in_config_json(tmp_path, config, found):
     save_tiny(tmp_path, "llama", "reward")
     change_config(tmp_path, **config)
     if isinstance(found, str):
@@ -84,7 +81,7 @@ def test_inspection_finds_standardization_constants_in_config_json(
 # ---- what is no checkpoint ----
 
 
-def test_folder_that_is_not_a_checkpoint_is_refused_with_the_reason(tmp_path: Path):
+def test_folder_that_is_not_a_checkpoint_is_refused_with_the_reason(tmp_path):
     with refused(tmp_path / "none", "does not exist or is not a folder"):
         inspect_checkpoint(tmp_path / "none")
     for name, content, *message in (
@@ -136,9 +133,7 @@ def header(text: str, data: bytes = b"") -> bytes:
         ),
     ],
 )
-def test_damaged_checkpoint_file_is_refused_by_name(
-    tmp_path: Path, file: str, content: bytes, message: tuple[str, ...]
-):
+def test_damaged_checkpoint_file_is_refused_by_name(tmp_path, file, content, message):
     if file in ("config.json", "model.safetensors"):
         save_tiny(tmp_path, "llama", "reward")
     elif "index" in file:
@@ -148,7 +143,7 @@ def test_damaged_checkpoint_file_is_refused_by_name(
         inspect_checkpoint(tmp_path)
 
 
-def test_inspect_checkpoint_does_not_import_torch(tmp_path: Path):
+def test_inspect_checkpoint_does_not_import_torch(tmp_path):
     save_tiny(tmp_path, "llama", "reward")
     script = (
         "import sys, pathlib; from rlhf_triton.checkpoints.inspection import inspect_checkpoint;"
@@ -160,7 +155,7 @@ def test_inspect_checkpoint_does_not_import_torch(tmp_path: Path):
 # ---- fingerprints ----
 
 
-def test_fingerprint_differs_for_different_weights(tmp_path: Path):
+def test_fingerprint_differs_for_different_weights(tmp_path):
     model = save_tiny(tmp_path / "one", "llama", "language")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     with torch.no_grad():
@@ -176,7 +171,7 @@ def test_fingerprint_differs_for_different_weights(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_fingerprint_samples_the_whole_file(tmp_path: Path, name: str):
+def test_fingerprint_samples_the_whole_file(tmp_path, name):
     """The weights of an 8 MiB file change as little as in one update."""
     model = save_tiny(tmp_path, "llama", "language", vocab_size=65_536)
     known = fingerprint_weights(tmp_path)
@@ -191,7 +186,7 @@ def test_fingerprint_samples_the_whole_file(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("has_file", [True, False])
-def test_end_of_sequence_matches_the_loaded_models_eos_ids(tmp_path: Path, family: str, has_file: bool):
+def test_end_of_sequence_matches_the_loaded_models_eos_ids(tmp_path, family, has_file):
     save_tiny(tmp_path, family, "language")
     assert (tmp_path / "generation_config.json").is_file()
     if not has_file:
@@ -213,12 +208,7 @@ def test_end_of_sequence_matches_the_loaded_models_eos_ids(tmp_path: Path, famil
         ((None, 0, 0), None, None, None),
     ],
 )
-def test_special_tokens_gives_eos_pad_and_banned_ids(
-    ids: tuple[int | None, ...],
-    eos: Any,
-    vocab_size: int | None,
-    expected: tuple[list[int], int, list[int]] | None,
-):
+def test_special_tokens_gives_eos_pad_and_banned_ids(ids, eos, vocab_size, expected):
     tokenizer: Any = SimpleNamespace(**dict(zip(("eos_token_id", "pad_token_id", "bos_token_id"), ids, strict=True)))
     tokenizer.get_vocab = lambda: {str(i): i for i in range(13)}
     if expected is None:
@@ -251,7 +241,7 @@ BY_PLACE = CHATS["qwen2"].replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last
     ids=str,
 )
 def test_special_tokens_combine_tokenizer_embeddings_generation_config_and_template(
-    tmp_path: Path, settings: dict[str, Any], ends: list[int], banned: list[int], template_end: int | None
+    tmp_path, settings, ends, banned, template_end
 ):
     tokenizer = save_chat_policy(tmp_path, **settings)
     special = special_tokens_in(tmp_path)
@@ -269,7 +259,7 @@ def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
 
 @pytest.mark.parametrize("named", ["Qwen2Tokenizer", "TokenizersBackend"])
 def test_tokenizer_that_transformers_builds_otherwise_than_its_file_is_warned_about_or_read_from_it(
-    tmp_path: Path, named: str, caplog: pytest.LogCaptureFixture
+    tmp_path, named, caplog
 ):
     save_text_reward(tmp_path, "qwen2")
     load_tokenizer(tmp_path)

@@ -32,7 +32,7 @@ def dumped(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json", exclude={"report"}))
 
 
-def test_empty_file_gives_valid_defaults_that_survive_a_round_trip(tmp_path: Path):
+def test_empty_file_gives_valid_defaults_that_survive_a_round_trip(tmp_path):
     """pydantic does not check defaults: a round trip through YAML does."""
     assert load(tmp_path) == RunConfig() == load(tmp_path, dumped(RunConfig()))
     # As a resume and the report read the settings of a run.
@@ -49,9 +49,7 @@ def test_empty_file_gives_valid_defaults_that_survive_a_round_trip(tmp_path: Pat
         ("{name: ppo}", None, 0.01),
     ],
 )
-def test_yaml_values_override_an_algorithms_published_settings(
-    tmp_path: Path, written: str, high: float | None, kl: float
-):
+def test_yaml_values_override_an_algorithms_published_settings(tmp_path, written, high, kl):
     """A null is a value, too; so it is in sections that were validated before, and among overrides."""
     config = load(tmp_path, f"actor: {{algorithm: {written}}}")
     assert (config.actor.algorithm.clip_ratio_high, config.actor.kl.coef) == (high, kl)
@@ -62,7 +60,7 @@ def test_yaml_values_override_an_algorithms_published_settings(
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_yaml_files_in_configs_are_valid(path: Path):
+def test_yaml_files_in_configs_are_valid(path):
     assert without_effect(load_config(path)) == []
 
 
@@ -101,6 +99,9 @@ def test_yaml_files_in_configs_are_valid(path: Path):
             "YAML reads yes, no, on and off as true and false, so put such a text in quotes (got Fal",
         ),
         ("[]", "my.yaml must contain sections"),
+        ("actor: {max_off_policy_steps: true}", "max_off_policy_steps: must be a number, not true or false (got True)"),
+        ("actor: {max_minutes: yes}", "actor.max_minutes: must be a number, not true or false (got True)"),
+        ("reward: {attribute_weights: [1, true]}", "reward.attribute_weights: must be a number, not true or false"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
         (
@@ -318,12 +319,12 @@ def test_yaml_files_in_configs_are_valid(path: Path):
         (b"\xff\xfe", "my.yaml is not valid YAML"),
     ],
 )
-def test_invalid_yaml_is_refused_by_key_and_value(tmp_path: Path, text: str | bytes, message: str):
+def test_invalid_yaml_is_refused_by_key_and_value(tmp_path, text, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, text)
 
 
-def test_all_config_problems_are_reported_together_with_their_source(tmp_path: Path):
+def test_all_config_problems_are_reported_together_with_their_source(tmp_path):
     text = "actor: {step: 3, optimizer: {lr: -1}}\nserver: {http_port: x}"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, "actor.steps=3", "actor.step_size=2")
@@ -339,7 +340,7 @@ def test_all_config_problems_are_reported_together_with_their_source(tmp_path: P
             load_config(path)
 
 
-def test_overrides_win_over_the_file(tmp_path: Path):
+def test_overrides_win_over_the_file(tmp_path):
     config = load(
         tmp_path,
         "actor: {steps: 3, optimizer: {lr: 1e-3}}",
@@ -376,7 +377,7 @@ def test_overrides_win_over_the_file(tmp_path: Path):
         ("run.dir.x=1", "override 'run.dir.x=1': 'dir' is a value, not a section"),
     ],
 )
-def test_invalid_overrides_are_refused_by_name(tmp_path: Path, override: str, message: str):
+def test_invalid_overrides_are_refused_by_name(tmp_path, override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, "run: {dir: here}", override)
 
@@ -384,20 +385,20 @@ def test_invalid_overrides_are_refused_by_name(tmp_path: Path, override: str, me
 @pytest.mark.parametrize(
     ("folder", "identity"), [("runs/demo", "demo"), ("my run!", "my-run-"), ("_._", "run"), ("x" * 99, "x" * 64)]
 )
-def test_run_identity_defaults_to_the_folder_name(tmp_path: Path, folder: str, identity: str):
+def test_run_identity_defaults_to_the_folder_name(tmp_path, folder, identity):
     config = load(tmp_path, "", f"run.dir={tmp_path / folder}")
     assert config.run.identity == identity
     assert load(tmp_path, "", f"run.run_id={identity}").run.identity == identity  # and may be written out
 
 
-def test_override_of_one_section_does_not_change_its_yaml_alias(tmp_path: Path):
+def test_override_of_one_section_does_not_change_its_yaml_alias(tmp_path):
     overrides = ["reward.model=a", "critic.model=b", "critic.threads=3"]
     config = load(tmp_path, "reward: &same {threads: 2}\ncritic: *same\n", *overrides)
     found = [(str(section.model), section.threads) for section in (config.reward, config.critic)]
     assert found == [("a", 2), ("b", 3)]
 
 
-def test_yaml_merge_keys_and_yaml_1_2_numbers_are_supported(tmp_path: Path):
+def test_yaml_merge_keys_and_yaml_1_2_numbers_are_supported(tmp_path):
     text = (
         "reward: &a {threads: 2, instances: 3}\ncritic: &b {<<: *a, threads: 4}\n"
         "reference: {<<: [*b, *a], instances: 9}\n"
@@ -438,6 +439,11 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
         1,
         "the loss reinforce has no probability ratio",
     ),
+    "a gate": (
+        ["actor.algorithm={name: flash_reinforce}", "actor.update.epochs=2", "actor.algorithm.clip_ratio=0.1"],
+        1,
+        "the loss flash_reinforce has only an upper bound",
+    ),
     "one minibatch": (
         ["actor.rollout_size=8", "actor.algorithm.clip_ratio=0.1", "actor.update.max_kl=0.1"],
         2,
@@ -453,7 +459,7 @@ WITHOUT_EFFECT = {  # overrides, of which the last have no effect, the number of
 
 
 @pytest.mark.parametrize(("overrides", "count", "why"), WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT.keys())
-def test_settings_without_effect_are_listed_with_the_reason(tmp_path: Path, overrides: list[str], count: int, why: str):
+def test_settings_without_effect_are_listed_with_the_reason(tmp_path, overrides, count, why):
     assert without_effect(load(tmp_path, "", *overrides[:-count])) == []
     config = load(tmp_path, "", *overrides)
     keys = sorted(override.partition("=")[0] for override in overrides[-count:])
@@ -462,6 +468,14 @@ def test_settings_without_effect_are_listed_with_the_reason(tmp_path: Path, over
     assert why in found
     assert effect_line(config) == f"settings without effect in this run: {found}"
     assert without_effect(RunConfig.model_validate(config.model_dump(mode="json"))) == []  # not written by the user
+
+
+def test_clip_ratio_does_not_set_the_bound_of_a_gate(tmp_path):
+    given = [
+        "actor.algorithm={name: flash_reinforce, clip_ratio: 0.2}",
+        "actor.algorithm={name: flash_reinforce, clip_ratio_high: 0.01}",
+    ]
+    assert [load(tmp_path, "", each).actor.algorithm.clip[1] for each in given] == [0.003, 0.01]
 
 
 @pytest.mark.parametrize(
@@ -480,11 +494,11 @@ def test_settings_without_effect_are_listed_with_the_reason(tmp_path: Path, over
         ("{name: grpo, responses_per_prompt: 2, loss: dppo, old_logprobs: sampler}", False),
     ],
 )
-def test_loss_without_a_ratio_to_the_sampler_needs_a_correction(tmp_path: Path, algorithm: str, needs: bool):
+def test_loss_without_a_ratio_to_the_sampler_needs_a_correction(tmp_path, algorithm, needs):
     assert needs_correction(load(tmp_path, f"actor: {{algorithm: {algorithm}}}").actor) is needs
 
 
-def test_choosing_a_correction_is_enough_and_names_existing_choices(tmp_path: Path):
+def test_choosing_a_correction_is_enough_and_names_existing_choices(tmp_path):
     vllm = "generation: {engine: vllm, vllm: {servers: ['a:1']}}"
     for mode in ("clip", "mask", "binary_kl", "binary_tv", "none"):
         assert mode in CORRECTION_CHOICES
@@ -503,13 +517,13 @@ def test_choosing_a_correction_is_enough_and_names_existing_choices(tmp_path: Pa
         ("{mode: binary_kl, high: 0.1}", 0.1),
     ],
 )
-def test_upper_bound_of_a_correction_is_as_published_for_its_mode(tmp_path: Path, correction: str, upper: float):
+def test_upper_bound_of_a_correction_is_as_published_for_its_mode(tmp_path, correction, upper):
     vllm = "generation: {engine: vllm, vllm: {servers: ['a:1']}}"
     found = load(tmp_path, f"actor: {{{vllm}, algorithm: {{correction: {correction}}}}}")
     assert found.actor.algorithm.correction.upper == upper
 
 
-def test_an_unused_reward_model_is_refused(tmp_path: Path):
+def test_an_unused_reward_model_is_refused(tmp_path):
     message = "`rewards` lists the terms that count, and `rewards` has no term `model`; add rewards.model: {weight"
     for model in ("checkpoints/reward", "checkpoints/mine"):  # the default, too
         with pytest.raises(ConfigError, match=re.escape(f"reward.model ({model}) has no effect: {message}")):
@@ -537,7 +551,7 @@ def test_an_unused_reward_model_is_refused(tmp_path: Path):
         ),
     ],
 )
-def test_default_precision_is_bfloat16_only_on_gpus(tmp_path: Path, overrides: tuple[str, ...], precisions: list[str]):
+def test_default_precision_is_bfloat16_only_on_gpus(tmp_path, overrides, precisions):
     config = load(tmp_path, "{}", *overrides)
     served = [section.dtype for section in (config.reward, config.critic, config.reference)]
     assert [*served, config.trainer.precision, config.actor.policy.precision] == precisions
@@ -546,7 +560,7 @@ def test_default_precision_is_bfloat16_only_on_gpus(tmp_path: Path, overrides: t
     assert config.reference.dtype == "bfloat16", "that of the policy"
 
 
-def test_deterministic_fixes_dependent_settings(tmp_path: Path):
+def test_deterministic_fixes_dependent_settings(tmp_path):
     """Readers of the configuration see plain values, and no setting is left to be measured."""
     config = load(tmp_path, "run: {deterministic: true}", "critic.threads=3", "actor.max_staleness=0")
     assert (config.actor.max_staleness, config.actor.rewards.max_failed_fraction) == (0, 0)
@@ -566,13 +580,13 @@ def test_deterministic_fixes_dependent_settings(tmp_path: Path):
         ("actor.policy.device=cuda", "actor.policy.device: 'cuda', but run.deterministic: true needs 'cpu'"),
     ],
 )
-def test_deterministic_run_refuses_settings_that_change_results(tmp_path: Path, override: str, message: str):
+def test_deterministic_run_refuses_settings_that_change_results(tmp_path, override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, "run: {deterministic: true}", override)
     load(tmp_path, "", override)
 
 
-def test_prompts_come_from_path_or_files(tmp_path: Path):
+def test_prompts_come_from_path_or_files(tmp_path):
     config = load(tmp_path, "actor: {prompts: {files: [{path: a}, {path: b, weight: 2}]}}")
     assert load(tmp_path, dumped(config)) == config
     prompts = load(tmp_path, "actor: {prompts: {files: [], path: a.jsonl}}").actor.prompts
@@ -629,12 +643,12 @@ LAYOUTS = {  # overrides -> what the error says; None: accepted
 
 
 @pytest.mark.parametrize(("overrides", "error"), LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_roles_with_several_gpus_must_not_overlap_with_others(tmp_path: Path, overrides: list[str], error: str | None):
+def test_roles_with_several_gpus_must_not_overlap_with_others(tmp_path, overrides, error):
     with pytest.raises(ConfigError, match=error) if error else contextlib.nullcontext():
         load(tmp_path, yaml.safe_dump({"run": {"dir": str(tmp_path)}}), *overrides)
 
 
-def test_role_occupies_consecutive_gpus_from_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_role_occupies_consecutive_gpus_from_its_device(tmp_path, monkeypatch):
     assert devices_of("cuda", 2) == ("cuda:0", "cuda:1")
     assert devices_of("cuda:4", 4) == ("cuda:4", "cuda:5", "cuda:6", "cuda:7")
     assert (devices_of("cuda:1"), devices_of("cpu", 2), device_of("cpu", 3)) == (("cuda:1",), ("cpu", "cpu"), "cpu")
@@ -684,7 +698,7 @@ def names_elsewhere() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("level", ["{%s: 1}", "actor: {%s: 1}", "actor: {algorithm: {%s: 1}}"])
-def test_keys_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
+def test_keys_of_other_trainers_get_the_right_hint(tmp_path, level):
     named, wrong = names_elsewhere(), {}
     assert len(named) > 200
     for name, keys in named.items():
@@ -770,13 +784,13 @@ ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, O
 
 
 @pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in ELSEWHERE.items() for name in names.split()])
-def test_names_and_paths_of_other_trainers_lead_to_our_key(tmp_path: Path, key: str | None, name: str):
+def test_names_and_paths_of_other_trainers_lead_to_our_key(tmp_path, key, name):
     hint = f"did you mean {key}?" if key else "known: " if key is None else "this project has no such setting"
     with pytest.raises(ConfigError, match=rf"unknown key {re.escape(name)}; {re.escape(hint)}"):
         load(tmp_path, "{}", f"{name}=1")
 
 
-def test_every_key_in_a_section_of_another_trainer_gets_its_own_line(tmp_path: Path):
+def test_every_key_in_a_section_of_another_trainer_gets_its_own_line(tmp_path):
     text = (
         "actor_rollout_ref: {actor: {ppo_epochs: 2, optim: {lr: 1e-6}}, rollout: {n: 5}}\nchat_template_kwargs: {a: 1}"
     )
@@ -793,7 +807,7 @@ def test_every_key_in_a_section_of_another_trainer_gets_its_own_line(tmp_path: P
 
 
 @pytest.mark.parametrize("section", ["", "actor.", "trainer.", "critic.", "reward.", "reference."])
-def test_hints_name_only_keys_that_exist(section: str):
+def test_hints_name_only_keys_that_exist(section):
     valid = [*keys_of(RunConfig, ""), *(f"rewards.<name>.{key}" for key in RewardTerm.model_fields)]
     hints = [hint_at(section + name, valid) or "" for name in OTHER_NAMES]
     named = {*re.findall(r"(?<![\w./])[a-z]+\.[\w.<>]+\w", " ".join((*hints, *ADVICE)))}
@@ -801,7 +815,7 @@ def test_hints_name_only_keys_that_exist(section: str):
     assert named - {*valid} == {"config.json", "sample.metadata"}
 
 
-def test_hidden_variables_excludes_only_the_functions_own_key(tmp_path: Path):
+def test_hidden_variables_excludes_only_the_functions_own_key(tmp_path):
     text = (
         "{server: {training_key_env: A}, gateway: {key_env: B}, "
         "rewards: {judge: {function: 'a.py:f', options: {api_key_env: C}}}}"

@@ -2,8 +2,6 @@
 
 import functools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +57,7 @@ def refused(text: str):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:, 0], LENGTHS.astype(np.int32)])
-def test_scoring_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
+def test_scoring_rows_are_cut_to_their_lengths(dtype, lengths):
     padding = np.pad(TOKENS, ((0, 0), (0, 50)), constant_values=-100)  # may hold anything and be any length
     rows = scoring_rows(padding.astype(dtype), lengths, limits=LIMITS)
     assert rows.width == 54
@@ -68,7 +66,7 @@ def test_scoring_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray)
 
 
 @pytest.mark.parametrize("shape", [(2, 2500), (2, 1, 2500)])  # as the reshape in config.pbtxt delivers ordinary rows
-def test_scoring_rows_without_lengths_keep_all_tokens(shape: tuple[int, ...]):
+def test_scoring_rows_without_lengths_keep_all_tokens(shape):
     rows = scoring_rows(np.ones(shape, np.int64), None, limits=Limits(10))
     assert (rows.width, [row.tokens.size for row in rows.rows]) == (2500, [2500, 2500])
 
@@ -87,7 +85,7 @@ def test_scoring_rows_without_lengths_keep_all_tokens(shape: tuple[int, ...]):
         (TOKENS, LENGTHS.T, "sequence_lengths: shape [1, 3], must be [3, 1]"),
     ],
 )
-def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, message: str):
+def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, message):
     with refused(message):
         scoring_rows(tokens, lengths, limits=LIMITS)
 
@@ -109,7 +107,7 @@ def test_padded_and_packed_arrays_give_the_same_payload():
 
 
 @pytest.mark.parametrize("name", ["tokens", "returns", "prev_values", "mask"])
-def test_payload_digest_changes_with_every_field(name: str):
+def test_payload_digest_changes_with_every_field(name):
     changed = padded(**{name: at(padded()[name], (0, 1), 7)})
     assert train_payload(changed, LIMITS).digest() != train_payload(padded(), LIMITS).digest()
 
@@ -171,7 +169,7 @@ PACKED = [
         *((packed(**changes), message) for changes, message in PACKED),
     ],
 )
-def test_training_requests_are_refused_by_field_and_value(arrays: dict, message: str):
+def test_training_requests_are_refused_by_field_and_value(arrays, message):
     with refused(message):
         train_payload(arrays, LIMITS)
 
@@ -200,9 +198,7 @@ def test_optional_inputs_are_parsed_and_have_defaults():
     ("parameters", "included", "text"),
     [({"min_version": 4}, {4, 5, 6}, "4 or newer"), ({"exact_version": 4}, {4}, "4"), ({"exact_version": 0}, {0}, "0")],
 )
-def test_version_range_round_trips_through_request_parameters(
-    parameters: dict[str, int], included: set[int], text: str
-):
+def test_version_range_round_trips_through_request_parameters(parameters, included, text):
     demanded = contract.VersionRange.of({**parameters, "priority": 3})
     assert demanded is not None
     assert {version for version in range(7) if demanded.includes(version)} == included
@@ -286,7 +282,7 @@ def test_request_limits_are_inclusive():
         ),
     ],
 )
-def test_invalid_inputs_are_refused_by_field_and_value(call: Callable[..., Any], arguments: tuple, message: str):
+def test_invalid_inputs_are_refused_by_field_and_value(call, arguments, message):
     with refused(message):
         call(*arguments)
 
@@ -301,6 +297,6 @@ def test_invalid_inputs_are_refused_by_field_and_value(call: Callable[..., Any],
         ([2, *range(151_665, 151_936)], "[2, [151665, 151935]]"),  # Qwen2.5's
     ],
 )
-def test_id_ranges_round_trips_banned_ids(ids: list[int], text: str):
+def test_id_ranges_round_trips_banned_ids(ids, text):
     assert id_ranges(ids) == text
     assert ids_in(text) == ids

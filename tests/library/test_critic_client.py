@@ -74,12 +74,12 @@ def test_training_rows_of_lists_arrays_and_tensors_become_one_payload():
         ({3: [[0, 0]]}, r"^mask: all 0, must be above 0 for at least one token"),
     ],
 )
-def test_invalid_training_rows_are_refused_by_field_and_index(change: dict[int, Any], told: str):
+def test_invalid_training_rows_are_refused_by_field_and_index(change, told):
     with pytest.raises(ContractError, match=told):
         training_arrays(*(change.get(i, given) for i, given in enumerate(UPDATE)))
 
 
-def test_critic_client_raises_on_non_finite_values(monkeypatch: pytest.MonkeyPatch):
+def test_critic_client_raises_on_non_finite_values(monkeypatch):
     def call(critic: CriticClient) -> None:
         monkeypatch.setattr(critic._client._client, "score", not_finite)
         with pytest.raises(RlhfError, match=r"values\[0\]: the critic returned numbers that are not finite"):
@@ -94,7 +94,7 @@ def test_critic_client_raises_on_non_finite_values(monkeypatch: pytest.MonkeyPat
 # ---- calls ----
 
 
-def test_critic_client_sends_the_demanded_version(monkeypatch: pytest.MonkeyPatch):
+def test_critic_client_sends_the_demanded_version(monkeypatch):
     def call(critic: CriticClient) -> None:
         infer, demanded = critic._client._client._infer, list[VersionRange]()
 
@@ -170,7 +170,7 @@ def test_async_critic_calls_overlap():
         ({"training_key": b"secret"}, "training_key: must be a text"),
     ],
 )
-def test_wrong_argument_raises_at_construction(given: dict[str, Any], told: str):
+def test_wrong_argument_raises_at_construction(given, told):
     before = threading.active_count()
     for kind in (CriticClient, AsyncCriticClient):
         with pytest.raises(ContractError, match=told):

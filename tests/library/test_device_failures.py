@@ -5,14 +5,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from live_system import Checkpoints, make_run, random_rows, scoring_inputs, wait_for
+from live_system import make_run, random_rows, scoring_inputs, wait_for
 from out_of_memory import let_memory_be_short
 from served_model import served_model
 from tiny_checkpoints import save_tiny
@@ -51,7 +50,7 @@ def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
-def test_halving_processes_each_row_once_and_in_order(most: int):
+def test_halving_processes_each_row_once_and_in_order(most):
     budget = MemoryBudget("critic.token_budget", remedy=REMEDY)
     parts = budget.run_in_parts(fits(most), range(20))
     assert [row for part in parts for row in part] == list(range(20))
@@ -74,7 +73,7 @@ def test_failed_attempt_holds_no_memory_during_the_retry():
     gc.unfreeze()
 
 
-def test_halving_keeps_the_reduced_size(caplog: pytest.LogCaptureFixture):
+def test_halving_keeps_the_reduced_size(caplog):
     budget = MemoryBudget("actor.policy.token_budget", 1000, remedy=REMEDY)
     work = Mock(side_effect=lambda size: fits(30)(range(min(size, 100))) and size)
     with caplog.at_level(logging.WARNING):
@@ -115,7 +114,7 @@ def test_halving_raises_other_errors_at_once():
         (ValueError("CUDA error"), False, False),
     ],
 )
-def test_gpu_errors_are_classified(error: Exception, is_full: bool, is_broken: bool):
+def test_gpu_errors_are_classified(error, is_full, is_broken):
     assert (is_out_of_memory(error), is_device_error(error)) == (is_full, is_broken)
 
 
@@ -126,7 +125,7 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel err
 
 
 @pytest.fixture
-def reward(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Any]:
+def reward(tmp_path, checkpoints) -> Iterator[Any]:
     with served_model(make_run(tmp_path, checkpoints).config, "reward_model") as served:
         yield served
 
@@ -138,7 +137,7 @@ def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (R
 
 
 @pytest.mark.parametrize("at_launch", [True, False])
-def test_model_refuses_requests_after_a_device_error(reward: Any, monkeypatch: pytest.MonkeyPatch, at_launch: bool):
+def test_model_refuses_requests_after_a_device_error(reward, monkeypatch, at_launch):
     counted: list[tuple[int, ...]] = []
     monkeypatch.setattr(reward.served.compute._failures, "add", counted.append)
     fail = Mock(side_effect=torch.AcceleratorError(ILLEGAL))
@@ -153,7 +152,7 @@ def test_model_refuses_requests_after_a_device_error(reward: Any, monkeypatch: p
     assert counted == [(1, 0)]
 
 
-def test_device_error_while_loading_does_not_reject_the_version(reward: Any, monkeypatch: pytest.MonkeyPatch):
+def test_device_error_while_loading_does_not_reject_the_version(reward, monkeypatch):
     """The thread that loads it never goes on, and so rejects no version."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.torch_scoring.threading.Event", lambda: pytest)
     monkeypatch.setattr(pytest, "wait", lambda: pytest.skip.Exception, raising=False)
@@ -162,9 +161,7 @@ def test_device_error_while_loading_does_not_reject_the_version(reward: Any, mon
     assert UNTIL_LOADED in str(ask(reward).error)
 
 
-def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(
-    reward: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(reward, checkpoints, monkeypatch):
     expected = load_reward(checkpoints.reward).score(ROWS)
     most, sizes, halved = 2, [], []
     forward = reward.served.forward
@@ -186,7 +183,7 @@ def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(
     assert ask(reward).error is None
 
 
-def test_idle_threads_release_replaced_versions(tmp_path: Path, checkpoints: Checkpoints):
+def test_idle_threads_release_replaced_versions(tmp_path, checkpoints):
     run = make_run(tmp_path, checkpoints)
     initialise_store(run.store, run.config.critic, run_id=run.run_id)
     with served_model(run.config, "critic") as critic:
@@ -197,9 +194,7 @@ def test_idle_threads_release_replaced_versions(tmp_path: Path, checkpoints: Che
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_lost_serving_rank_reports_that_it_ran_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-):
+def test_lost_serving_rank_reports_that_it_ran_out_of_memory(tmp_path, monkeypatch, rank):
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
         let_memory_be_short(monkeypatch, tmp_path, "rlhf_triton.models.modeling", "RewardModel", "launch")

@@ -51,7 +51,7 @@ def payload(value: float = 0.0, lengths: Sequence[int] = (2, 3)) -> TrainPayload
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path) -> Journal:
     return Journal(tmp_path / "journal", "run")
 
 
@@ -194,7 +194,7 @@ TestJournal.settings = settings(max_examples=25, stateful_step_count=40, phases=
 
 
 @pytest.mark.parametrize("lengths", [(2,), (17, 2, 300)])
-def test_entry_file_is_readable_with_safetensors(journal: Journal, lengths: tuple[int, ...]):
+def test_entry_file_is_readable_with_safetensors(journal, lengths):
     plain = payload(0.5, lengths)
     strided = np.repeat(plain.tokens, 2)[::2]  # numpy hands out views of what came over the wire
     entry = journal.accept_training(dataclasses.replace(plain, tokens=strided), run_id="run", step=1)
@@ -209,7 +209,7 @@ def test_entry_file_is_readable_with_safetensors(journal: Journal, lengths: tupl
     assert [path.name for path in entries_folder(journal).iterdir()] == [entry.name]
 
 
-def test_entries_sort_by_step_and_rank(journal: Journal):
+def test_entries_sort_by_step_and_rank(journal):
     train(journal, 1)
     for number in range(11):
         journal.accept_save(run_id=None, keep_steps=[number, 4])
@@ -222,14 +222,14 @@ def test_entries_sort_by_step_and_rank(journal: Journal):
 
 
 @pytest.mark.parametrize("kind", ["training", "save", "rewind"])
-def test_journal_refuses_requests_of_another_run(journal: Journal, kind: str):
+def test_journal_refuses_requests_of_another_run(journal, kind):
     content = {"training": {"payload": payload(), "step": 1}, "save": {}, "rewind": {"target": 0}}[kind]
     with conflict("run_id: 'other', but this critic belongs to run 'run'"):
         getattr(journal, f"accept_{kind}")(run_id="other", **content)
     assert journal.entries() == []
 
 
-def test_repeated_request_may_have_another_traceparent(journal: Journal):
+def test_repeated_request_may_have_another_traceparent(journal):
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     for other in (trace, None, trace.replace("a", "c")):  # repeats of the request
         entry = journal.accept_training(payload(), run_id="run", step=1, traceparent=other)
@@ -240,7 +240,7 @@ def test_repeated_request_may_have_another_traceparent(journal: Journal):
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])
-def test_payload_that_fails_its_check_is_not_accepted(journal: Journal, step: int):
+def test_payload_that_fails_its_check_is_not_accepted(journal, step):
     """The check runs while the file is written: a step that is new, one known, and one that does not fit."""
     train(journal, 1)
 
@@ -252,7 +252,7 @@ def test_payload_that_fails_its_check_is_not_accepted(journal: Journal, step: in
     assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
 
 
-def test_refused_step_returns_only_after_its_hashing_threads_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_refused_step_returns_only_after_its_hashing_threads_end(tmp_path, monkeypatch):
     """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
     finished = []
 
@@ -267,7 +267,7 @@ def test_refused_step_returns_only_after_its_hashing_threads_end(tmp_path: Path,
     assert len(finished) == 5
 
 
-def test_full_disk_leaves_no_entry(journal: Journal, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_no_entry(journal, monkeypatch):
     train(journal, 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -277,7 +277,7 @@ def test_full_disk_leaves_no_entry(journal: Journal, monkeypatch: pytest.MonkeyP
     assert train(journal, 2).step == 2
 
 
-def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal: Journal):
+def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal):
     last = KEPT_RESULTS + 2
     for step in (1, 2, 3, last):
         journal.finish(Entry(step, 0, "train"), Result(entry=f"{step:08d}.train", weights_version=step, digest="x"))
@@ -290,7 +290,7 @@ def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal: Jou
     assert train(journal, None).step == 3
 
 
-def test_trained_entries_are_archived_once_a_checkpoint_covers_them(journal: Journal):
+def test_trained_entries_are_archived_once_a_checkpoint_covers_them(journal):
     """The newest ones, and none that failed; the run itself no longer knows them."""
 
     def on_disk() -> list[tuple[str, str]]:
@@ -315,7 +315,7 @@ def test_trained_entries_are_archived_once_a_checkpoint_covers_them(journal: Jou
     assert on_disk() == []
 
 
-def test_requests_of_an_owner_before_a_rewind_are_refused(journal: Journal):
+def test_requests_of_an_owner_before_a_rewind_are_refused(journal):
     owner = Sender("second", 2)
     for sender in (Sender("first", 1), Sender("second", 1), owner):
         rewound(journal, 0, sender)
@@ -336,7 +336,7 @@ def test_requests_of_an_owner_before_a_rewind_are_refused(journal: Journal):
     assert journal.accept_training(payload(), run_id="run", step=last + 1, sender=owner).step == last + 1
 
 
-def test_a_duplicate_rewind_changes_nothing(journal: Journal):
+def test_a_duplicate_rewind_changes_nothing(journal):
     """A server hung with the first attempt; another server completed the second, and the actor has trained since."""
     done(journal, train(journal, 1))
     first = rewound(journal, 0, Sender("actor", 1))
@@ -347,14 +347,14 @@ def test_a_duplicate_rewind_changes_nothing(journal: Journal):
     assert journal.entries() == []
 
 
-def test_a_rewind_that_failed_does_not_change_the_owner(journal: Journal):
+def test_a_rewind_that_failed_does_not_change_the_owner(journal):
     rewound(journal, 0, Sender("old", 1))
     rewound(journal, 0, Sender("new", 1), error="0 cannot be reached")
     assert journal.owners() == ["old/1"]
     assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed one is tried again"
 
 
-def test_rewind_removes_the_newest_entries_first(journal: Journal, monkeypatch: pytest.MonkeyPatch):
+def test_rewind_removes_the_newest_entries_first(journal, monkeypatch):
     for step in range(1, 7):
         train(journal, step)
     rewind, rename, left = journal.accept_rewind(run_id=None, target=2), Path.rename, list[list[int]]()
@@ -368,7 +368,7 @@ def test_rewind_removes_the_newest_entries_first(journal: Journal, monkeypatch: 
     assert left == [list(range(1, last + 1)) for last in (6, 5, 4, 3)]
 
 
-def test_rewind_sets_removed_entries_aside(journal: Journal):
+def test_rewind_sets_removed_entries_aside(journal):
     for number in ("1", "2", "3"):
         done(journal, train(journal, 1))
         rewound(journal, 0)
@@ -381,7 +381,7 @@ def test_rewind_sets_removed_entries_aside(journal: Journal):
 # ---- damage ----
 
 
-def test_load_detects_damage_anywhere_in_an_entry(tmp_path: Path):
+def test_load_detects_damage_anywhere_in_an_entry(tmp_path):
     journal = Journal(tmp_path / "journal", "run")
     entry, path = train(journal, 1), entries_folder(journal) / "00000001.train"
     data, (mine, other) = path.read_bytes(), (payload(value).digest().encode() for value in (1, 2))
@@ -392,7 +392,7 @@ def test_load_detects_damage_anywhere_in_an_entry(tmp_path: Path):
             journal.load(entry)
 
 
-def test_repeated_step_with_a_damaged_entry_returns_the_same_entry(journal: Journal):
+def test_repeated_step_with_a_damaged_entry_returns_the_same_entry(journal):
     entry = train(journal, 1)
     (entries_folder(journal) / entry.name).write_bytes(b"?")
     assert train(journal, 1) == entry
@@ -405,7 +405,7 @@ def test_repeated_step_with_a_damaged_entry_returns_the_same_entry(journal: Jour
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"epoch": 1'])
-def test_invalid_heartbeat_file_counts_as_none(journal: Journal, content: str):
+def test_invalid_heartbeat_file_counts_as_none(journal, content):
     journal.root.mkdir()
     (journal.root / "heartbeat.json").write_text(content)
     assert journal.heartbeat() is None
@@ -414,7 +414,7 @@ def test_invalid_heartbeat_file_counts_as_none(journal: Journal, content: str):
 # ---- others act meanwhile ----
 
 
-def test_racing_writers_get_distinct_numbers(journal: Journal):
+def test_racing_writers_get_distinct_numbers(journal):
     def write(value: int) -> tuple[Entry, Entry]:
         mine = Journal(journal.root, "run")
         return mine.accept_training(payload(value), run_id=None, step=None), mine.accept_save(run_id=None)
@@ -442,7 +442,7 @@ def unfinished(journal: Journal) -> list[Path]:
     return list(entries_folder(journal).glob(".*"))
 
 
-def test_a_rewind_that_completes_during_an_accept_leaves_no_gap(journal: Journal):
+def test_a_rewind_that_completes_during_an_accept_leaves_no_gap(journal):
     for step in (1, 2, 3):
         done(journal, train(journal, step))
     with conflict("step: 4, but the last step of run 'run' is 1; send step 2 first; the run was rewound from step 3"):
@@ -454,13 +454,13 @@ def test_a_rewind_that_completes_during_an_accept_leaves_no_gap(journal: Journal
     assert [entry.kind for entry in journal.entries()] == ["train", "rewind"]
 
 
-def test_concurrent_duplicate_steps_become_one_entry(journal: Journal):
+def test_concurrent_duplicate_steps_become_one_entry(journal):
     first = send_during(journal, 1, lambda: train(Journal(journal.root, "run"), 1, 0.0))
     assert journal.entries() == [first]
     assert len(list(entries_folder(journal).iterdir())) == 1
 
 
-def test_accept_times_out_if_a_suspended_writer_holds_the_lock(journal: Journal, monkeypatch: pytest.MonkeyPatch):
+def test_accept_times_out_if_a_suspended_writer_holds_the_lock(journal, monkeypatch):
     train(journal, 1)
     monkeypatch.setattr("rlhf_triton.store.journal.ACCEPT_PATIENCE_S", 0.05)
     other = Journal(journal.root, "run")
@@ -471,7 +471,7 @@ def test_accept_times_out_if_a_suspended_writer_holds_the_lock(journal: Journal,
     assert train(journal, 2).step == 2
 
 
-def test_sweep_removes_temporary_files_of_dead_writers_only(journal: Journal):
+def test_sweep_removes_temporary_files_of_dead_writers_only(journal):
     train(journal, 1)
     command = [sys.executable, "-c", WRITE_AND_STALL, str(entries_folder(journal))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -486,7 +486,7 @@ def test_sweep_removes_temporary_files_of_dead_writers_only(journal: Journal):
     assert unfinished(journal) == []
 
 
-def test_sidecar_lock_is_exclusive_and_raises_the_epoch(journal: Journal):
+def test_sidecar_lock_is_exclusive_and_raises_the_epoch(journal):
     assert not journal.is_followed()
     with journal.lock() as first:
         assert journal.is_followed()
@@ -508,7 +508,7 @@ HOUR_S = 3600.0
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonModel]:
+def model(tmp_path, monkeypatch) -> Iterator[TritonModel]:
     """Return critic_save of run `run`; 0.4 s without a heartbeat are too long."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", 0.4)
@@ -529,9 +529,7 @@ def ask(model: TritonModel, sender: str, **inputs: int | list[int]) -> Callable[
 
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
-def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(
-    model: TritonModel, monkeypatch: pytest.MonkeyPatch, ahead_s: float
-):
+def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(model, monkeypatch, ahead_s):
     """A full disk keeps the sidecar from writing its heartbeat, so the server looks at the disk itself."""
     journal = model.served.journal
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -543,9 +541,7 @@ def test_request_fails_if_the_sidecar_is_silent_despite_clock_skew(
     assert "(step 7, micro-batch 0, training); the journal's disk cannot be written: No space left on device" in error
 
 
-def test_request_that_cannot_be_processed_now_fails_with_the_cause_and_stays_in_the_journal(
-    model: TritonModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_request_that_cannot_be_processed_now_fails_with_the_cause_and_stays_in_the_journal(model, monkeypatch):
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", HOUR_S)
     journal = model.served.journal
     kept = "the save after step 0 of run 'run' is in the journal and will be processed: repeat the request"
@@ -568,9 +564,7 @@ def test_request_that_cannot_be_processed_now_fails_with_the_cause_and_stays_in_
     ("sender", "is_served"),
     [("old/1", False), ("new/0", False), *((sender, True) for sender in ("new/1", "", "curl", "5", "/1", "a/-1"))],
 )
-def test_sender_header_decides_whether_a_request_is_served_after_a_rewind(
-    model: TritonModel, sender: str, is_served: bool
-):
+def test_sender_header_decides_whether_a_request_is_served_after_a_rewind(model, sender, is_served):
     journal = model.served.journal
     for owner in ("old", "new"):
         rewound(journal, 0, Sender(owner, 1))

@@ -11,7 +11,6 @@ import sys
 import urllib.request
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -66,7 +65,7 @@ def scrape(port: int) -> dict[str, float]:
     return {name.removeprefix("rlhf_test_"): value for name, value in ours.items()}
 
 
-def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path: Path):
+def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
     depth: list[float] = []
 
     def live() -> Values:
@@ -101,7 +100,7 @@ def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path: Path):
     }
 
 
-def test_exporter_is_off_without_a_port_and_warns_once_if_it_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_exporter_is_off_without_a_port_and_warns_once_if_it_is_taken(tmp_path, caplog):
     handlers = list(logging.getLogger().handlers)
     Exporter("rlhf_test_", METRICS, tmp_path).serve("127.0.0.1", None)
     assert (logging.getLogger().handlers, caplog.messages) == (handlers, [])
@@ -112,7 +111,7 @@ def test_exporter_is_off_without_a_port_and_warns_once_if_it_is_taken(tmp_path: 
     assert len(caplog.messages) == 1
 
 
-def test_triton_metric_families_are_never_freed(monkeypatch: pytest.MonkeyPatch):
+def test_triton_metric_families_are_never_freed(monkeypatch):
     """One that Triton's stub frees when a model is unloaded ends the process with a segfault."""
     families, metric = weakref.WeakSet[stub.MetricFamily](), stub.MetricFamily()
 
@@ -167,7 +166,7 @@ def test_log_position_persists_until_it_is_set_again():
 
 
 @pytest.mark.parametrize("text", ["10:00:00 ERROR no disk", "", "[1]", "null", '{"level": "ERROR"}'])
-def test_log_lines_of_other_programs_are_not_parsed(text: str):
+def test_log_lines_of_other_programs_are_not_parsed(text):
     assert parsed(text) is None
 
 
@@ -187,7 +186,7 @@ raise RuntimeError("the end")
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_stderr_warnings_and_exceptions_become_log_lines(log_format: str):
+def test_stderr_warnings_and_exceptions_become_log_lines(log_format):
     start = (
         "import logging, sys, threading, warnings\n"
         "from rlhf_triton.config.command_line import log_to_stderr, report\n"
@@ -239,7 +238,7 @@ def only(spans: list[Span]) -> Span:
     return found
 
 
-def test_spans_nest_and_carry_their_attributes(received: Collector):
+def test_spans_nest_and_carry_their_attributes(received):
     with tracing.tracing("actor", received.url + "/", "my-run"):
         assert traceparent() is None
         with span("outer", rows=3, kind="a"):
@@ -257,7 +256,7 @@ def test_spans_nest_and_carry_their_attributes(received: Collector):
     assert set(received.requests) == {("/v1/traces", "application/json")}
 
 
-def test_span_continues_a_remote_parents_trace(received: Collector):
+def test_span_continues_a_remote_parents_trace(received):
     with tracing.tracing("sidecar", received.url, "my-run"):
         with span("other"), span("train", parent=REMOTE, step=3):
             pass
@@ -271,7 +270,7 @@ def test_span_continues_a_remote_parents_trace(received: Collector):
     assert received.named("unsampled") == received.named("step") == [], "only the actor opens the span of a step"
 
 
-def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received: Collector):
+def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received):
     async def phase(name: str, step: int) -> None:
         with span(name, of_step=step):
             await asyncio.sleep(0)
@@ -311,14 +310,12 @@ def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received: 
         "ä" * 55,
     ],
 )
-def test_malformed_traceparent_is_ignored(text: str | None):
+def test_malformed_traceparent_is_ignored(text):
     assert parsed_traceparent(text) is None
     assert parsed_traceparent(REMOTE) == REMOTE
 
 
-def test_failing_trace_collector_causes_one_warning(
-    received: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_failing_trace_collector_causes_one_warning(received, caplog, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setattr(tracing, "STOP_S", 60.0)
     received.status = 400
@@ -389,7 +386,7 @@ assert stop.wait(120)
 
 @pytest.mark.parametrize("script", [INSIDE_WAIT, JUST_BEFORE_WAIT], ids=["within a wait", "just before it"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_signal_ends_a_wait_without_a_deadlock(script: str, name: str):
+def test_signal_ends_a_wait_without_a_deadlock(script, name):
     subprocess.run([sys.executable, "-c", script.format(name=name)], check=True, timeout=120)
 
 

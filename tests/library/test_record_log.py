@@ -2,9 +2,7 @@
 
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +50,7 @@ def numbers_in(folder: Path) -> list[int]:
     st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.floats() | st.text(max_size=9), max_size=4),
     st.lists(st.sampled_from(KINDS).flatmap(lambda kind: hnp.arrays(kind, hnp.array_shapes(min_side=0))), max_size=3),
 )
-def test_records_are_restored_bit_for_bit(header: dict[str, Any], arrays: list[np.ndarray]):
+def test_records_are_restored_bit_for_bit(header, arrays):
     record = StoredRecord(header, {f"a {i}": array for i, array in enumerate(arrays)})
     found = record_log.decode(b"".join(map(bytes, record_log._payload(record))))
     assert repr(found.header) == repr(header)
@@ -61,9 +59,7 @@ def test_records_are_restored_bit_for_bit(header: dict[str, Any], arrays: list[n
         assert found.arrays[name].tobytes() == array.tobytes()
 
 
-def test_appended_records_are_read_in_order_from_segments_of_bounded_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_appended_records_are_read_in_order_from_segments_of_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(record_log, "SEGMENT_BYTES", 1000)
     write(tmp_path, *range(20), apart=False)
     assert len(segments(tmp_path)) > 3
@@ -77,7 +73,7 @@ def test_appended_records_are_read_in_order_from_segments_of_bounded_size(
     assert numbers_in(tmp_path) == [20, 21]
 
 
-def test_crash_at_any_byte_of_an_append_loses_only_records_that_were_not_on_disk(tmp_path: Path):
+def test_crash_at_any_byte_of_an_append_loses_only_records_that_were_not_on_disk(tmp_path):
     """The file ends within the last record, or, after the machine has crashed, in other bytes."""
     write(tmp_path / "log", 1, 2)
     path = path_of(tmp_path / "log", 1)
@@ -96,7 +92,7 @@ def test_crash_at_any_byte_of_an_append_loses_only_records_that_were_not_on_disk
 
 
 @pytest.mark.parametrize("size", [0, 3, 8, 20, 8 + record_log.PREFIX.size, 8 + record_log.PREFIX.size + 5])
-def test_segment_whose_opening_a_crash_has_cut_is_removed(size: int, tmp_path: Path):
+def test_segment_whose_opening_a_crash_has_cut_is_removed(size, tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2)
     path_of(tmp_path, 2).write_bytes(path_of(tmp_path, 2).read_bytes()[:size])
@@ -105,7 +101,7 @@ def test_segment_whose_opening_a_crash_has_cut_is_removed(size: int, tmp_path: P
     assert numbers_in(tmp_path) == [1, 3]
 
 
-def test_every_flipped_bit_of_a_record_on_disk_is_an_error_that_names_file_and_position(tmp_path: Path):
+def test_every_flipped_bit_of_a_record_on_disk_is_an_error_that_names_file_and_position(tmp_path):
     write(tmp_path, 1, 2)
     path = path_of(tmp_path, 1)
     data = path.read_bytes()
@@ -127,9 +123,7 @@ def test_every_flipped_bit_of_a_record_on_disk_is_an_error_that_names_file_and_p
         (lambda data: data[:-70], "is damaged at byte .*: a record is incomplete; restore the file"),
     ],
 )
-def test_foreign_future_and_truncated_segments_are_refused(
-    change: Callable[[bytes], bytes], message: str, tmp_path: Path
-):
+def test_foreign_future_and_truncated_segments_are_refused(change, message, tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2)
     path_of(tmp_path, 1).write_bytes(change(path_of(tmp_path, 1).read_bytes()))
@@ -137,7 +131,7 @@ def test_foreign_future_and_truncated_segments_are_refused(
         numbers_in(tmp_path)
 
 
-def test_record_whose_caller_no_longer_waits_is_written_like_any_other(tmp_path: Path):
+def test_record_whose_caller_no_longer_waits_is_written_like_any_other(tmp_path):
     log, go_on = RecordLog(tmp_path, {}), threading.Event()
     log.append(lambda: (go_on.wait(60), a_record(1))[1])
     assert log.append(lambda: a_record(2)).cancel()
@@ -147,7 +141,7 @@ def test_record_whose_caller_no_longer_waits_is_written_like_any_other(tmp_path:
     assert numbers_in(tmp_path) == [1, 2, 3]
 
 
-def test_full_disk_fails_the_record_and_all_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_fails_the_record_and_all_later_ones(tmp_path, monkeypatch):
     log = RecordLog(tmp_path, {})
     log.append(lambda: a_record(1)).result()
 

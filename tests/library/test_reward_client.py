@@ -148,7 +148,7 @@ class Table(list[str]):
         ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
     ],
 )
-def test_invalid_inputs_are_refused_by_index_and_not_sent(inputs: Any, options: dict[str, Any], told: str):
+def test_invalid_inputs_are_refused_by_index_and_not_sent(inputs, options, told):
     def call(reward: RewardClient, server: FakeReward) -> None:
         with pytest.raises(ContractError, match=told):
             reward.score(inputs, **options)
@@ -217,7 +217,7 @@ def test_unreachable_server_raises():
         [],
     ],
 )
-def test_an_invalid_address_is_refused(url: Any):
+def test_an_invalid_address_is_refused(url):
     with pytest.raises(ContractError, match=r"^url: .*, must "):
         RewardClient(url)
     for valid in ("h:1", "[::1]:65535", "dns:h.i:1", "dns:[fe80::1]:1"):
@@ -247,7 +247,7 @@ def test_a_callback_that_would_wait_for_its_own_loop_raises():
 # ---- as functions of trainers ----
 
 
-def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog: pytest.LogCaptureFixture):
+def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog):
     def call(reward: RewardClient, server: FakeReward) -> list[float | None]:
         function, logged = reward.as_trl(), dict[str, float]()
         assert function.__name__ == "triton_reward"  # TRL's name of its metrics

@@ -134,13 +134,13 @@ def errors_of(found: Sequence[ScoreOutcome]) -> list[str]:
 # ---- worker processes: a failure costs its own sample ----
 
 
-def test_worker_pool_returns_each_samples_own_score(pool: WorkerPool):
+def test_worker_pool_returns_each_samples_own_score(pool):
     assert outcomes(pool, doing(*[None] * 500)) == [ScoreOutcome(float(i)) for i in range(500)]
     huge = Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})  # larger than any buffer
     assert outcomes(pool, [huge]) == [ScoreOutcome(1e7)]
 
 
-def test_failing_function_fails_only_its_own_sample(make_pool: MakePool):
+def test_failing_function_fails_only_its_own_sample(make_pool):
     causes = {
         "raise": "RuntimeError: no verdict on None",
         "exit": "SystemExit: enough",
@@ -158,15 +158,13 @@ def test_failing_function_fails_only_its_own_sample(make_pool: MakePool):
     assert (before.score, after.score) == (0, len(causes) + 1)
 
 
-def test_child_forked_by_a_reward_function_returns_no_score(make_pool: MakePool):
+def test_child_forked_by_a_reward_function_returns_no_score(make_pool):
     found = outcomes(make_pool(), doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
     assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
     assert found[3] == found[-1], "the worker itself goes on"
 
 
-def test_timeout_kills_the_worker_and_all_its_child_processes(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_timeout_kills_the_worker_and_all_its_child_processes(make_pool, monkeypatch, tmp_path):
     """No zombie is left: this process inherits orphans, as process 1 of a container does.
 
     Waiting for a worker does not count: the last sample waits for three time limits.
@@ -191,7 +189,7 @@ def test_timeout_kills_the_worker_and_all_its_child_processes(
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 4
 
 
-def test_worker_that_breaks_the_protocol_is_replaced(make_pool: MakePool):
+def test_worker_that_breaks_the_protocol_is_replaced(make_pool):
     pool = make_pool()
     for bad in doing("two results", "foreign result", "no results", "garbled frame", "foreign frame"):
         before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
@@ -205,7 +203,7 @@ def test_worker_that_breaks_the_protocol_is_replaced(make_pool: MakePool):
     assert (failed.error != "", after.error) == (True, "")
 
 
-def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool: MakePool):
+def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool):
     pool = make_pool()
     (worker,) = outcomes(pool, doing("pid"))
     os.kill(int(worker.score), signal.SIGKILL)
@@ -214,7 +212,7 @@ def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool: 
     assert {outcome.error for outcome in found} <= {"", "the worker process was killed by SIGKILL"}
 
 
-def test_workers_inherit_only_their_own_secret(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch):
+def test_workers_inherit_only_their_own_secret(make_pool, monkeypatch):
     hidden, inherited = ["KEY_OF_ANOTHER", "WANDB_API_KEY"], ["HF_TOKEN", "OPENAI_API_KEY"]
     for name in (*hidden, *inherited):
         monkeypatch.setenv(name, "secret")
@@ -223,7 +221,7 @@ def test_workers_inherit_only_their_own_secret(make_pool: MakePool, monkeypatch:
     assert outcomes(pool, asked) == [ScoreOutcome(0.0), ScoreOutcome(2.0)]
 
 
-def test_small_requests_overtake_large_ones_in_the_worker_pool(make_pool: MakePool):
+def test_small_requests_overtake_large_ones_in_the_worker_pool(make_pool):
     pool = make_pool(most_waiting=202)
     long, short = (pool.submit([[sample] for sample in doing(*[None] * number)]) for number in (200, 2))
     with pytest.raises(RuntimeError, match=r"samples are waiting, 200 more exceed the limit of 202; send fewer rows"):
@@ -233,14 +231,14 @@ def test_small_requests_overtake_large_ones_in_the_worker_pool(make_pool: MakePo
     assert len(long.result(120)) == 200
 
 
-def test_close_kills_a_running_function_and_fails_pending_samples(make_pool: MakePool):
+def test_close_kills_a_running_function_and_fails_pending_samples(make_pool):
     pool = make_pool()
     pending = pool.submit([[sample] for sample in doing("loop", None)])
     pool.close()
     assert [bool(outcome.error) for (outcome,) in pending.result(0)] == [True, True]
 
 
-def test_workers_end_if_their_parent_is_killed(tmp_path: Path):
+def test_workers_end_if_their_parent_is_killed(tmp_path):
     pid_file = tmp_path / "pid"
     script = (
         "import sys, time\n"
@@ -272,9 +270,7 @@ def test_workers_end_if_their_parent_is_killed(tmp_path: Path):
         ("broken.py:score", "import time\ntime.sleep(3600)", "cannot be imported: took longer than 1 s"),
     ],
 )
-def test_unimportable_reward_function_raises_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, text: str, cause: str
-):
+def test_unimportable_reward_function_raises_one_sentence(tmp_path, monkeypatch, spec, text, cause):
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(text)
     before = workers()
@@ -287,7 +283,7 @@ def test_unimportable_reward_function_raises_one_sentence(
 # ---- functions, samples and options ----
 
 
-def test_reward_file_can_import_modules_beside_it(make_pool: MakePool, tmp_path: Path):
+def test_reward_file_can_import_modules_beside_it(make_pool, tmp_path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
     path = tmp_path / "with neighbour.py"
     path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
@@ -302,7 +298,7 @@ def test_sample_gives_prompt_and_response_and_checked_accepts_numbers():
 
 
 @pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])
-def test_invalid_function_spec_is_refused(spec: str):
+def test_invalid_function_spec_is_refused(spec):
     with pytest.raises(ValueError, match=re.escape("write path/to/file.py:name or package.module:name")):
         load_function(spec)
 
@@ -324,7 +320,7 @@ def test_invalid_function_spec_is_refused(spec: str):
         (SPEC, {"api_key_env": "NO_SUCH_VARIABLE"}, "the environment variable NO_SUCH_VARIABLE is not set"),
     ],
 )
-def test_wrong_function_option_raises_one_sentence(spec: str, options: dict[str, Any], cause: str):
+def test_wrong_function_option_raises_one_sentence(spec, options, cause):
     given = {**({"model": "m", "base_url": "http://h/v1"} if spec == SPEC else {}), **options}
     with pytest.raises(FunctionError, match=f"^{re.escape(spec)}.*{re.escape(cause)}") as caught:
         load_function(spec, given, timeout_s=1.0)
@@ -343,7 +339,7 @@ def test_reward_class_is_created_once_with_its_options_and_reports_counts():
 
 
 @pytest.mark.parametrize(("name", "amount"), [("A", 1), ("a b", 1), ("", 1), ("a", -1), ("a", math.inf)])
-def test_count_refuses_invalid_names_and_amounts(name: str, amount: float):
+def test_count_refuses_invalid_names_and_amounts(name, amount):
     take_counts()  # of other tests in this process
     with pytest.raises(ValueError, match="counter"):
         count(name, amount)
@@ -359,7 +355,7 @@ def test_a_groupwise_function_may_have_options_and_return_an_array():
         assert load_function(f"{FILE}:wins", {"margin": margin})(group).tolist() == expected
 
 
-def test_groupwise_failure_fails_its_group_and_a_bad_score_only_its_row(make_pool: MakePool):
+def test_groupwise_failure_fails_its_group_and_a_bad_score_only_its_row(make_pool):
     must = "but it must return 3 numbers, one per response"
     causes = {
         "die": "the worker process ended with exit code 3",
@@ -424,7 +420,7 @@ def message(content: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("groupwise", [False, True])
-def test_trl_function_scores_single_rows_and_groups(make_pool: MakePool, groupwise: bool):
+def test_trl_function_scores_single_rows_and_groups(make_pool, groupwise):
     group = [chat(rf"\boxed{{{n}}}", solution=text) for n, text in ((42, "42"), (41, "42"), (42, "many"))]
     pool = make_pool(f"{TRL_FILE}:accuracy", groupwise=groupwise)
     found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
@@ -442,9 +438,7 @@ def test_trl_function_scores_single_rows_and_groups(make_pool: MakePool, groupwi
         (Sample("", [], {"messages": QUESTION}), [QUESTION], [message("")]),
     ],
 )
-def test_trl_function_receives_prompts_completions_and_columns(
-    sample: Sample, prompts: list[Any], completions: list[Any]
-):
+def test_trl_function_receives_prompts_completions_and_columns(sample, prompts, completions):
     expected = {"prompts": prompts, "completions": completions, "answer": ["a"], "level": [3]}
     sample.metadata.update({"answer": "a", "level": 3, "expected": expected})
     assert load_function(f"{TRL_FILE}:echo")(sample) == 1
@@ -470,7 +464,7 @@ def test_trl_functions_classes_and_coroutines_take_options():
         load_function(f"{TRL_FILE}:one_too_many")(one)
 
 
-def test_a_coroutine_is_awaited_within_its_time_limit(make_pool: MakePool):
+def test_a_coroutine_is_awaited_within_its_time_limit(make_pool):
     group = responses("a", "bb", answer="a")
     assert scored(make_pool(f"{TRL_FILE}:each_length", groupwise=True), group)[0] == [
         ScoreOutcome(1.0),
@@ -510,9 +504,7 @@ def test_trl_functions_get_none_for_missing_columns():
         ([0, 0], [np.nan, 2], ["ValueError: x", ""], 0, ""),  # beside an environment's own rewards
     ],
 )
-def test_weighted_sum_is_nan_with_a_cause_unless_finite(
-    weights: list[float], row: list[float], causes: list[str], reward: float, error: str
-):
+def test_weighted_sum_is_nan_with_a_cause_unless_finite(weights, row, causes, reward, error):
     by_name = {name: [cause, ""] for name, cause in zip("ab", causes, strict=True)}
     components = np.asarray([row, [1, 1]], np.float32)
     rewards, errors = weighted_sum(["a", "b"], np.asarray(weights, float), components, by_name)
@@ -523,7 +515,7 @@ def test_weighted_sum_is_nan_with_a_cause_unless_finite(
 # ---- the Triton model of a function ----
 
 
-def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypatch, tmp_path):
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     bounds = ("max_waiting_rows", "max_request_tokens")
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}
@@ -570,7 +562,7 @@ def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypat
         ({}, None),
     ],
 )
-def test_function_model_prefers_the_sent_text_over_decoding_tokens(metadata: dict[str, Any], text: str | None):
+def test_function_model_prefers_the_sent_text_over_decoding_tokens(metadata, text):
     """The same as of sentences, whose tokens may be others; None: it is decoded."""
     assert importlib.import_module("rlhf_triton.python_backend.serving.function_reward").given_text(metadata) == text
 
@@ -585,7 +577,7 @@ def endpoint() -> Iterator[ChatServer]:
 
 
 @pytest.fixture
-def server(endpoint: ChatServer, monkeypatch: pytest.MonkeyPatch) -> ChatServer:
+def server(endpoint, monkeypatch) -> ChatServer:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not what `api_key_env` names
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.001)
@@ -638,7 +630,7 @@ PATTERN = {"pattern": r"VERDICT: (\w+)"}
         (PATTERN, "VERDICT: yes", "does not end with one score"),
     ],
 )
-def test_judge_reads_the_score_from_the_last_line(settings: dict[str, Any], answer: str, score: float | str):
+def test_judge_reads_the_score_from_the_last_line(settings, answer, score):
     if not isinstance(score, str):
         assert reader(**settings).read(answer) == score
     else:
@@ -647,7 +639,7 @@ def test_judge_reads_the_score_from_the_last_line(settings: dict[str, Any], answ
         assert settings or " ".join(answer.split())[-50:] in str(caught.value), "the excerpt"
 
 
-def test_the_judges_request_has_rubric_model_and_options(server: ChatServer):
+def test_the_judges_request_has_rubric_model_and_options(server):
     options = {
         "temperature": 0.5,
         "max_tokens": 7,
@@ -667,7 +659,7 @@ def test_the_judges_request_has_rubric_model_and_options(server: ChatServer):
     assert "Authorization" not in server.headers
 
 
-def test_shipped_rubric_contains_prompt_and_response(server: ChatServer):
+def test_shipped_rubric_contains_prompt_and_response(server):
     with pytest.raises(BadScore, match="with one score"):  # the server repeats the rubric's last line
         shipped_judge(server)(row("Because.", "Why not?"))
     message = server.requests[-1]["messages"][0]["content"]
@@ -676,7 +668,7 @@ def test_shipped_rubric_contains_prompt_and_response(server: ChatServer):
 
 
 @pytest.mark.parametrize("what", ["busy once", "half once"])
-def test_judge_retries_a_transient_fault(server: ChatServer, what: str):
+def test_judge_retries_a_transient_fault(server, what):
     assert judge(server)(row(what)) == 7
     counts = take_counts()
     assert (counts["requests"], counts["retries"]) == (2, 1)
@@ -695,7 +687,7 @@ def test_judge_retries_a_transient_fault(server: ChatServer, what: str):
         ("no grade at all", 1, "the judge's answer does not end with one score: 'no grade at all'"),
     ],
 )
-def test_judge_raises_if_a_fault_persists(server: ChatServer, what: str, requests: int, cause: str):
+def test_judge_raises_if_a_fault_persists(server, what, requests, cause):
     before = len(server.requests)
     with pytest.raises(BadScore, match=re.escape(cause)):
         judge(server)(row(what))
@@ -704,7 +696,7 @@ def test_judge_raises_if_a_fault_persists(server: ChatServer, what: str, request
     assert len(server.requests) == before + requests
 
 
-def test_judge_gives_up_at_its_deadline(server: ChatServer):
+def test_judge_gives_up_at_its_deadline(server):
     server.retry_after = "30"
     for what in ("broken", "hang"):
         with pytest.raises(BadScore, match=r"/v1: no answer within 0\.45 s"):
@@ -713,9 +705,7 @@ def test_judge_gives_up_at_its_deadline(server: ChatServer):
     server.retry_after = "0"
 
 
-def test_judge_key_is_sent_and_never_shown(
-    server: ChatServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_judge_key_is_sent_and_never_shown(server, monkeypatch, capfd):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = judge(server, api_key_env="JUDGE_KEY")
     assert asked(row("Score: 3")) == 3
@@ -732,7 +722,7 @@ def test_judge_key_is_sent_and_never_shown(
     assert KEY not in shown
 
 
-def test_judge_sends_no_request_if_the_rubric_cannot_be_rendered(server: ChatServer):
+def test_judge_sends_no_request_if_the_rubric_cannot_be_rendered(server):
     before = len(server.requests)
     with pytest.raises(BadScore, match="'prompt' is undefined"):
         shipped_judge(server)(Sample("x"))
@@ -742,9 +732,7 @@ def test_judge_sends_no_request_if_the_rubric_cannot_be_rendered(server: ChatSer
 
 
 @pytest.mark.parametrize(("code", "kind"), [("raise KeyboardInterrupt", KeyboardInterrupt), ("exit(1)", FunctionError)])
-def test_keyboard_interrupt_during_an_import_is_not_a_function_error(
-    tmp_path: Path, code: str, kind: type[BaseException]
-):
+def test_keyboard_interrupt_during_an_import_is_not_a_function_error(tmp_path, code, kind):
     file = tmp_path / "mine.py"
     file.write_text(code)
     with pytest.raises(kind):
@@ -775,7 +763,7 @@ def answering(answer: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("way", ["redirect", "http_proxy"])
-def test_judge_key_is_not_sent_through_redirects_or_proxies(way: str, monkeypatch: pytest.MonkeyPatch):
+def test_judge_key_is_not_sent_through_redirects_or_proxies(way, monkeypatch):
     for name in ("no_proxy", "NO_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JUDGE_KEY", "sesame")

@@ -24,9 +24,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import xxhash
-from live_system import Checkpoints, make_run
+from live_system import make_run
 from safetensors.numpy import save_file
-from sidecar_rig import Rig
 from test_journal import done, train
 from versions import reseal
 
@@ -51,12 +50,12 @@ from rlhf_triton.store.weights import (
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path) -> Journal:
     return Journal(tmp_path / "journal", "run")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightsStore:
+def store(tmp_path) -> WeightsStore:
     return WeightsStore(tmp_path / "weights")
 
 
@@ -76,7 +75,7 @@ def add(
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> ServingRecords:
+def records(tmp_path) -> ServingRecords:
     return ServingRecords(tmp_path / "serving")
 
 
@@ -98,16 +97,14 @@ class Synced(list[Path]):
 
 
 @pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
+def synced(monkeypatch) -> Synced:
     found, fsync = Synced(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (found.record(descriptor), fsync(descriptor)))
     return found
 
 
 @pytest.mark.parametrize("kind", ["training", "save", "result", "CURRENT"])
-def test_files_are_synced_before_their_rename_and_folders_after_it(
-    journal: Journal, store: WeightsStore, synced: Synced, kind: str
-):
+def test_files_are_synced_before_their_rename_and_folders_after_it(journal, store, synced, kind):
     add(store, 0)
     entry, entries = train(journal, 1), journal.root / "run" / "entries"
     assert {entries, entries.parent, journal.root, journal.root.parent} <= set(synced)
@@ -125,7 +122,7 @@ def test_files_are_synced_before_their_rename_and_folders_after_it(
     assert synced[-1] == path.parent
 
 
-def test_set_aside_entries_are_synced(journal: Journal, synced: Synced):
+def test_set_aside_entries_are_synced(journal, synced):
     for step in (1, 2):
         done(journal, train(journal, step))
     rewind = journal.accept_rewind(run_id=None, target=1)
@@ -139,7 +136,7 @@ def test_set_aside_entries_are_synced(journal: Journal, synced: Synced):
     assert [path for path in synced if path.is_relative_to(aside)] == [aside / entry.name, aside]
 
 
-def test_checkpoints_and_versions_are_synced_before_their_rename(make: Callable[..., Rig], synced: Synced):
+def test_checkpoints_and_versions_are_synced_before_their_rename(make, synced):
     rig = make()
     rig.serve()
     rig.start().train(1)
@@ -154,7 +151,7 @@ def test_checkpoints_and_versions_are_synced_before_their_rename(make: Callable[
     assert [path for path in synced if path.is_relative_to(rig.checkpoints.root)][-1] == rig.checkpoints.root
 
 
-def test_create_file_continues_after_a_partial_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_create_file_continues_after_a_partial_write(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:4]))
     create_file(tmp_path / "file", b"abc", b"", b"defghijk", b"lm")
     assert (tmp_path / "file").read_bytes() == b"abcdefghijklm"
@@ -191,7 +188,7 @@ while code:
 """
 
 
-def test_folder_replacement_is_atomic_at_every_kill_point(tmp_path: Path):
+def test_folder_replacement_is_atomic_at_every_kill_point(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILL_EVERYWHERE, tmp_path], capture_output=True, text=True, check=True)
     found = run.stdout.splitlines()
     assert {"old best", "new best"} == set(found)
@@ -203,7 +200,7 @@ def filled(text: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_failed_rename_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int):
+def test_failed_rename_keeps_the_old_folder(tmp_path, monkeypatch, refused):
     write_folder(tmp_path / "best", filled("old"))
     calls, rename = [], Path.rename
 
@@ -219,7 +216,7 @@ def test_failed_rename_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.
     assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [("best", "old")]
 
 
-def test_sweep_does_not_restore_a_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sweep_does_not_restore_a_removed_folder(tmp_path, monkeypatch):
     """The content that a killed writer had replaced already must not stand in for a folder removed later."""
     write_folder(tmp_path / "10", filled("old"))
     with monkeypatch.context() as patch:
@@ -230,7 +227,7 @@ def test_sweep_does_not_restore_a_removed_folder(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_remove_folder_tolerates_nfs_silly_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_remove_folder_tolerates_nfs_silly_renames(tmp_path, monkeypatch):
     """A client replaces a deleted file that is open or mapped by `.nfs...`, so that its folder cannot be removed."""
     write_folder(tmp_path / "1", filled("mapped"))
     with monkeypatch.context() as patch:
@@ -245,7 +242,7 @@ def test_remove_folder_tolerates_nfs_silly_renames(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "lo', "\0" * 40, '{"step": 2}'], ids=["cut", "zeros", "no newline"])
-def test_append_after_a_torn_line_starts_a_new_line(tmp_path: Path, torn: str):
+def test_append_after_a_torn_line_starts_a_new_line(tmp_path, torn):
     path = tmp_path / "critic_metrics.jsonl"
     append_jsonl(path, [{"step": 1}])
     with path.open("a") as file:
@@ -255,7 +252,7 @@ def test_append_after_a_torn_line_starts_a_new_line(tmp_path: Path, torn: str):
     assert [line["step"] for line in read_jsonl(path)] == [1, 3, 4]
 
 
-def test_concurrent_appends_to_jsonl_wait_for_each_other(tmp_path: Path):
+def test_concurrent_appends_to_jsonl_wait_for_each_other(tmp_path):
     """Or one would take the line that another one is writing for what a crash left."""
     path = tmp_path / "export.jsonl"
     other = threading.Thread(target=append_jsonl, args=(path, [{"step": 2}]), daemon=True)
@@ -308,7 +305,7 @@ class NfsClient:
             return look()
 
 
-def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_path: Path):
+def test_stale_directory_caches_do_not_hide_new_entries(journal, tmp_path):
     server, sidecar, store = NfsClient(), NfsClient(), WeightsStore(tmp_path / "store")
     store.root.mkdir()
     with journal.lock():
@@ -336,7 +333,7 @@ def test_stale_directory_caches_do_not_hide_new_entries(journal: Journal, tmp_pa
 # ---- versions of weights ----
 
 
-def test_versions_are_numbered_upwards_and_current_never_falls(store: WeightsStore):
+def test_versions_are_numbered_upwards_and_current_never_falls(store):
     for step in range(3):
         manifest = add(store, step, parent=step - 1 if step else None)
         assert manifest == store.manifest(step) == store.verify_files(step)
@@ -355,7 +352,7 @@ def test_versions_are_numbered_upwards_and_current_never_falls(store: WeightsSto
     assert sorted(p.name for p in store.root.iterdir()) == ["0", "1", "2", "CURRENT", "WRITER"]  # no staging left
 
 
-def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: WeightsStore):
+def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store):
     add(store, 0)
     first = add(store, 1, parent=0)
     assert add(store, 1, parent=0) == first  # the same step after a crash
@@ -365,7 +362,7 @@ def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: Weig
     assert store.versions() == [0, 1, 2, 3, 4]
 
 
-def test_prune_keeps_served_versions_and_never_reuses_numbers(store: WeightsStore):
+def test_prune_keeps_served_versions_and_never_reuses_numbers(store):
     for step in range(8):
         add(store, step)
     store.set_current(4)
@@ -378,7 +375,7 @@ def test_prune_keeps_served_versions_and_never_reuses_numbers(store: WeightsStor
     assert store.versions() == [0, 2, 4, 5, 6, 7, 8, 12]
 
 
-def test_interrupted_prune_leaves_no_partial_version(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_prune_leaves_no_partial_version(store, monkeypatch):
     for step in range(3):
         add(store, step)
 
@@ -409,7 +406,7 @@ NO_OFFSETS = b'{"w": {"dtype": "F32"}}'
     ],
     ids=["cut", "cut in the header", "empty", "no header", "no offsets", "one bit", "missing"],
 )
-def test_verify_files_detects_damaged_weights(tmp_path: Path, damage: Callable[[bytes], bytes] | None):
+def test_verify_files_detects_damaged_weights(tmp_path, damage):
     store = WeightsStore(tmp_path / "weights")
     manifest = add(store, 0)
     assert manifest.digest.startswith("xxh3:")
@@ -424,7 +421,7 @@ def test_verify_files_detects_damaged_weights(tmp_path: Path, damage: Callable[[
 
 
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 2 * mmap.PAGESIZE + 1])
-def test_digest_of_mapped_file_equals_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
+def test_digest_of_mapped_file_equals_digest_of_its_bytes(tmp_path, monkeypatch, size):
     monkeypatch.setattr(digests, "MAPPED_AT_ONCE", mmap.PAGESIZE)
     monkeypatch.setattr(digests, "HASHED_AT_ONCE", 1000)
     content = np.random.default_rng(0).bytes(size)
@@ -434,7 +431,7 @@ def test_digest_of_mapped_file_equals_digest_of_its_bytes(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"version": 0}', "\udcff"])
-def test_verify_files_detects_an_unreadable_manifest(store: WeightsStore, text: str):
+def test_verify_files_detects_an_unreadable_manifest(store, text):
     add(store, 0)
     (store.folder(0) / "manifest.json").write_text(text, errors="surrogateescape")
     with pytest.raises(WeightsError, match="version 0: cannot read manifest"):
@@ -442,14 +439,14 @@ def test_verify_files_detects_an_unreadable_manifest(store: WeightsStore, text: 
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
-def test_edited_manifest_field_is_detected(store: WeightsStore, field: str):
+def test_edited_manifest_field_is_detected(store, field):
     edited = {**add(store, 0).to_json(), field: 7}
     (store.folder(0) / "manifest.json").write_text(json.dumps(edited))
     with pytest.raises(WeightsError, match=r"version 0: manifest\.json is damaged"):
         store.manifest(0)
 
 
-def test_verify_files_detects_a_manifest_with_other_tensors(store: WeightsStore):
+def test_verify_files_detects_a_manifest_with_other_tensors(store):
     add(store, 0)
     reseal(store.folder(0), tensors={"w": ["F32", [3, 2]]})
     with pytest.raises(WeightsError, match="version 0: tensors differ"):
@@ -457,7 +454,7 @@ def test_verify_files_detects_a_manifest_with_other_tensors(store: WeightsStore)
 
 
 @pytest.mark.parametrize("name", ["", "three", "-1", "\udcff", "99999999999999999999", "007", "²", "9" * 400])
-def test_non_canonical_numbers_are_not_versions(store: WeightsStore, name: str):
+def test_non_canonical_numbers_are_not_versions(store, name):
     add(store, 0)
     if 0 < len(name) < 200:
         shutil.copytree(store.folder(0), store.root / name)
@@ -471,9 +468,7 @@ def test_non_canonical_numbers_are_not_versions(store: WeightsStore, name: str):
         store.current()
 
 
-def test_store_write_times_out_if_a_suspended_writer_holds_the_lock(
-    store: WeightsStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_store_write_times_out_if_a_suspended_writer_holds_the_lock(store, monkeypatch):
     monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
     add(store, 0)
     for write in (lambda: add(store, 1), lambda: store.prune(keep=1)):
@@ -489,7 +484,7 @@ def test_store_write_times_out_if_a_suspended_writer_holds_the_lock(
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(weights, "time", clock)
     return clock
@@ -512,7 +507,7 @@ def instances(found: list[ServingRecord]) -> list[str]:
     return [record.instance for record in found]
 
 
-def test_serving_record_is_alive_while_its_process_is(records: ServingRecords, clock: Clock):
+def test_serving_record_is_alive_while_its_process_is(records, clock):
     mine = ServingRecord.of_this_process("critic_0", 0)
     records.put(mine)
     for name, text in (("a.json", ""), ("b.json", "{}"), ("c.json", '{"instance": "x", "colour": 1}')):
@@ -542,7 +537,7 @@ def test_serving_record_is_alive_while_its_process_is(records: ServingRecords, c
     assert records.alive() == []
 
 
-def test_serving_record_of_a_reused_process_id_is_dead(records: ServingRecords):
+def test_serving_record_of_a_reused_process_id_is_dead(records):
     mine = ServingRecord.of_this_process("critic_0", 0)
     records.put(dataclasses.replace(mine, born=mine.born - 1))
     assert records.alive() == []
@@ -550,16 +545,14 @@ def test_serving_record_of_a_reused_process_id_is_dead(records: ServingRecords):
 
 
 @pytest.fixture
-def elsewhere(records: ServingRecords, clock: Clock) -> ServingRecord:
+def elsewhere(records, clock) -> ServingRecord:
     """Return a record of another machine, or of another container with the same host name and process ids."""
     record = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
     records.put(record)
     return record
 
 
-def test_remote_serving_record_is_alive_while_its_mtime_changes(
-    records: ServingRecords, elsewhere: ServingRecord, clock: Clock
-):
+def test_remote_serving_record_is_alive_while_its_mtime_changes(records, elsewhere, clock):
     records.put(ServingRecord.of_this_process("critic_0", 4))
     assert len(records.alive()) == 2, "they do not share a file"
     path = records._folder / elsewhere.file_name
@@ -577,9 +570,7 @@ def test_remote_serving_record_is_alive_while_its_mtime_changes(
 
 
 @pytest.mark.parametrize("seconds", [60, -60, 3600])
-def test_clock_skew_and_jumps_do_not_change_serving_records(
-    records: ServingRecords, elsewhere: ServingRecord, clock: Clock, seconds: int
-):
+def test_clock_skew_and_jumps_do_not_change_serving_records(records, elsewhere, clock, seconds):
     os.utime(records._folder / elsewhere.file_name, (clock.time() - seconds,) * 2)
     for _ in range(2):
         assert len(records.alive()) == 1
@@ -594,7 +585,7 @@ def test_clock_skew_and_jumps_do_not_change_serving_records(
 # ---- run locks ----
 
 
-def test_run_is_in_progress_while_the_run_or_actor_lock_is_held(tmp_path: Path):
+def test_run_is_in_progress_while_the_run_or_actor_lock_is_held(tmp_path):
     assert not in_progress(tmp_path / "none")
     for lock, what in ((only_run, "`rlhf-triton run`"), (only_actor, "actor")):
         with lock(tmp_path), only_actor(tmp_path / "other"):
@@ -610,9 +601,7 @@ def test_run_is_in_progress_while_the_run_or_actor_lock_is_held(tmp_path: Path):
 
 
 @pytest.mark.parametrize("lock", [only_run, only_actor])
-def test_fresh_refuses_to_move_a_run_in_progress(
-    tmp_path: Path, checkpoints: Checkpoints, lock: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
-):
+def test_fresh_refuses_to_move_a_run_in_progress(tmp_path, checkpoints, lock, capsys):
     run = make_run(tmp_path / "run", checkpoints)
     (run.config.run.dir / "metrics.jsonl").touch()
     with lock(run.config.run.dir):
@@ -624,7 +613,7 @@ def test_fresh_refuses_to_move_a_run_in_progress(
 @pytest.mark.parametrize(
     ("lock", "file"), [(only_actor, LOCK_FILE), (lambda folder: Journal(folder, "run").lock(), "LOCK")]
 )
-def test_checking_a_lock_does_not_block_its_owner(tmp_path: Path, lock: Any, file: str):
+def test_checking_a_lock_does_not_block_its_owner(tmp_path, lock, file):
     """`in_progress` and `is_followed` briefly hold a shared lock."""
     with lock(tmp_path):
         pass

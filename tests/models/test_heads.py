@@ -136,9 +136,7 @@ HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_reward_scores_match_transformers_before_and_after_a_swap(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_reward_scores_match_transformers_before_and_after_a_swap(tmp_path, kind, monkeypatch):
     save, settings, change = HEADS[kind]
     one, two = tmp_path / "1", tmp_path / "2"
     expected = [np.stack([change(score(row)) for row in MIXED]) for score in (save(one, 1), save(two, 2))]
@@ -167,7 +165,7 @@ def test_reward_scores_match_transformers_before_and_after_a_swap(
     "kind",
     [kind for kind, (_, given, _) in HEADS.items() if not {"mean", "separate"} & {*map(str, given.values())}],
 )
-def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path: Path, kind: str):
+def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved(tmp_path, kind):
     """An encoder's sequence head has its own pooling, so the value head starts at 0."""
     save, settings, change = HEADS[kind]
     settings = {name: value for name, value in settings.items() if name == "standardization"}
@@ -196,7 +194,7 @@ def saved(critic: CriticModel, folder: Path, **settings: torch.dtype) -> Path:
 
 
 @pytest.mark.parametrize(("family", "at"), [("llama", "inside"), ("gpt2", "end")])
-def test_reward_reads_the_last_token_even_if_it_is_the_padding_id(tmp_path: Path, family: str, at: str):
+def test_reward_reads_the_last_token_even_if_it_is_the_padding_id(tmp_path, family, at):
     """Hugging Face takes the last token that is not the padding id: another one in a row that ends with that id."""
     model = save_tiny(tmp_path, family, "reward")  # its padding id is 0
     row = MIXED[4].copy()
@@ -214,7 +212,7 @@ def refused(*parts: object) -> Any:
     return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
 
 
-def test_pooling_and_attribute_weights_that_do_not_fit_the_head_are_refused(tmp_path: Path):
+def test_pooling_and_attribute_weights_that_do_not_fit_the_head_are_refused(tmp_path):
     save_tiny(tmp_path, "bert", "reward", num_labels=3)
     for settings, message in (
         ({"attribute_weights": [1, 2]}, ["its head has 3 outputs, but attribute_weights has 2"]),
@@ -241,7 +239,7 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path: Path, kind: str):
+def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path, kind):
     family, config, message = MISFITS[kind]
     save_tiny(tmp_path / "served", "llama", "reward")
     save_tiny(tmp_path / "other", family, "reward", **config)
@@ -261,7 +259,7 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize(("loader", "kind"), [("load_reward", "reward"), ("load_language_model", "language")])
-def test_load_model_refuses_non_finite_weights(tmp_path: Path, loader: str, kind: str):
+def test_load_model_refuses_non_finite_weights(tmp_path, loader, kind):
     save_tiny(tmp_path, "llama", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 3] = float("nan")
@@ -274,7 +272,7 @@ def test_load_model_refuses_non_finite_weights(tmp_path: Path, loader: str, kind
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, "roberta"])
-def test_head_stays_float32_under_a_bfloat16_body(tmp_path: Path, family: str):
+def test_head_stays_float32_under_a_bfloat16_body(tmp_path, family):
     model = save_tiny(tmp_path, family, "reward")
     reward = load_reward(tmp_path, dtype="bfloat16")
     stored = load_file(tmp_path / "model.safetensors")
@@ -293,7 +291,7 @@ def test_head_stays_float32_under_a_bfloat16_body(tmp_path: Path, family: str):
 
 
 @pytest.mark.parametrize(("family", "is_causal"), CAUSAL.items())
-def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path: Path, family: str, is_causal: bool):
+def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path, family, is_causal):
     assert TokenHead(save_tiny(tmp_path, family, "critic" if family in CONFIGS else "reward")).is_causal is is_causal
     critic, seen = load_critic(tmp_path), []
     body = critic.model.base_model
@@ -313,7 +311,7 @@ def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path: P
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_saved_critic_loads_as_a_transformers_checkpoint(tmp_path: Path, family: str):
+def test_saved_critic_loads_as_a_transformers_checkpoint(tmp_path, family):
     save_tiny(tmp_path / "0", family, "body", reward_standardization={"mean": 0.5, "std": 2.0})
     critic = load_critic(tmp_path / "0")
     with torch.no_grad():
@@ -327,7 +325,7 @@ def test_saved_critic_loads_as_a_transformers_checkpoint(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize("shards", ["5GB", "3KB"])
-def test_training_a_critic_does_not_change_its_mapped_file(tmp_path: Path, shards: str):
+def test_training_a_critic_does_not_change_its_mapped_file(tmp_path, shards):
     save_tiny(tmp_path / "whole", "llama", "critic").save_pretrained(tmp_path, max_shard_size=shards)
     shutil.rmtree(tmp_path / "whole")
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}

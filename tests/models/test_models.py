@@ -136,7 +136,7 @@ def directly(model: Any, row: np.ndarray) -> np.ndarray:
 
 @pytest.mark.device
 @names(SERVED.split())
-def test_row_scores_match_transformers_alone_and_batched(tmp_path: Path, name: str):
+def test_row_scores_match_transformers_alone_and_batched(tmp_path, name):
     if name == "convbert":
         skip_on_gpus("the simulated GPUs have no depthwise convolution")
     for kind in KINDS:
@@ -165,7 +165,7 @@ def test_row_scores_match_transformers_alone_and_batched(tmp_path: Path, name: s
 
 
 @names(list(REFUSED))
-def test_unsupported_architectures_are_refused_with_the_reason(tmp_path: Path, name: str):
+def test_unsupported_architectures_are_refused_with_the_reason(tmp_path, name):
     message = "(?s)" + re.escape(REFUSED[name])
     refused = 0
     for kind, load in (("reward", load_reward), ("critic", load_critic)):
@@ -176,7 +176,7 @@ def test_unsupported_architectures_are_refused_with_the_reason(tmp_path: Path, n
     assert refused
 
 
-def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_path: Path):
+def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_path):
     """BigBird switches from block-sparse to full attention at the first short row, for all later rows."""
     model = save_architecture(tmp_path, "big_bird", "critic")
     critic = load_critic(tmp_path)
@@ -191,7 +191,7 @@ def test_bigbird_keeps_full_attention_and_refuses_rows_that_would_end_it(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["convbert", "fnet"])
-def test_critic_training_does_not_depend_on_padding(tmp_path: Path, name: str):
+def test_critic_training_does_not_depend_on_padding(tmp_path, name):
     save_architecture(tmp_path, name, "critic")
     sizes = np.array([row.size for row in ROWS[:4]])
     zeros = np.zeros(sizes.sum() - sizes.size, np.float32)
@@ -210,7 +210,7 @@ def test_critic_training_does_not_depend_on_padding(tmp_path: Path, name: str):
 
 
 @families
-def test_critic_without_a_head_gets_a_trainable_zero_head(tmp_path: Path, family: str):
+def test_critic_without_a_head_gets_a_trainable_zero_head(tmp_path, family):
     save_tiny(tmp_path, family, "body")
     critic, again = load_critic(tmp_path), load_critic(tmp_path).model.state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in critic.model.state_dict().items())
@@ -220,7 +220,7 @@ def test_critic_without_a_head_gets_a_trainable_zero_head(tmp_path: Path, family
 
 
 @pytest.mark.device
-def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path: Path):
+def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path):
     """Each row has its own forward pass, as under `run.deterministic`; the model is wide enough to expose sum order."""
     save_tiny(tmp_path, "llama", "critic", hidden_size=256, intermediate_size=512, max_position_embeddings=128)
     critic = load_critic(tmp_path)
@@ -242,7 +242,7 @@ def all_mapped(model: torch.nn.Module) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
 @pytest.mark.parametrize("form", ["one file", "shards", "bfloat16", "cast"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_body_is_memory_mapped_if_its_dtype_is_served(tmp_path: Path, family: str, form: str):
+def test_body_is_memory_mapped_if_its_dtype_is_served(tmp_path, family, form):
     file = tmp_path / "model.safetensors"
     model = save_tiny(tmp_path, family, "reward")
     if form == "shards":
@@ -255,7 +255,7 @@ def test_body_is_memory_mapped_if_its_dtype_is_served(tmp_path: Path, family: st
         assert all_mapped(load(tmp_path, dtype=dtype).model) is (form != "cast")
 
 
-def test_swap_leaks_no_objects(tmp_path: Path):
+def test_swap_leaks_no_objects(tmp_path):
     """safetensors 0.8.0 loses two numbers for each tensor that it reads: a gigabyte after 100,000 swaps of 150."""
     save_tiny(tmp_path, "llama", "reward")
     critic = modeling.load_critic(tmp_path)
@@ -275,7 +275,7 @@ def test_swap_leaks_no_objects(tmp_path: Path):
 
 
 @given(lengths=st.lists(st.integers(1, 40), max_size=60), token_budget=st.integers(1, 100), max_rows=st.integers(1, 9))
-def test_plan_micro_batches_packs_each_row_once_within_the_budget(lengths: list[int], token_budget: int, max_rows: int):
+def test_plan_micro_batches_packs_each_row_once_within_the_budget(lengths, token_budget, max_rows):
     plan = plan_micro_batches(lengths, token_budget=token_budget, max_rows=max_rows)
     order = [row for batch in plan for row in batch]
     assert order == sorted(range(len(lengths)), key=lambda row: lengths[row])  # equal lengths keep their order
@@ -326,7 +326,7 @@ def assert_direct(folder: Path, model: Any, rows: list[np.ndarray], temperature:
 
 
 @pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def sizes(monkeypatch) -> list[int]:
     """Return how many positions got logits at once; at most seven fit."""
     found: list[int] = []
     logits_of = output_head._logits
@@ -344,7 +344,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.device
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt", "gptj"])
-def test_reference_logprobs_are_the_same_alone_and_batched(tmp_path: Path, sizes: list[int], family: str):
+def test_reference_logprobs_are_the_same_alone_and_batched(tmp_path, sizes, family):
     save_tiny(tmp_path, family, "language", tie_word_embeddings=family == "qwen2")
     model = load_language_model(tmp_path, **SAMPLING)
     sizes.clear()
@@ -356,7 +356,7 @@ def test_reference_logprobs_are_the_same_alone_and_batched(tmp_path: Path, sizes
 
 
 @pytest.mark.device
-def test_reference_logprobs_include_logit_scaling_after_the_head(tmp_path: Path):
+def test_reference_logprobs_include_logit_scaling_after_the_head(tmp_path):
     torch.manual_seed(1)
     model = GraniteForCausalLM(GraniteConfig(**SMALL, max_position_embeddings=32, logits_scaling=0.25))
     for parameter in model.parameters():
@@ -373,7 +373,7 @@ def test_reference_logprobs_include_logit_scaling_after_the_head(tmp_path: Path)
         *((family, "language", r"is not causal.*set is_decoder: true") for family in ("bert", "roberta")),
     ],
 )
-def test_reference_that_is_not_a_causal_language_model_is_refused(tmp_path: Path, family: str, head: str, message: str):
+def test_reference_that_is_not_a_causal_language_model_is_refused(tmp_path, family, head, message):
     save_tiny(tmp_path / "0", family, head)
     with pytest.raises(CheckpointError, match=message):
         load_language_model(tmp_path / "0", **SAMPLING)
@@ -392,7 +392,7 @@ def test_reference_that_is_not_a_causal_language_model_is_refused(tmp_path: Path
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     banned=st.sets(st.integers(0, 4), max_size=3),
 )
-def test_log_probs_and_entropies_equal_a_loop_over_softmax(seed: int, temperature: float, banned: set[int]):
+def test_log_probs_and_entropies_equal_a_loop_over_softmax(seed, temperature, banned):
     generator = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(6, (3, 4), generator=generator)
@@ -414,7 +414,7 @@ def test_target_logprobs_of_bfloat16_logits_are_computed_in_float32():
 
 
 @pytest.mark.parametrize(("temperature", "banned"), [(0.0, []), (math.nan, []), (1.0, [3, 1]), (1.0, [-1, 1])])
-def test_target_logprobs_refuses_invalid_sampling_settings(temperature: float, banned: list[int]):
+def test_target_logprobs_refuses_invalid_sampling_settings(temperature, banned):
     message = "banned_token_ids" if banned else f"temperature.*{temperature}"
     with pytest.raises(ValueError, match=message):
         target_logprobs(torch.zeros(2, 3), torch.zeros(2).long(), temperature=temperature, banned_token_ids=banned)
@@ -426,9 +426,7 @@ def test_target_logprobs_refuses_invalid_sampling_settings(temperature: float, b
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(
-    sizes: list[int], bias: bool, with_entropy: bool, is_frozen: bool
-):
+def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(sizes, bias, with_entropy, is_frozen):
     targets = torch.arange(3, 19)
     weights = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     results = []
@@ -471,7 +469,7 @@ LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_h
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=1), False),  # no body
     ],
 )
-def test_linear_head_rejects_models_that_change_their_logits(kind: Any, config: Any, is_linear: bool):
+def test_linear_head_rejects_models_that_change_their_logits(kind, config, is_linear):
     torch.manual_seed(0)
     model = kind(config).eval()
     assert linear_head(model) is (model.lm_head if is_linear else None)
@@ -525,7 +523,7 @@ def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 @models
 @pytest.mark.parametrize("role", ROLES)
-def test_dynamic_rope_rows_score_the_same_after_and_beside_longer_rows(tmp_path: Path, model: str, role: str):
+def test_dynamic_rope_rows_score_the_same_after_and_beside_longer_rows(tmp_path, model, role):
     head, load = ROLES[role]
     theirs = save(tmp_path, model, head)
     expected = [load(tmp_path).launch([row])()[0] for row in MIXED]  # alone in a fresh model
@@ -571,7 +569,7 @@ def test_rotary_tables_are_fixed_per_layer_type():
 
 
 @models
-def test_rows_beyond_the_stable_rope_length_are_refused(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture):
+def test_rows_beyond_the_stable_rope_length_are_refused(tmp_path, model, caplog):
     save(folder := tmp_path / "0", model, "critic")
     with caplog.at_level(logging.WARNING):
         critic = load_critic(folder)
@@ -637,8 +635,6 @@ def test_rows_beyond_the_stable_rope_length_are_refused(tmp_path: Path, model: s
         ({}, None, None),
     ],
 )
-def test_stable_length_and_max_positions_are_read_from_config_json(
-    config: dict[str, Any], limit: int | None, positions: int | None
-):
+def test_stable_length_and_max_positions_are_read_from_config_json(config, limit, positions):
     assert stable_length(config) == limit
     assert max_positions(config) == positions

@@ -76,9 +76,7 @@ def by_hand(model: Any, rows: list[RolloutRow], banned: list[int]) -> torch.Tens
     ],
     ids=str,
 )
-def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(
-    tmp_path: Path, family: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-):
+def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(tmp_path, family, settings, caplog):
     exact = make_policy(save_policy(tmp_path, family), precision="float32", kl_coef=0)
     policy = make_policy(tmp_path, **settings)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
@@ -101,7 +99,7 @@ def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
-def test_equivalence_checks_run_in_float32(tmp_path: Path):
+def test_equivalence_checks_run_in_float32(tmp_path):
     policy = make_policy(save_policy(tmp_path), lora_rank=2)
     exact = make_policy(tmp_path, lora_rank=2, precision="float32")
     ids = torch.arange(4, 16, device=policy.model.device)[None]
@@ -115,7 +113,7 @@ def test_equivalence_checks_run_in_float32(tmp_path: Path):
     assert {p.dtype for n, p in policy.model.named_parameters() if "base_layer" in n} == {torch.bfloat16}
 
 
-def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path: Path):
+def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path):
     policy = make_policy(save_policy(tmp_path), max_off_policy_steps=1, old_logprobs="sampler", kl_coef=0)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     before = logprobs_of(policy, rollout)
@@ -139,7 +137,7 @@ def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path: Path):
     ],
     ids=str,
 )
-def test_served_reference_logprobs_match_the_actors(tmp_path: Path, settings: dict[str, Any], family: str, stored: str):
+def test_served_reference_logprobs_match_the_actors(tmp_path, settings, family, stored):
     """So that the KL begins at 0."""
     folder = save_policy(tmp_path, family)
     if stored == "bfloat16":
@@ -159,7 +157,7 @@ def test_served_reference_logprobs_match_the_actors(tmp_path: Path, settings: di
 # ---- merged weights ----
 
 
-def test_saving_over_a_mapped_checkpoint_keeps_the_models_weights(tmp_path: Path):
+def test_saving_over_a_mapped_checkpoint_keeps_the_models_weights(tmp_path):
     """They are mapped: without the file's pages behind them, reading them would end the process."""
     save_tiny(tmp_path, "llama", "critic")
     critic = load_critic(tmp_path)
@@ -171,9 +169,7 @@ def test_saving_over_a_mapped_checkpoint_keeps_the_models_weights(tmp_path: Path
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, precision: str
-):
+def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(tmp_path, monkeypatch, family, precision):
     """GPT-2's layers are transposed and its output layer is tied; Mixtral's experts are stored under other names."""
     policy = make_policy(save_policy(tmp_path / "start", family), lora_rank=2, precision=precision)
     with torch.no_grad():
@@ -218,7 +214,7 @@ LAST = {**dict.fromkeys(MODELS, LIMIT), "gpt2": POSITIONS, "opt": POSITIONS, "gp
 
 
 @pytest.mark.parametrize("model", LAST)
-def test_policy_with_too_few_positions_is_refused_at_the_start(tmp_path: Path, model: str):
+def test_policy_with_too_few_positions_is_refused_at_the_start(tmp_path, model):
     """Where positions are learned, it would end with an IndexError in the first step with a response as long."""
     message = rf"more than {LAST[model]} tokens.*actor.prompts.max_tokens \(6\) \+ actor.generation.max_new_tokens"
     with pytest.raises(CheckpointError, match=message):
@@ -227,7 +223,7 @@ def test_policy_with_too_few_positions_is_refused_at_the_start(tmp_path: Path, m
 
 
 @models
-def test_a_policy_generates_up_to_its_position_limit(tmp_path: Path, model: str):
+def test_a_policy_generates_up_to_its_position_limit(tmp_path, model):
     policy = policy_of(tmp_path, model, length=LIMIT, min_new_tokens=LIMIT - 6)
     rollout = rows_of(policy.generate(SHORT_PROMPTS, seed=0, greedy=True))
     assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]
@@ -246,7 +242,7 @@ def test_a_policy_generates_up_to_its_position_limit(tmp_path: Path, model: str)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str):
+def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path, family):
     """Such as one added to the tokenizer but not to the model."""
     tokenizer = make_tokenizer()
     save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)

@@ -395,7 +395,7 @@ KINDS = ("Skywork-Reward", "GRM-sftreg", "ArmoRM, Gemma", "QRM", "URM-3.1", "bea
 
 @pytest.mark.device
 @pytest.mark.parametrize("name", quick(SHAPES, *KINDS, "LLaMA-Factory", "an MLP of another activation"))
-def test_published_head_scores_by_its_formula_and_damaged_ones_are_refused(tmp_path: Path, name: str):
+def test_published_head_scores_by_its_formula_and_damaged_ones_are_refused(tmp_path, name):
     shape = SHAPES[name]
     body = save(tmp_path, shape)
     files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
@@ -431,7 +431,7 @@ def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -
     assert_scores(folder, shape, expected)
 
 
-def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path: Path):
+def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path):
     shape = SHAPES["LDL"]
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -445,7 +445,7 @@ def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path: Pat
         load_reward(tmp_path)
 
 
-def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path: Path):
+def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path):
     save(tmp_path, SHAPES["ArmoRM, Gemma"])
     given, bare = rows(SHAPES["ArmoRM, Gemma"]), np.arange(5, 12)
     scores = load_reward(tmp_path).score([given[0], bare, bare[:2]])
@@ -471,9 +471,7 @@ def bare(name: str) -> str:
 
 @pytest.mark.parametrize("rename", [str, bare], ids=["under a prefix", "without"])
 @pytest.mark.parametrize("pair", [("v_head", "score"), ("v_head", "v_head.summary"), ("regression_head", "out_proj")])
-def test_value_head_prefix_selects_one_of_two_heads(
-    tmp_path: Path, pair: tuple[str, str], rename: Callable[[str], str]
-):
+def test_value_head_prefix_selects_one_of_two_heads(tmp_path, pair, rename):
     shape = Shape("llama", LLAMA, {**one(pair[0]), **one(pair[1], bias=True)})
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -492,7 +490,7 @@ def test_value_head_prefix_selects_one_of_two_heads(
 
 
 @pytest.mark.parametrize("name", ["Skywork-Reward", "OpenRLHF", "GRM-sftreg"])
-def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path: Path, name: str):
+def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path, name):
     save(tmp_path, SHAPES[name])
     for prefix in ("value_hed", "score.weight", "model"):
         change_config(tmp_path, {"value_head_prefix": prefix})
@@ -531,7 +529,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "wrapper"), quick(WRAPPED, *QUICK))
-def test_prefix_around_all_tensor_names_changes_no_score(tmp_path: Path, wrapper: str, name: str):
+def test_prefix_around_all_tensor_names_changes_no_score(tmp_path, wrapper, name):
     shape = SHAPES[name]
     body = save(tmp_path, shape)
     expected = right(shape, body, stored_in(tmp_path))
@@ -547,7 +545,7 @@ COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "r
 
 @pytest.mark.parametrize(("root", "other"), quick(COPIES, *COPIES[::2]))
 @pytest.mark.parametrize("name", ["v_head", "score"])
-def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path: Path, root: str, other: str, name: str):
+def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path, root, other, name):
     shape = Shape("llama", "GPTRewardModel", one(name), root=root, language=name == "v_head")
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -583,9 +581,7 @@ UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
 
 
 @pytest.mark.parametrize(("name", "rename", "given"), UNKNOWN)
-def test_head_with_an_unknown_name_is_refused_with_the_remedy(
-    tmp_path: Path, name: str, rename: Callable[[str], str], given: Shape | None
-):
+def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, rename, given):
     shape = given or Shape("llama", "X", one(name))
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -601,7 +597,7 @@ def test_head_with_an_unknown_name_is_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize("family", ["distilbert", "electra"])
-def test_pooler_layers_of_a_classifier_are_never_ignored(tmp_path: Path, family: str):
+def test_pooler_layers_of_a_classifier_are_never_ignored(tmp_path, family):
     model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}), num_labels=1))
     large(model).save_pretrained(tmp_path)
     change_config(tmp_path, {"architectures": ["RewardModel"]})
@@ -617,7 +613,7 @@ BESIDE += ["adapters.npz", "reward_scale.npy", "normalizer.pkl", "value_head.h5"
 
 
 @pytest.mark.parametrize("file", quick(BESIDE, *BESIDE[::3]))
-def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, file: str):
+def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path, file):
     save(tmp_path, SHAPES["Skywork-Reward"])
     for harmless in (
         *("optimizer.pt", "optimizer.safetensors", "scheduler.pt", "scaler.pt", "rng_state_0.pth", "training_args.bin"),
@@ -638,7 +634,7 @@ def test_a_file_beside_the_weights_is_read_or_refused_by_name(tmp_path: Path, fi
 @pytest.mark.parametrize(
     "dtype", quick([torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool], torch.int8)
 )
-def test_integer_and_float8_weights_are_refused_as_quantised(tmp_path: Path, name: str, dtype: torch.dtype):
+def test_integer_and_float8_weights_are_refused_as_quantised(tmp_path, name, dtype):
     save(tmp_path, SHAPES["Skywork-Reward"])
     stored = stored_in(tmp_path)
     store(tmp_path, {**stored, name: stored[name].to(dtype)})
@@ -651,7 +647,7 @@ COUNTERS = {"global_step": [12], "module.steps": 3, "v_head.num_updates": 7, "ep
 
 
 @pytest.mark.parametrize("name", COUNTERS)
-def test_counter_tensors_beside_the_weights_change_no_score(tmp_path: Path, name: str):
+def test_counter_tensors_beside_the_weights_change_no_score(tmp_path, name):
     shape = SHAPES["Skywork-Reward"]
     body = save(tmp_path, shape)
     stored = stored_in(tmp_path)
@@ -686,7 +682,7 @@ OF_EACH_TYPE = [("Skywork-Reward", "architectures"), ("Skywork-Reward", "id2labe
 @pytest.mark.parametrize(
     ("name", "key"), quick([(name, key) for name, keys in KEYS.items() for key in keys], *OF_EACH_TYPE)
 )
-def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path: Path, name: str, key: str):
+def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path, name, key):
     shape = SHAPES[name.partition(", moments")[0]]
     if "moments" in name:
         shape = replace(shape, head=one("score_head"), values={}, config={**shape.config, "mean": 0.5, "var": [4.0]})
@@ -732,9 +728,7 @@ UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("family", "config", "told"), UNUSUAL, ids=lambda each: str(each)[:40])
-def test_unusual_config_key_changes_no_score_or_is_refused_by_name(
-    tmp_path: Path, family: str, config: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_unusual_config_key_changes_no_score_or_is_refused_by_name(tmp_path, family, config, told, monkeypatch):
     monkeypatch.setattr(transformers_classes, "OWN_PATHS", {})
     kind = SEQUENCE_CLASSES[family]
     shape = Shape(family, kind, one("classifier" if family == "bert" else "score", bias=family == "bert"))
@@ -775,9 +769,7 @@ OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of
 @pytest.mark.parametrize(
     ("family", "kind"), quick(OWN_CLASSES, *OWN_CLASSES[1:4]), ids=lambda each: getattr(each, "__name__", each)
 )
-def test_transformers_classes_score_exactly_and_reject_missing_tensors(
-    tmp_path: Path, family: str, kind: Any, scale: str, caplog: pytest.LogCaptureFixture
-):
+def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path, family, kind, scale, caplog):
     """Near-initial weights also reveal whether a body is causal."""
     shape = Shape(family, "", {})
     with torch.random.fork_rng():
@@ -821,7 +813,7 @@ def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
     return rows(shape), right(shape, body, stored_in(folder))
 
 
-def test_several_labels_need_attribute_weights(tmp_path: Path):
+def test_several_labels_need_attribute_weights(tmp_path):
     given, logits = labelled(tmp_path, "bad", "good")
     with refused(match=r"2 outputs \(bad, good\) is the reward\? Give reward.attribute_weights"):
         load_reward(tmp_path)
@@ -833,7 +825,7 @@ def test_several_labels_need_attribute_weights(tmp_path: Path):
         load_reward(tmp_path / "three")
 
 
-def test_swap_refuses_labels_in_another_order(tmp_path: Path):
+def test_swap_refuses_labels_in_another_order(tmp_path):
     for name, labels in (("served", ("bad", "good")), ("same", ("bad", "good")), ("other", ("good", "bad"))):
         labelled(tmp_path / name, *labels)
     served = load_reward(tmp_path / "served", attribute_weights=[-1, 1])
@@ -861,9 +853,7 @@ LABELS: list[tuple[tuple[str, str], int | None]] = [
 @pytest.mark.parametrize(
     ("labels", "good"), quick(LABELS, *LABELS[::3]), ids=[" ".join(labels) for labels, _ in LABELS]
 )
-def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(
-    tmp_path: Path, labels: tuple[str, str], good: int | None
-):
+def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(tmp_path, labels, good):
     given, logits = labelled(tmp_path, *labels)
     with refused(match=re.escape(f"(the log-odds of {labels[0 if good == 0 else 1]}, if")):
         attribute_weights(RewardSection(model=tmp_path))
@@ -879,7 +869,7 @@ def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(
         load_process_reward(tmp_path)
 
 
-def test_process_reward_matches_published_formulas_at_each_token(tmp_path: Path):
+def test_process_reward_matches_published_formulas_at_each_token(tmp_path):
     qwen = Shape("qwen2", "Qwen2ForProcessRewardModel", mlp("score", H, H, 2), language=True)
     for shape, score in ((qwen, "auto"), (SHAPES["Skywork-o1-PRM"], "probability")):
         body, given = save(tmp_path / shape.architecture, shape), rows(shape)[0]
@@ -944,7 +934,7 @@ UNSERVED: dict[str, tuple[Shape, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_checkpoints_that_give_no_score_are_refused_with_the_cause(tmp_path: Path, name: str):
+def test_checkpoints_that_give_no_score_are_refused_with_the_cause(tmp_path, name):
     shape, words = UNSERVED[name]
     save(tmp_path, shape)
     with refused(match=".*".join(words)):
@@ -989,7 +979,7 @@ HEAD_KEYS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(
     ("key", "value"), quick(HEAD_KEYS, *HEAD_KEYS[::3]), ids=[f"{key}-{value}" for key, value in HEAD_KEYS]
 )
-def test_head_settings_in_config_json_are_applied_or_refused(tmp_path: Path, family: str, key: str, value: Any):
+def test_head_settings_in_config_json_are_applied_or_refused(tmp_path, family, key, value):
     shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"))
     save(tmp_path, shape)
     change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
@@ -1010,7 +1000,7 @@ UNREAD = json.loads(Path(__file__).with_name("published_keys.json").read_text())
 
 
 @pytest.mark.parametrize("family", quick(UNREAD["of a family"], "llama", "gptj", "bloom", "gemma3_text"))
-def test_irrelevant_config_keys_are_accepted_silently(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture):
+def test_irrelevant_config_keys_are_accepted_silently(tmp_path, family, caplog):
     save(tmp_path, Shape(family, "", one("score")))
     change_config(tmp_path, {**UNREAD["read by nothing"], **UNREAD["of a family"][family]})
     load_reward(tmp_path)
@@ -1022,7 +1012,7 @@ def test_irrelevant_config_keys_are_accepted_silently(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("config", UNREAD["without effect"], ids=str)
-def test_config_keys_without_effect_on_scores_are_accepted(tmp_path: Path, config: dict[str, Any]):
+def test_config_keys_without_effect_on_scores_are_accepted(tmp_path, config):
     shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
@@ -1033,7 +1023,7 @@ def test_config_keys_without_effect_on_scores_are_accepted(tmp_path: Path, confi
         load_reward(tmp_path)
 
 
-def test_model_type_that_transformers_remaps_is_remapped(tmp_path: Path):
+def test_model_type_that_transformers_remaps_is_remapped(tmp_path):
     """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
     shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
@@ -1058,9 +1048,7 @@ STRAYS = [
 @pytest.mark.parametrize(
     ("family", "prefix", "name"), quick(STRAYS, *STRAYS[1:4:2]), ids=[family for family, *_ in STRAYS]
 )
-def test_misplaced_missing_or_duplicate_body_tensor_is_refused(
-    tmp_path: Path, family: str, prefix: str, name: str, change: str
-):
+def test_misplaced_missing_or_duplicate_body_tensor_is_refused(tmp_path, family, prefix, name, change):
     save(tmp_path, Shape(family, "", one("score")))
     stored = stored_in(tmp_path)
     tensor = stored[f"{prefix}{name}"] if change == "twice" else stored.pop(f"{prefix}{name}")
@@ -1081,7 +1069,7 @@ def test_misplaced_missing_or_duplicate_body_tensor_is_refused(
     "name",
     quick(["INF-ORM", "GRM-sftreg", "with a dropout", "trlX", "beaver", "an MLP of another activation"], "INF-ORM"),
 )
-def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path: Path, name: str):
+def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, name):
     shape = SHAPES[name]
     body = save(tmp_path / "0", shape)
     expected = right(shape, body, stored_in(tmp_path / "0"))
@@ -1110,7 +1098,7 @@ HEADERS = {  # vocabularies, and the header's ids; None: the tokenizer has no su
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_gated_reward_is_refused_if_its_tokenizer_lacks_the_answer_header(tmp_path: Path, name: str):
+def test_gated_reward_is_refused_if_its_tokenizer_lacks_the_answer_header(tmp_path, name):
     save(tmp_path, SHAPES["ArmoRM"])
     vocabulary, unknown = HEADERS[name]
     tokenizer = Tokenizer(WordLevel(vocabulary, "[UNK]") if "[UNK]" in vocabulary else BPE(vocabulary, []))
@@ -1127,7 +1115,7 @@ def test_gated_reward_is_refused_if_its_tokenizer_lacks_the_answer_header(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["ArmoRM, Gemma", "URM-3.1", "LDL"])
-def test_critic_from_a_gated_reward_model_starts_at_0_with_a_note(tmp_path: Path, name: str):
+def test_critic_from_a_gated_reward_model_starts_at_0_with_a_note(tmp_path, name):
     save(tmp_path, SHAPES[name])
     critic = load_critic(tmp_path)
     assert critic.note.endswith("has its own gate: the value head starts at 0")

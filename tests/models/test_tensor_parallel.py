@@ -77,9 +77,7 @@ def assert_same(ranks: ServingRanks, split: Any, whole: Any) -> None:
     ("loader", "head", "options"),
     [("load_reward", "reward", {}), ("load_critic", "critic", {}), ("load_language_model", "language", REFERENCE)],
 )
-def test_tensor_parallel_outputs_match_one_process(
-    ranks: ServingRanks, tmp_path: Path, family: str, loader: str, head: str, options: dict[str, Any]
-):
+def test_tensor_parallel_outputs_match_one_process(ranks, tmp_path, family, loader, head, options):
     save_tiny(tmp_path, family, head, **FAMILIES[family])
     split, whole = ranks.load(loader, tmp_path, None, options), load_model(loader, tmp_path, None, options)
     assert_same(ranks, split, whole)
@@ -88,7 +86,7 @@ def test_tensor_parallel_outputs_match_one_process(
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> list[Path]:
+def versions(tmp_path) -> list[Path]:
     """Two critics of one architecture, saved as the sidecar saves them."""
     folders = [tmp_path / "1", tmp_path / "2"]
     for seed, folder in enumerate(folders):
@@ -97,7 +95,7 @@ def versions(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def test_tensor_parallel_versions_keep_their_own_weights(ranks: ServingRanks, versions: list[Path]):
+def test_tensor_parallel_versions_keep_their_own_weights(ranks, versions):
     wholes = [load_model("load_critic", folder, None, {}) for folder in versions]
     first = ranks.load("load_critic", versions[0], None, {})
     second = ranks.load("load_critic", versions[1], first, {})
@@ -110,9 +108,7 @@ def test_tensor_parallel_versions_keep_their_own_weights(ranks: ServingRanks, ve
     assert_same(ranks, third, wholes[0])
 
 
-def test_tensor_parallel_swap_runs_no_forward_while_loading(
-    ranks: ServingRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_tensor_parallel_swap_runs_no_forward_while_loading(ranks, tmp_path, monkeypatch):
     """A request's collectives could meet those of a probe, which another rank runs before or after the request."""
     for seed in (1, 2):
         save_tiny(tmp_path / str(seed), "llama", "reward", seed=seed, **FAMILIES["llama"])
@@ -124,7 +120,7 @@ def test_tensor_parallel_swap_runs_no_forward_while_loading(
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_version_refused_by_one_rank_is_served_by_none(ranks: ServingRanks, versions: list[Path], is_cut: bool):
+def test_version_refused_by_one_rank_is_served_by_none(ranks, versions, is_cut):
     """What only the last rank reads of a layer: a row is cut off, or NaN is written into it."""
     served = ranks.load("load_critic", versions[0], None, {})
     tensors = load_file(versions[1] / WEIGHTS_FILE)
@@ -137,7 +133,7 @@ def test_version_refused_by_one_rank_is_served_by_none(ranks: ServingRanks, vers
     assert_same(ranks, served, load_model("load_critic", versions[0], None, {}))
 
 
-def test_rank_loads_models_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_rank_loads_models_one_at_a_time(monkeypatch):
     """Rank 0 may begin a load while a refused one still ends on another rank: both would count votes together."""
     log, may_end = [], threading.Event()
 
@@ -178,7 +174,7 @@ def test_rank_that_fails_before_the_vote_votes_once():
         ("llama", HEADS, r"num_key_value_heads is 2, which tensor_parallel \(4\) does not divide"),
     ],
 )
-def test_models_that_tensor_parallel_cannot_split_are_refused(tmp_path: Path, family: str, sizes: Any, message: str):
+def test_models_that_tensor_parallel_cannot_split_are_refused(tmp_path, family, sizes, message):
     save_tiny(tmp_path, family, "body", **sizes)
     with pytest.raises(CheckpointError, match=message):
         check_tensor_parallel(tmp_path, 4)

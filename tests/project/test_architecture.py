@@ -99,7 +99,7 @@ def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:
     return {name: set(loaded) for name, *loaded in lines}
 
 
-def test_modules_that_do_not_compute_never_import_torch(tmp_path: Path):
+def test_modules_that_do_not_compute_never_import_torch(tmp_path):
     loaded = imported_after(WITHOUT_TORCH, tmp_path)
     assert set(loaded) == set(WITHOUT_TORCH)
     guilty = [name for name, packages in loaded.items() if packages & {"torch", "transformers"}]

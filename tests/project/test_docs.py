@@ -99,7 +99,7 @@ COMMAND_LINES = sorted(
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
-def test_documented_commands_and_options_exist(command: str, tmp_path: Path):
+def test_documented_commands_and_options_exist(command, tmp_path):
     program, *arguments = shlex.split(command)
     if program == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -146,7 +146,7 @@ def options_in(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_documented_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
+def test_documented_yaml_is_a_valid_configuration(text, tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text(text)
     assert yaml.safe_load(text)
@@ -163,7 +163,7 @@ def test_documented_yaml_is_a_valid_configuration(text: str, tmp_path: Path):
         if "ReportSection" not in block.values[0] and not block.id.startswith("environments-")
     ],
 )
-def test_documented_reward_functions_score(text: str, tmp_path: Path):
+def test_documented_reward_functions_score(text, tmp_path):
     names: dict[str, Any] = {}
     exec(compile(text, "a page", "exec"), names)
     arguments = {name: getattr(value, "__annotations__", {}).keys() for name, value in names.items()}
@@ -179,7 +179,7 @@ def test_documented_reward_functions_score(text: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_keys_paths_and_links_exist(page: Path):
+def test_documented_keys_paths_and_links_exist(page):
     text = prose(page)
     for span in SPAN.findall(text):
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]+", span):

@@ -36,7 +36,7 @@ def test_after_that():
 
 
 @pytest.mark.slow
-def test_resources_left_open_by_a_failed_test_fail_no_other(tmp_path: Path):
+def test_resources_left_open_by_a_failed_test_fail_no_other(tmp_path):
     (tmp_path / "test_left.py").write_text(TESTS)
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", str(tmp_path)]
@@ -54,7 +54,7 @@ def test_resources_left_open_by_a_failed_test_fail_no_other(tmp_path: Path):
         ["-m", "examples.demo", "--help"],
     ],
 )
-def test_checkout_uses_its_own_code_in_another_checkouts_environment(tmp_path: Path, arguments: list[str]):
+def test_checkout_uses_its_own_code_in_another_checkouts_environment(tmp_path, arguments):
     other = shutil.copytree(
         ROOT,
         tmp_path / "other",

@@ -40,7 +40,7 @@ def execute(words: list[str], folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A folder with the files of all pages, for few steps and with tiny models."""
     path = tmp_path_factory.mktemp("recipes")
     assert main([str(path / "models")]) == 0
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
-def test_recipe_trains_as_it_stands(page: str, folder: Path):
+def test_recipe_trains_as_it_stands(page, folder):
     known = {*folder.glob("runs/*")}
     for words in commands(page):
         execute(words, folder)

@@ -58,14 +58,14 @@ class Instance:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightsStore:
+def store(tmp_path) -> WeightsStore:
     store = WeightsStore(tmp_path / "weights")
     publish(store, 0.0)
     return store
 
 
 @pytest.fixture
-def instance(store: WeightsStore) -> Iterator[Instance]:
+def instance(store) -> Iterator[Instance]:
     made = Instance(store)
     made.follower.start()
     yield made
@@ -87,7 +87,7 @@ def publish(store: WeightsStore, value: float) -> int:
     return version
 
 
-def test_follower_serves_current_and_writes_its_record(store: WeightsStore, instance: Instance):
+def test_follower_serves_current_and_writes_its_record(store, instance):
     assert (instance.follower.version.number, instance.record.version) == (0, 0)
     version = publish(store, 1.5)
     until(lambda: instance.record.version == version)
@@ -98,9 +98,7 @@ def test_follower_serves_current_and_writes_its_record(store: WeightsStore, inst
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(
-    store: WeightsStore, instance: Instance, file: str
-):
+def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(store, instance, file):
     """Neither one that runs nor one that starts, as a process that was replaced does: each reads the files itself."""
     version = add(store, 1.5)
     path = store.folder(version) / file
@@ -115,7 +113,7 @@ def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(
         Instance(store).follower.start()
 
 
-def test_follower_start_fails_on_an_unusable_first_version_and_keeps_dead_records(store: WeightsStore):
+def test_follower_start_fails_on_an_unusable_first_version_and_keeps_dead_records(store):
     """An instance that cannot start takes no place, so the missing one must still be visible."""
     gone = ServingRecord.of_this_process("critic_1", 0)
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
@@ -137,7 +135,7 @@ def test_follower_start_fails_on_an_unusable_first_version_and_keeps_dead_record
         Instance(WeightsStore(store.root / "empty")).follower.start()
 
 
-def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store: WeightsStore, instance: Instance):
+def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store, instance):
     version = add(store, 2.0)
     store.announce(version)
     until(lambda: (1, 0.0) in instance.loaded)
@@ -152,7 +150,7 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
     until(lambda: instance.record.version == version)
 
 
-def test_follower_expects_the_version_that_current_names_until_it_is_rejected(store: WeightsStore, instance: Instance):
+def test_follower_expects_the_version_that_current_names_until_it_is_rejected(store, instance):
     follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), list[int]()
     instance.while_loading = lambda number: (loading.set(), go.wait(PATIENCE_S))
     follower.changed = lambda: changes.append(follower.version.number)
@@ -169,7 +167,7 @@ def test_follower_expects_the_version_that_current_names_until_it_is_rejected(st
     assert not Instance(store, swaps=False).follower.is_arriving(VersionRange(0)), "only a fresh process serves it"
 
 
-def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store: WeightsStore, instance: Instance):
+def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store, instance):
     bad = add(store, np.nan)
     store.announce(bad)
     until(lambda: (bad, 0.0) in instance.loaded)
@@ -187,7 +185,7 @@ def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store:
     assert instance.record.rejected is None
 
 
-def test_version_truncated_after_its_load_is_rejected(store: WeightsStore, instance: Instance):
+def test_version_truncated_after_its_load_is_rejected(store, instance):
     """The file is mapped: a forward that reads behind its end would kill the process."""
     version = add(store, 2.5)
     store.announce(version)
@@ -201,7 +199,7 @@ def test_version_truncated_after_its_load_is_rejected(store: WeightsStore, insta
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store: WeightsStore, swaps: bool):
+def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store, swaps):
     """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
     publish(store, 0.5)
     instance, pruned = Instance(store, swaps=swaps), list[int]()
@@ -219,9 +217,7 @@ def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store:
     assert found == ([2, 3, 4], 5, 5), "1 is being loaded"
 
 
-def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(
-    store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
-):
+def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(store, instance, monkeypatch):
     put, full = store.records.put, threading.Event()
 
     def refuse(record: ServingRecord) -> None:
@@ -245,7 +241,7 @@ def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(
     until(lambda: instance.record.version == version)
 
 
-def test_the_serving_record_reports_the_result_of_staging(instance: Instance, store: WeightsStore):
+def test_the_serving_record_reports_the_result_of_staging(instance, store):
     """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
     plain = add(store, 1.0)
     store.announce(plain)

@@ -39,7 +39,7 @@ class Machine:
         (1e-3, 1e-5, 16, (64, 64)),  # one size only
     ],
 )
-def test_fit_recovers_overhead_tokens(constant: float, slope: float, token_budget: int, expected: tuple[int, int]):
+def test_fit_recovers_overhead_tokens(constant, slope, token_budget, expected):
     for seed in range(9):
         machine = Machine(constant, slope, seed)
         assert expected[0] <= machine.overhead(token_budget) <= expected[1]
@@ -48,7 +48,7 @@ def test_fit_recovers_overhead_tokens(constant: float, slope: float, token_budge
 
 @pytest.mark.parametrize("slope", [1e-5, 1e-3, 1e-2, 0.1, 10.0])
 @pytest.mark.parametrize("first_s", [0.0, 1.5, 5.0])
-def test_calibration_takes_at_most_two_seconds_after_the_first_pass(slope: float, first_s: float):
+def test_calibration_takes_at_most_two_seconds_after_the_first_pass(slope, first_s):
     machine = Machine(1e-3, slope, first_s=first_s)
     overhead = machine.overhead()
     assert machine.now <= 1.1 * (first_s + 1e-3 + 16 * slope) + 2.2, machine.sizes

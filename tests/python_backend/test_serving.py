@@ -24,7 +24,7 @@ import reward_functions
 import triton_python_backend_utils as stub
 from hypothesis import given
 from hypothesis import strategies as st
-from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs, training_inputs
+from live_system import LiveRun, make_run, random_rows, scoring_inputs, training_inputs
 from loaders import load_language_model
 from scoring_rig import started
 from served_model import served_model
@@ -74,13 +74,13 @@ def serving() -> Any:
         ("x" * 61, "x" * 60 + " …"),
     ],
 )
-def test_printable_escapes_control_characters_and_truncates(text: str, shown: str):
+def test_printable_escapes_control_characters_and_truncates(text, shown):
     assert printable(text, limit=60) == shown
     assert shown.encode()
 
 
 @pytest.mark.parametrize("error", [ContractError(f"messages: {LONE}"), KeyError(LONE), RuntimeError("x" * 100_000)])
-def test_errors_with_any_text_are_sent_as_responses(serving: Any, error: Exception):
+def test_errors_with_any_text_are_sent_as_responses(serving, error):
     def handle(call: Any) -> None:
         raise error
 
@@ -93,7 +93,7 @@ def test_errors_with_any_text_are_sent_as_responses(serving: Any, error: Excepti
         assert "\\ud800" in sent or "xxx" in sent
 
 
-def test_request_is_answered_once_with_escaped_texts(serving: Any):
+def test_request_is_answered_once_with_escaped_texts(serving):
     request = Request({}, ("reward_errors",))
 
     def handle(call: Any) -> None:
@@ -107,9 +107,7 @@ def test_request_is_answered_once_with_escaped_texts(serving: Any):
 
 
 @pytest.mark.parametrize("failures", [1, 9])
-def test_response_that_cannot_be_sent_becomes_an_error_response(
-    serving: Any, monkeypatch: pytest.MonkeyPatch, failures: int
-):
+def test_response_that_cannot_be_sent_becomes_an_error_response(serving, monkeypatch, failures):
     send, tried = Request.send, list[int]()
 
     def refuse(self: Request, *arguments: Any, **named: Any) -> None:
@@ -126,7 +124,7 @@ def test_response_that_cannot_be_sent_becomes_an_error_response(
     assert request.responses.empty()
 
 
-def test_training_key_header_must_be_text(serving: Any):
+def test_training_key_header_must_be_text(serving):
     """A client may send parameters of any JSON type in the body, under the header's name."""
     for value in (5, True, None, 1.5):
         call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER: value})))
@@ -151,7 +149,7 @@ with tempfile.NamedTemporaryFile(dir="/dev/shm") as region:
 """
 
 
-def test_shared_memory_files_are_private_even_with_a_non_ascii_library_path(tmp_path: Path):
+def test_shared_memory_files_are_private_even_with_a_non_ascii_library_path(tmp_path):
     """A stub decodes as ASCII, also the names of its libraries' folders."""
     (tmp_path / "übung").write_bytes(b"a library")
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "support" / "stub"), *filter(None, sys.path)])
@@ -180,9 +178,7 @@ def pool(*, budget: int = 100, overhead: int = 10) -> RowPool[str]:
         ({"budget": 40}, dict.fromkeys("ab", 500), ["a", "b"]),  # longer than the budget
     ],
 )
-def test_row_pool_batches_rows_of_similar_length_with_the_oldest(
-    settings: dict[str, int], rows: dict[str, int], expected: list[str]
-):
+def test_row_pool_batches_rows_of_similar_length_with_the_oldest(settings, rows, expected):
     waiting = pool(**settings)
     for name, length in rows.items():
         waiting.add(name, [length])
@@ -229,9 +225,7 @@ def test_row_pool_bounds_the_pressing_tokens_of_a_long_request():
     overhead=st.integers(0, 200),
     discarded=st.sets(st.integers(0, 11)),
 )
-def test_row_pool_returns_each_row_once_within_the_token_budget(
-    requests: list[list[int]], budget: int, overhead: int, discarded: set[int]
-):
+def test_row_pool_returns_each_row_once_within_the_token_budget(requests, budget, overhead, discarded):
     waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead)
     for owner, lengths in enumerate(requests):
         waiting.add(owner, lengths)
@@ -250,7 +244,7 @@ def test_row_pool_returns_each_row_once_within_the_token_budget(
     assert (len(waiting), waiting.tokens, waiting.pressing_tokens, waiting.take()) == (0, 0, 0, [])
 
 
-def test_round_robin_finishes_short_jobs_first_and_all_at_close(monkeypatch: pytest.MonkeyPatch):
+def test_round_robin_finishes_short_jobs_first_and_all_at_close(monkeypatch):
     monkeypatch.setattr(scheduling, "SLICE_S", 0.0)  # a step is a slice
     log: list[str] = []
     begin = threading.Event()
@@ -331,7 +325,7 @@ class Model:
 
 
 @pytest.fixture
-def make_model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Model]]:
+def make_model(scoring, monkeypatch) -> Iterator[Callable[..., Model]]:
     made: list[Model] = []
 
     def make(**settings: int) -> Model:
@@ -351,7 +345,7 @@ def answers(*requests: Request) -> list[InferenceResponse]:
     return [request.responses.get(timeout=PATIENCE_S) for request in requests]
 
 
-def test_swap_under_a_backlog_takes_effect_within_two_micro_batches(make_model: Any):
+def test_swap_under_a_backlog_takes_effect_within_two_micro_batches(make_model):
     model, requests = make_model(token_budget=200), [rows_of(1, 20) for _ in range(600)]  # ten rows a forward pass
     threading.Thread(target=model.loaded.execute, args=[requests], daemon=True).start()  # until the backlog is short
     assert model.run(3) == [(1, 10)] * 3
@@ -362,7 +356,7 @@ def test_swap_under_a_backlog_takes_effect_within_two_micro_batches(make_model: 
     assert versions == [1] * 40 + [2] * 560
 
 
-def test_a_started_request_keeps_its_version_without_blocking_others(make_model: Any):
+def test_a_started_request_keeps_its_version_without_blocking_others(make_model):
     model, long, short = make_model(token_budget=200), rows_of(40, 20), [rows_of(1, 20) for _ in range(60)]
     model.loaded.execute([long])
     assert model.run(1) == [(1, 10)]
@@ -375,7 +369,7 @@ def test_a_started_request_keeps_its_version_without_blocking_others(make_model:
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
 
 
-def test_request_not_started_by_its_deadline_is_refused(make_model: Any):
+def test_request_not_started_by_its_deadline_is_refused(make_model):
     model, requests = make_model(token_budget=10, queue_timeout_s=1), [rows_of(3, 10) for _ in range(2)]
     model.loaded.execute(requests)
     model.run(3)
@@ -406,13 +400,13 @@ class Numbered(Model):
 
 
 @pytest.fixture
-def numbered(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbered]:
+def numbered(scoring, monkeypatch) -> Iterator[Numbered]:
     model = Numbered(scoring, monkeypatch, token_budget=100)
     yield model
     model.end()
 
 
-def test_request_for_a_version_not_served_is_refused_alone(numbered: Numbered):
+def test_request_for_a_version_not_served_is_refused_alone(numbered):
     good = [rows_of(1, 10), demanding(min_version=0), demanding(min_version=1), demanding(exact_version=1)]
     bad = [demanding(min_version=2), demanding(exact_version=0), demanding(min_version=-1)]
     inside = demanding(min_version=2)
@@ -429,7 +423,7 @@ def test_request_for_a_version_not_served_is_refused_alone(numbered: Numbered):
     ]
 
 
-def test_request_waits_briefly_for_a_swap_to_its_demanded_version(numbered: Numbered):
+def test_request_waits_briefly_for_a_swap_to_its_demanded_version(numbered):
     """Also for one that is rejected; and no longer than a moment, because another server may be faster."""
     numbered.coming = 2
     numbered.loaded.execute([waiting := demanding(min_version=2)])
@@ -452,7 +446,7 @@ def test_request_waits_briefly_for_a_swap_to_its_demanded_version(numbered: Numb
     assert "m serves version 2" in str(answers(last)[0].error)
 
 
-def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered: Numbered):
+def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered):
     first, exact, least = rows_of(1, 64), demanding(exact_version=1), demanding(min_version=1)
     numbered.loaded.execute([first])
     numbered.loaded.execute([exact, least])
@@ -464,9 +458,7 @@ def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered:
     assert answers(least)[0].outputs[VALUES].tolist() == [[2], [2]]
 
 
-def test_requests_are_answered_while_triton_refuses_counters(
-    make_model: Any, serving: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_requests_are_answered_while_triton_refuses_counters(make_model, serving, monkeypatch):
     model, sent = make_model(token_budget=10), list[float]()
     named = serving.NamedCounters("m", "f", "", "counter")
 
@@ -491,7 +483,7 @@ def sentence(text: bytes = b"A list") -> Request:
     return Request({"sentences": np.asarray([[text]], dtype=np.object_)}, (VALUES,))
 
 
-def test_token_requests_do_not_wait_for_sentences_being_tokenised(make_model: Any):
+def test_token_requests_do_not_wait_for_sentences_being_tokenised(make_model):
     model = make_model(token_budget=100)
     slow, bad, tokens = sentence(), sentence(b"bad"), rows_of(2, 3)
     model.go.release(2)
@@ -504,9 +496,7 @@ def test_token_requests_do_not_wait_for_sentences_being_tokenised(make_model: An
     assert bad.responses.get_nowait().error == "INTERNAL: ValueError: a bad sentence"
 
 
-def test_execute_blocks_above_the_limit_of_unread_sentence_bytes(
-    make_model: Any, scoring: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_execute_blocks_above_the_limit_of_unread_sentence_bytes(make_model, scoring, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_UNREAD_BYTES", 15)
     model = make_model(token_budget=100)
     model.go.release(2)
@@ -554,7 +544,7 @@ INPUTS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> LiveRun:
+def run(tmp_path_factory, checkpoints) -> LiveRun:
     """Return a run whose repository has every model."""
     rewards = {
         "model": {"weight": 1.0},
@@ -566,7 +556,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> L
 
 
 @pytest.fixture(scope="module")
-def models(run: LiveRun) -> Iterator[dict[str, Any]]:
+def models(run) -> Iterator[dict[str, Any]]:
     """Each model, loaded from its rendered configuration into this process."""
     assert render_configs(run.config).keys() - ENSEMBLES == OUTPUTS.keys()
     with contextlib.ExitStack() as stack:
@@ -583,7 +573,7 @@ def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:
     return request.responses.get(timeout=PATIENCE_S)
 
 
-def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str, Any], run: LiveRun):
+def test_response_values_begin_at_the_last_token_of_the_prompt(models, run):
     response = answer_to(models["critic"], Request(SCORING, ("values", "response_values")), run)
     values, of_responses = (response.outputs[name] for name in ("values", "response_values"))
     for i, (row, (prompt,)) in enumerate(zip(ROWS, SCORING["prompt_lengths"], strict=True)):
@@ -591,7 +581,7 @@ def test_response_values_begin_at_the_last_token_of_the_prompt(models: dict[str,
         np.testing.assert_array_equal(of_responses[i, : expected.size], expected)
 
 
-def test_reference_sends_the_log_probs_of_each_row(models: dict[str, Any], run: LiveRun):
+def test_reference_sends_the_log_probs_of_each_row(models, run):
     found = answer_to(models["reference"], Request(SCORING, ("logprobs",)), run).outputs["logprobs"]
     model = load_language_model(run.config.reference.model, banned_token_ids=[0, 2])
     for ours, row, expected in zip(found, ROWS, model.launch(ROWS)(), strict=True):
@@ -599,9 +589,7 @@ def test_reference_sends_the_log_probs_of_each_row(models: dict[str, Any], run: 
 
 
 @pytest.mark.parametrize(("model", "requested"), REQUESTED)
-def test_exactly_the_requested_outputs_are_sent(
-    models: dict[str, Any], run: LiveRun, model: str, requested: tuple[str, ...]
-):
+def test_exactly_the_requested_outputs_are_sent(models, run, model, requested):
     request = Request(INPUTS.get(model, SCORING), requested)
     response = answer_to(models[model], request, run)
     assert response.error is None
@@ -609,7 +597,7 @@ def test_exactly_the_requested_outputs_are_sent(
     assert request.num_looks_at_outputs <= 1  # each builds a new set of strings
 
 
-def test_optional_outputs_are_not_sent_if_the_request_names_none(models: dict[str, Any], run: LiveRun):
+def test_optional_outputs_are_not_sent_if_the_request_names_none(models, run):
     """Triton then names all that the configuration declares."""
     model = "reward_checkpoint"
     response = answer_to(models[model], Request(SCORING, (*OUTPUTS[model], UNNAMED)), run)
@@ -617,9 +605,7 @@ def test_optional_outputs_are_not_sent_if_the_request_names_none(models: dict[st
 
 
 @pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer
-def test_critic_runs_a_forward_only_if_values_are_requested(
-    models: dict[str, Any], run: LiveRun, monkeypatch: pytest.MonkeyPatch, requested: list[str]
-):
+def test_critic_runs_a_forward_only_if_values_are_requested(models, run, monkeypatch, requested):
     def fail(*_: object) -> None:
         raise AssertionError("no forward is needed")
 

@@ -125,7 +125,7 @@ def score_ids(folder: Path, ids: list[int]) -> float:
 
 
 @families
-def test_text_scores_match_the_pipeline_and_special_tokens_can_be_turned_off(tmp_path: Path, family: str):
+def test_text_scores_match_the_pipeline_and_special_tokens_can_be_turned_off(tmp_path, family):
     tokenizer = save_text_reward(tmp_path, family)
     texts = [*TEXTS, "y", *([] if family == "qwen2" else [""])]
     rows, rewards = score(tmp_path, texts)
@@ -140,7 +140,7 @@ def test_text_scores_match_the_pipeline_and_special_tokens_can_be_turned_off(tmp
 
 
 @families
-def test_chat_scores_match_its_own_templates_rendering(tmp_path: Path, family: str):
+def test_chat_scores_match_its_own_templates_rendering(tmp_path, family):
     tokenizer = save_text_reward(tmp_path, family)
     rows, rewards = score(tmp_path, [REPLY, "", "No chat."], [{"messages": MESSAGES}, {"messages": CHAT}, {}])
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -155,7 +155,7 @@ def test_chat_scores_match_its_own_templates_rendering(tmp_path: Path, family: s
 
 @pytest.mark.parametrize("family", ["llama", "bert", "roberta"])
 @pytest.mark.parametrize("has_cls", [True, False])
-def test_rendered_chat_gets_special_tokens_only_for_encoders(tmp_path: Path, family: str, *, has_cls: bool):
+def test_rendered_chat_gets_special_tokens_only_for_encoders(tmp_path, family, *, has_cls):
     cls = {"cls_token": "[CLS]" if family == "bert" else "<s>"} if has_cls else {"cls_token": None}
     tokenizer = save_text_reward(tmp_path, family, chat_template=PLAIN_CHAT, **cls)
     rows, rewards = score(tmp_path, [""], [{"messages": CHAT}])
@@ -165,7 +165,7 @@ def test_rendered_chat_gets_special_tokens_only_for_encoders(tmp_path: Path, fam
 
 
 @families
-def test_text_pair_scores_match_the_pipeline(tmp_path: Path, family: str):
+def test_text_pair_scores_match_the_pipeline(tmp_path, family):
     tokenizer = save_text_reward(tmp_path, family)
     pairs = [(TEXTS[0], TEXTS[1]), ("", TEXTS[3]), ("y [SEP] </s> y", "[SEP] y")]
     seconds = texts_array([second for _, second in pairs])
@@ -182,7 +182,7 @@ def test_text_pair_scores_match_the_pipeline(tmp_path: Path, family: str):
 
 
 @pytest.mark.parametrize("head", ["reward", "critic"])
-def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path, head: str):
+def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path, head):
     """With a head on each token and with an encoder's own head."""
     save_text_reward(tmp_path, "bert")
     if head == "critic":
@@ -200,7 +200,7 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path
     assert abs(model.score(untyped)[0, 0] - rewards[0]) > 1e-4
 
 
-def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path: Path):
+def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path):
     tokenizer = save_text_reward(tmp_path / "qwen2", "qwen2")
     eos = [tokenizer.eos_token_id]
     metadata: list[dict[str, Any]] = [{}, {}, {"messages": MESSAGES}]
@@ -222,7 +222,7 @@ def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path: Path):
         score(tmp_path, ["y"], append_eos=True)
 
 
-def test_invalid_sentences_and_text_pairs_are_refused(tmp_path: Path):
+def test_invalid_sentences_and_text_pairs_are_refused(tmp_path):
     save_text_reward(tmp_path, "qwen2", chat_template=None)
     ones, pairs = texts_array(["y"]), {"takes_pairs": True}
     cases: list[tuple[str, str, list[dict[str, Any]] | None, dict[str, Any]]] = [
@@ -247,7 +247,7 @@ def test_invalid_sentences_and_text_pairs_are_refused(tmp_path: Path):
     ("num_labels", "problem"),
     [(1, None), (1, "regression"), (3, None), (3, "regression"), (3, "multi_label_classification")],
 )
-def test_probabilities_match_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
+def test_probabilities_match_the_pipeline(tmp_path, num_labels, problem):
     save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
     classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
     model = load_reward(tmp_path, standardization=(0.5, 2.0), attribute_weights=[1] * num_labels)
@@ -259,7 +259,7 @@ def test_probabilities_match_the_pipeline(tmp_path: Path, num_labels: int, probl
         np.testing.assert_allclose(found, [by_label[f"LABEL_{i}"] for i in range(num_labels)], atol=1e-6)
 
 
-def test_trailing_padding_tokens_are_skipped_as_in_the_pipeline(tmp_path: Path):
+def test_trailing_padding_tokens_are_skipped_as_in_the_pipeline(tmp_path):
     """end-of-text is also the padding token: transformers pools the token before it."""
     settings: dict[str, Any] = {"added": ("<s>", "</s>"), "pad_token": "</s>"}
     tokenizer = save_text_reward(tmp_path, "llama", **settings)
@@ -287,9 +287,7 @@ BY_TURN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
         ("Open it.", {}, REPLY),
     ],
 )
-def test_text_one_token_too_long_is_refused_with_its_token_count(
-    tmp_path: Path, text: str, metadata: dict[str, Any], pair: str
-):
+def test_text_one_token_too_long_is_refused_with_its_token_count(tmp_path, text, metadata, pair):
     """The end-of-turn token is also the padding token, and still counts."""
     save_text_reward(tmp_path, "llama", chat_template=BY_TURN, pad_token="</s>")
     model = load_reward(tmp_path)
@@ -331,14 +329,14 @@ ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_turn_ends_finds_the_templates_end_tokens(template: str | dict[str, str] | None, ends: list[str]):
+def test_turn_ends_finds_the_templates_end_tokens(template, ends):
     tokenizer = make_text_tokenizer("llama", chat_template=template)
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>", "<|return|>")])
     tokenizer.add_tokens([AddedToken("<|user|>", special=False), AddedToken("\n", special=False)])
     assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == ends
 
 
-def test_reply_text_keeps_special_tokens_except_ends_and_padding(tmp_path: Path):
+def test_reply_text_keeps_special_tokens_except_ends_and_padding(tmp_path):
     """Neither BOS, padding, the end of a turn in the template, nor one that generation_config.json names."""
     tokenizer = make_text_tokenizer("llama", chat_template=CHATML)
     names = ("<|im_start|>", "<|im_end|>", "<|return|>", "<think>")
@@ -358,7 +356,7 @@ def test_reply_text_keeps_special_tokens_except_ends_and_padding(tmp_path: Path)
 
 @families
 @pytest.mark.parametrize("pad", ["!", "the"])
-def test_padding_token_that_is_ordinary_text_is_sampled_and_kept_in_replies(tmp_path: Path, family: str, pad: str):
+def test_padding_token_that_is_ordinary_text_is_sampled_and_kept_in_replies(tmp_path, family, pad):
     """Published tokenizers pad with "!", which transformers then lists among the special tokens."""
     texts = [*TEXTS, "y!"]
     (token,) = make_text_tokenizer(family, texts)("y " + pad, add_special_tokens=False)["input_ids"][-1:]
@@ -443,7 +441,7 @@ def assert_refused(ask: Ask, cases: list[tuple[dict[str, Any], str]]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "mixtral"])
-def test_logit_reward_matches_the_full_output_layer(tmp_path: Path, family: str):
+def test_logit_reward_matches_the_full_output_layer(tmp_path, family):
     save_tiny(tmp_path, family, "language", vocab_size=VOCAB)
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     rows = [np.asarray([5, 9, 2, 11]), np.asarray([7]), np.asarray([3, 3, 8, 8, 1, 0, 12])]
@@ -455,7 +453,7 @@ def test_logit_reward_matches_the_full_output_layer(tmp_path: Path, family: str)
     assert odds.model.get_output_embeddings().weight.shape[0] == 4  # no [B, S, V] anywhere
 
 
-def test_logit_reward_reads_reward_template_and_generation_prompt(serve: Callable[..., Ask], tmp_path: Path):
+def test_logit_reward_reads_reward_template_and_generation_prompt(serve, tmp_path):
     tokenizer = save_model(tmp_path, "language")
     ids = single_tokens(tokenizer, [" the", " it"])
     hint = "{% if metadata.hint is defined %} {{ metadata.hint }}{% endif %}"
@@ -476,7 +474,7 @@ def test_logit_reward_reads_reward_template_and_generation_prompt(serve: Callabl
     near(reward[0, 0], own.softmax(-1)[0])
 
 
-def test_logit_reward_refuses_names_that_are_not_one_token(tmp_path: Path):
+def test_logit_reward_refuses_names_that_are_not_one_token(tmp_path):
     tokenizer = save_model(tmp_path, "language")
     for tokens, message in (
         (["sunshine"], r"'sunshine' is . tokens \(.*\) of the tokenizer in .*, but must be one"),
@@ -490,7 +488,7 @@ def test_logit_reward_refuses_names_that_are_not_one_token(tmp_path: Path):
         single_tokens(make_text_tokenizer("bert"), ["ж"])  # the unknown token is no name
 
 
-def test_reward_template_refuses_bad_input_and_keeps_serving(serve: Callable[..., Ask], tmp_path: Path):
+def test_reward_template_refuses_bad_input_and_keeps_serving(serve, tmp_path):
     save_model(tmp_path, "language")
     ask = serve(tmp_path, logit=LOGIT, template=" {{ prompt }}{{ response }} ")
     needs = "tokens: reward.template needs more than a row of tokens; send sentences and metadata"
@@ -520,7 +518,7 @@ def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tup
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_process_reward_of_texts_reads_steps_as_trl_trains_them(serve: Callable[..., Ask], tmp_path: Path, family: str):
+def test_process_reward_of_texts_reads_steps_as_trl_trains_them(serve, tmp_path, family):
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
     ask = serve(tmp_path, process={"separator": ". "})
     text = PROMPT + "".join(STEPS)
@@ -536,9 +534,7 @@ def test_process_reward_of_texts_reads_steps_as_trl_trains_them(serve: Callable[
 
 @pytest.mark.parametrize("template", [PLAIN_CHAT, CHATS["llama"]])
 @pytest.mark.parametrize("process", [{"separator": ". "}, {"separator": "<pad>"}, {"granularity": "token"}], ids=str)
-def test_process_reward_of_a_chat_starts_with_the_templates_rendering(
-    serve: Callable[..., Ask], tmp_path: Path, template: str, process: dict[str, str]
-):
+def test_process_reward_of_a_chat_starts_with_the_templates_rendering(serve, tmp_path, template, process):
     tokenizer = save_model(tmp_path, "critic", family="llama", num_labels=1)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
@@ -554,9 +550,7 @@ def test_process_reward_of_a_chat_starts_with_the_templates_rendering(
 
 @pytest.mark.parametrize("separator", [". ", " Read", "."])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_process_reward_finds_the_same_steps_in_text_and_tokens(
-    serve: Callable[..., Ask], tmp_path: Path, family: str, separator: str
-):
+def test_process_reward_finds_the_same_steps_in_text_and_tokens(serve, tmp_path, family, separator):
     """SentencePiece, as in Llama 2, puts the space before a word into the word's token."""
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
     ask = serve(tmp_path, process={"separator": separator})
@@ -568,7 +562,7 @@ def test_process_reward_finds_the_same_steps_in_text_and_tokens(
     assert counts[0] == counts[1] > 2
 
 
-def test_process_reward_of_tokens_splits_steps_at_the_separator(serve: Callable[..., Ask], tmp_path: Path):
+def test_process_reward_of_tokens_splits_steps_at_the_separator(serve, tmp_path):
     """The separator stays where the policy wrote it; the last step is read at one put behind its text."""
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={"separator": "."}, score="logit")
@@ -604,7 +598,7 @@ def test_process_reward_of_tokens_splits_steps_at_the_separator(serve: Callable[
 
 
 @pytest.mark.parametrize("head", ["critic", "reward"])
-def test_token_granularity_gives_a_reward_at_every_response_token(serve: Callable[..., Ask], tmp_path: Path, head: str):
+def test_token_granularity_gives_a_reward_at_every_response_token(serve, tmp_path, head):
     """Of a token classifier, and of a decoder's sequence classification head applied at each token."""
     if head == "critic":
         save_model(tmp_path, head)
@@ -619,7 +613,7 @@ def test_token_granularity_gives_a_reward_at_every_response_token(serve: Callabl
     assert got["step_ends"].tolist() == [[2, 3, 4]]
 
 
-def test_process_reward_reads_logits_at_marks_as_math_shepherd(serve: Callable[..., Ask], tmp_path: Path):
+def test_process_reward_reads_logits_at_marks_as_math_shepherd(serve, tmp_path):
     tokenizer = save_model(tmp_path, "language")
     ids = single_tokens(tokenizer, [" the", " it"])
     ask = serve(tmp_path, logit=LOGIT, process={"separator": ". ", "mark": "<|im_end|> "})
@@ -642,7 +636,7 @@ BAD_ENDS: list[tuple[Any, str]] = [
 ]
 
 
-def test_process_reward_refuses_bad_step_ends_and_keeps_serving(serve: Callable[..., Ask], tmp_path: Path):
+def test_process_reward_refuses_bad_step_ends_and_keeps_serving(serve, tmp_path):
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={})
     full = {"tokens": np.asarray([[5] * POSITIONS])}
@@ -667,7 +661,7 @@ def test_process_reward_refuses_bad_step_ends_and_keeps_serving(serve: Callable[
         assert_refused(serve(tmp_path, process=process, **settings), [(inputs, message)])
 
 
-def test_process_reward_refuses_checkpoints_that_score_no_single_token(tmp_path: Path):
+def test_process_reward_refuses_checkpoints_that_score_no_single_token(tmp_path):
     save_text_reward(tmp_path / "pooled", "bert")
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")

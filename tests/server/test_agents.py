@@ -58,7 +58,7 @@ def steps_of(run: LiveRun) -> list[dict[str, Any]]:
     return [*read_jsonl(run.config.run.dir / "metrics.jsonl")]
 
 
-def test_ppo_trains_all_context_rows_of_an_agents_conversation(tmp_path: Path, checkpoints: Checkpoints):
+def test_ppo_trains_all_context_rows_of_an_agents_conversation(tmp_path, checkpoints):
     """Each conversation has three rows; critic and policy train all of them."""
     agent = {"agent": f"{CLASSES.with_name('agents.py')}:in_two_contexts"}
     run = agent_run(tmp_path / "run", checkpoints, "", environment=agent, actor={"steps": 3, "kl_reference": "triton"})
@@ -88,7 +88,7 @@ def without_server(run: LiveRun) -> LiveRun:
     return dataclasses.replace(run, config=load_config(run.path))
 
 
-def test_an_actor_killed_between_turns_resumes_bit_identically(tmp_path: Path, checkpoints: Checkpoints):
+def test_an_actor_killed_between_turns_resumes_bit_identically(tmp_path, checkpoints):
     runs = []
     for name in ("undisturbed", "killed"):
         log = tmp_path / f"{name}.log"

@@ -14,16 +14,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from live_system import Checkpoints, direct_rewards
+from live_system import direct_rewards
 from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository
 
@@ -76,7 +75,7 @@ def start_entry_point(folder: Path, tritonserver: str, *arguments: str) -> subpr
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_stopped_container_and_the_drain_command_unload_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stopped_container_and_the_drain_command_unload_every_model(tmp_path, monkeypatch):
     repository = tmp_path / "repository"
     write_repository(repository)
     with tiny_server(tmp_path) as server, server.control() as control:
@@ -98,7 +97,7 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(tmp_path: 
     assert drain(repository, server.section.http_url) == 1, "it does not run"
 
 
-def test_drain_ends_soon_after_the_models_last_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_drain_ends_soon_after_the_models_last_process_dies(tmp_path, monkeypatch):
     """A model stays in the index until its requests are answered, which those of a dead process never are."""
     name = f"stub-of-{tmp_path.name}-{os.getpid()}"
     monkeypatch.setattr("rlhf_triton.tools.server.drain.STUB", name)
@@ -122,14 +121,14 @@ def test_drain_ends_soon_after_the_models_last_process_dies(tmp_path: Path, monk
     assert 103.0 < now[0] < 105.0
 
 
-def test_container_files_are_private_and_the_servers_exit_code_is_passed_on(tmp_path: Path):
+def test_container_files_are_private_and_the_servers_exit_code_is_passed_on(tmp_path):
     container = start_entry_point(tmp_path, "#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\nexit 3")
     container.communicate()
     assert container.returncode == 3
     assert [path for path in (tmp_path / "runs").rglob("*") if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
-def test_container_command_restricts_unneeded_apis_to_the_control_key(tmp_path: Path):
+def test_container_command_restricts_unneeded_apis_to_the_control_key(tmp_path):
     command = tritonserver_command(tmp_path, key="secret", address="0.0.0.0", control_address="127.0.0.1")
     options = {name: value for name, _, value in (argument.partition("=") for argument in command[1:])}
     for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
@@ -148,9 +147,7 @@ def test_container_command_restricts_unneeded_apis_to_the_control_key(tmp_path: 
     ("make", "name", "variable"),
     [(training_key, "training.key", "TRAINING_KEY"), (control_key, "control.key", VARIABLE)],
 )
-def test_keys_are_created_once_with_private_permissions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str], name: str, variable: str
-):
+def test_keys_are_created_once_with_private_permissions(tmp_path, monkeypatch, make, name, variable):
     monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "weights"  # the control key is beside it: all that share the weights share the key
     key, (file,) = make(folder), tmp_path.rglob(name)
@@ -159,7 +156,7 @@ def test_keys_are_created_once_with_private_permissions(
     assert make(folder) == "given"
 
 
-def test_truncated_control_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_truncated_control_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     for cut in ("", " \n", "0123456789abcde"):
         (tmp_path / "control.key").write_text(cut)
@@ -175,9 +172,7 @@ def rendered(folder: Path, **sections: dict) -> Path:
     return folder
 
 
-def test_the_container_adds_the_training_key_to_a_repository_rendered_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_container_adds_the_training_key_to_a_repository_rendered_without_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "other")
     rewards = {"length": {"function": "rewards/length.py:penalty"}}
     for name, key, sections in (
@@ -206,7 +201,7 @@ def make_current(weights: Path, version: int) -> None:
     (weights / "CURRENT").write_text(f"{version}\n")
 
 
-def test_healthcheck_infers_on_a_running_server(tmp_path: Path):
+def test_healthcheck_infers_on_a_running_server(tmp_path):
     """Uses the wheel's server, which lacks only one of the options."""
     write_repository(tmp_path / "source")
     with (tmp_path / "source" / "critic" / "config.pbtxt").open("a") as config:
@@ -243,12 +238,7 @@ TEMPLATE = {"reward": {"template": "{{ response }}"}}
     ],
 )
 def test_healthcheck_fails_if_a_model_is_behind_current_or_fails(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    sections: dict[str, Any],
-    refusal: str | None,
-    behind: str,
+    tmp_path, monkeypatch, capsys, sections, refusal, behind
 ):
     """A live reward model behind CURRENT is unhealthy; a model that says it needs more than tokens is healthy."""
     repository = rendered(tmp_path / "repository", **sections)
@@ -340,9 +330,7 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_documented_plain_tritonserver_commands_serve_rewards_in_a_clean_shell(
-    checkpoints: Checkpoints, tmp_path: Path
-):
+def test_documented_plain_tritonserver_commands_serve_rewards_in_a_clean_shell(checkpoints, tmp_path):
     folder = tmp_path
     (folder / "my.yaml").write_text(block("yaml"))
     (folder / "my_rewards.py").write_text(FUNCTION)

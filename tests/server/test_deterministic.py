@@ -72,7 +72,7 @@ def finish(actor: Child) -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
+def calm(tmp_path_factory, checkpoints) -> Iterator[System]:
     """Return a system on which an actor has run to its end without a kill."""
     system = start_system(deterministic_run(tmp_path_factory.mktemp("calm"), checkpoints))
     try:
@@ -113,9 +113,7 @@ def newest(run: LiveRun, room: str) -> int:
     return max(saved_steps(run.config.run.dir / "checkpoints" / room), default=0)
 
 
-def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(
-    calm: System, tmp_path: Path, checkpoints: Checkpoints
-):
+def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(calm, tmp_path, checkpoints):
     """The critic's process and the sidecar, and then a rank of the actor, whose step 5 is trained already.
 
     All ranks go back to step 3. SIGTERM stops the actor, whose requests then hold other rows; finally rank 0 is killed.
@@ -155,7 +153,7 @@ def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(
         system.stop()
 
 
-def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm: System, tmp_path: Path):
+def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm, tmp_path):
     """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
 
     def start(folder: str, *more: str) -> Child:

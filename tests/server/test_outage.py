@@ -79,7 +79,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Pair]:
+def pair(tmp_path, checkpoints) -> Iterator[Pair]:
     made = Pair(tmp_path, checkpoints)
     yield made
     made.system.sidecar.process.kill()  # it would wait for the servers, which are gone
@@ -99,7 +99,7 @@ def served(run: LiveRun) -> int:
 
 
 @pytest.mark.slow
-def test_answer_means_that_every_live_server_serves_the_version(pair: Pair, capsys: pytest.CaptureFixture[str]):
+def test_answer_means_that_every_live_server_serves_the_version(pair, capsys):
     version = train(pair.run, 1)  # the second server is not there yet: it does not hold up the first
     assert served(pair.run) == version
     pair.start(1)
@@ -131,7 +131,7 @@ def test_answer_means_that_every_live_server_serves_the_version(pair: Pair, caps
     assert [line.count("(pid ") for line in told.splitlines() if "CURRENT" in line] == [2]
 
 
-def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
+def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch):
     def lookup(name: str, port: int, **_: object) -> list[tuple]:
         if name != "critic.svc":
             raise socket.gaierror(-2, "Name or service not known")
@@ -152,7 +152,7 @@ def num_answered(run: LiveRun, model: str) -> int:
 
 
 @pytest.mark.slow
-def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair: Pair):
+def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair):
     """The first is the one that training goes to; the last one comes back, and is killed again before Ctrl-C."""
     servers = pair.runs
     pair.start(1)

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ instance_group { count: 1 kind: KIND_CPU }
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[TritonServer]:
+def server(tmp_path) -> Iterator[TritonServer]:
     folder = tmp_path / "repository" / "echo"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(CONFIG)
@@ -63,7 +62,7 @@ def echoed(server: TritonServer, seconds: float) -> float:
         return float(client.infer("echo", [tensor]).as_numpy("seconds")[0])
 
 
-def test_process_suspended_during_a_request_exits_when_it_resumes(server: TritonServer, tmp_path: Path):
+def test_process_suspended_during_a_request_exits_when_it_resumes(server, tmp_path):
     process = stub_of(server, "echo")
     begun = tmp_path / "begun"
     assert echoed(server, 2.0) == 2.0  # a long request is no stop; by its end, the process is watched
@@ -105,7 +104,7 @@ class Watched(Pulse):
 
 
 @pytest.mark.parametrize("every", [TICK_S, 0.7, 10.0])
-def test_process_with_busy_threads_does_not_count_as_stopped(monkeypatch: pytest.MonkeyPatch, every: float):
+def test_process_with_busy_threads_does_not_count_as_stopped(monkeypatch, every):
     watched = Watched(monkeypatch)
     with watched.handing_over():
         watched.run(30.0, every, SLOWEST_WAKE_S)
@@ -114,9 +113,7 @@ def test_process_with_busy_threads_does_not_count_as_stopped(monkeypatch: pytest
 
 @pytest.mark.parametrize("switches", [0, 1, 2, 3])
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["starved", "stopped"])
-def test_process_exits_after_a_second_without_wakeups_only_during_a_request(
-    monkeypatch: pytest.MonkeyPatch, is_stopped: bool, switches: int
-):
+def test_process_exits_after_a_second_without_wakeups_only_during_a_request(monkeypatch, is_stopped, switches):
     """The clock is the wall clock, like Triton's: a paused machine or a changed clock also counts."""
     for within in (True, False):
         watched = Watched(monkeypatch)
@@ -130,9 +127,7 @@ def test_process_exits_after_a_second_without_wakeups_only_during_a_request(
 
 
 @pytest.mark.parametrize(("later", "ended"), [(0.0, True), (HANDED_OVER_S + 2 * WAKE_S, False)])
-def test_process_exits_if_a_request_arrived_while_it_was_stopped(
-    monkeypatch: pytest.MonkeyPatch, later: float, ended: bool
-):
+def test_process_exits_if_a_request_arrived_while_it_was_stopped(monkeypatch, later, ended):
     watched = Watched(monkeypatch)
     watched.run(3.0)
     watched.now += 2.0

@@ -1,7 +1,7 @@
 """New weights come into service under load: one version per request, and no damaged one."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ from bare_client import ask
 from critic_load import CriticLoad
 from live_system import (
     TOLERANCE,
-    Checkpoints,
     LiveRun,
     System,
     assert_answer,
@@ -64,7 +63,7 @@ def assert_serves(run: LiveRun, version: int) -> np.ndarray:
 
 
 @pytest.fixture
-def reward_version_0_again(live: System) -> Iterator[None]:
+def reward_version_0_again(live) -> Iterator[None]:
     """Restore the checkpoint that other tests of this server expect."""
     yield
     assert main(["rollback", "--model", "reward", "--config", str(live.run.path), "--to", "0"]) == 0
@@ -76,7 +75,7 @@ def reward_version_0_again(live: System) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_an_update_changes_the_served_values_through_triton(live: System):
+def test_an_update_changes_the_served_values_through_triton(live):
     """With `critic.reload=triton` the instance does not follow CURRENT on its own."""
     run = live.run
     live.stop_sidecar()
@@ -101,7 +100,7 @@ def test_an_update_changes_the_served_values_through_triton(live: System):
 
 
 @pytest.mark.usefixtures("reward_version_0_again")
-def test_no_request_fails_or_mixes_versions_during_reloads(live: System, tmp_path: Path):
+def test_no_request_fails_or_mixes_versions_during_reloads(live, tmp_path):
     """Three swaps of the critic, a reload through Triton's load API, and a swap of the reward model."""
     run, first = live.run, live.run.next_step()
 
@@ -150,9 +149,7 @@ OTHER_THREADS = 8  # of the sidecar: gRPC's, and Python's own
 
 
 @pytest.fixture(scope="module", params=SEVERAL)
-def several(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints
-) -> Iterator[System]:
+def several(request, tmp_path_factory, checkpoints) -> Iterator[System]:
     sections = SEVERAL[request.param]
     sections = {**sections, "trainer": {**sections.get("trainer", {}), "threads": 2}}
     system = start_system(make_run(tmp_path_factory.mktemp("several"), checkpoints, **sections))
@@ -181,7 +178,7 @@ def assert_stored(store: WeightsStore, version: int, served: np.ndarray) -> None
 
 
 @pytest.mark.slow
-def test_critic_instances_share_requests_and_swap_versions_together(several: System):
+def test_critic_instances_share_requests_and_swap_versions_together(several):
     store, processes = several.run.store, processes_of(several)
     before = [cpu_s(process) for process in processes]
     with CriticLoad(several.run.url, ROWS) as load:
@@ -208,7 +205,7 @@ def test_critic_instances_share_requests_and_swap_versions_together(several: Sys
 
 
 @pytest.mark.slow
-def test_killed_critic_instance_is_replaced(several: System):
+def test_killed_critic_instance_is_replaced(several):
     """What a killed instance had taken over is lost. Without a rank, rank 0 refuses requests until it is unloaded."""
     processes = processes_of(several)
     with CriticLoad(several.run.url, ROWS) as load:
@@ -234,7 +231,7 @@ def config_of(rig: Rig, folder: Path) -> list[str]:
     return ["--config", str(path)]
 
 
-def test_weights_verify_names_the_damaged_version(rig: Rig, tmp_path: Path, capsys: Output):
+def test_weights_verify_names_the_damaged_version(rig, tmp_path, capsys):
     """`weights list` is tested in tests/trainer/test_reward_publishing.py."""
     rig.train(1, 2)
     config = config_of(rig, tmp_path)
@@ -254,9 +251,7 @@ def test_weights_verify_names_the_damaged_version(rig: Rig, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rollback_serves_old_bytes_under_a_new_number(
-    make: Callable[..., Rig], tmp_path: Path, capsys: Output, dtype: str
-):
+def test_rollback_serves_old_bytes_under_a_new_number(make, tmp_path, capsys, dtype):
     """Without a serving instance it moves CURRENT and says so."""
     rig = make(dtype=dtype)
     rig.serve()

@@ -53,7 +53,7 @@ def assert_scores(system: System, rows: list[np.ndarray], answers: list[Any]) ->
         assert_answer(system.run, [row], answer)
 
 
-def test_concurrent_requests_share_batches_and_keep_their_own_scores(live: System):
+def test_concurrent_requests_share_batches_and_keep_their_own_scores(live):
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = {model: settled_statistics(control, model) for model in (REWARD_MODEL, CRITIC)}
@@ -76,7 +76,7 @@ def mean_batch(before: Any, after: Any) -> float:
     return (after.inference_count - before.inference_count) / (after.execution_count - before.execution_count)
 
 
-def test_critic_infer_skips_the_reward_model_if_only_values_are_requested(live: System):
+def test_critic_infer_skips_the_reward_model_if_only_values_are_requested(live):
     rows = scoring_inputs(mixed_rows(8, seed=6))
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = settled_statistics(control, REWARD_MODEL)
@@ -87,7 +87,7 @@ def test_critic_infer_skips_the_reward_model_if_only_values_are_requested(live: 
 
 
 @pytest.mark.slow
-def test_full_queue_and_passed_deadline_return_503(live: System):
+def test_full_queue_and_passed_deadline_return_503(live):
     def one_forward_a_row(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"] = {"string_value": "1"}
         config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 4
@@ -113,7 +113,7 @@ def test_full_queue_and_passed_deadline_return_503(live: System):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_nemo_aligners_requests_work_unchanged(live: System):
+def test_nemo_aligners_requests_work_unchanged(live):
     """Sends NeMo-Aligner's calls, names, dtypes and shapes with PyTriton's FuturesModelClient."""
 
     def client(model: str) -> FuturesModelClient:  # one per endpoint; PyTriton warns where little of 60 s is left
@@ -183,7 +183,7 @@ BAD_SCORING = [
 ]
 
 
-def test_a_bad_scoring_request_fails_alone(live: System):
+def test_a_bad_scoring_request_fails_alone(live):
     """Bad and good rows are sent at the same time, so that they share batches."""
     rows = random_rows(range(3, 35), seed=6)
     bad = [(CRITIC_INFER, arrays) for arrays, _ in BAD_SCORING]
@@ -194,7 +194,7 @@ def test_a_bad_scoring_request_fails_alone(live: System):
     assert_scores(live, rows, answers[len(bad) : -len(bad)])
 
 
-def test_critic_infer_applies_min_version_to_the_critic_only(live: System):
+def test_critic_infer_applies_min_version_to_the_critic_only(live):
     """Although Triton gives the parameters to all models of an ensemble."""
     served = live.run.store.current() or 0
     assert served > 0, "else the reward model, whose version is 0, would have it, too"
@@ -230,7 +230,7 @@ REFUSED = [
 ]
 
 
-def test_refused_requests_name_the_field(live: System):
+def test_refused_requests_name_the_field(live):
     ask(live.run.url, CRITIC_TRAIN, GOOD)
     last = live.run.journal.last_step()
     for model, arrays, words in REFUSED:
@@ -241,7 +241,7 @@ def test_refused_requests_name_the_field(live: System):
     assert live.run.journal.last_step() == last
 
 
-def test_refused_requests_are_counted_by_status(live: System):
+def test_refused_requests_are_counted_by_status(live):
     """Triton counts it as a success, since there was a response."""
 
     def refused(status: str) -> float:
@@ -262,7 +262,7 @@ def refused_json(system: System, model: str, body: dict[str, Any], headers: Mapp
     return answer.text
 
 
-def test_json_requests_without_rows_are_refused_instead_of_hanging(live: System):
+def test_json_requests_without_rows_are_refused_instead_of_hanging(live):
     """Triton lets requests of no rows pass; without an answer the caller would wait indefinitely."""
     for model in (REWARD_MODEL, CRITIC, CRITIC_INFER):
         for name, shape, kind in (("tokens", [0, 5], "INT64"), ("sentences", [0, 1], "BYTES")):
@@ -275,7 +275,7 @@ NUMBERS = {
 }
 
 
-def test_training_and_saving_need_the_key(live: System, training_key: str):
+def test_training_and_saving_need_the_key(live, training_key):
     """The key is in a header, whose name is case-insensitive; scoring needs no key."""
     before = live.run.journal.last_step()
     for model, arrays in ((CRITIC_TRAIN, GOOD), (CRITIC_SAVE, SAVE)):
@@ -291,7 +291,7 @@ def test_training_and_saving_need_the_key(live: System, training_key: str):
 
 
 @pytest.mark.parametrize("name", ["Origin", "origin"])
-def test_requests_with_an_origin_header_can_neither_train_nor_save(live: System, name: str):
+def test_requests_with_an_origin_header_can_neither_train_nor_save(live, name):
     """As a browser sends it without asking the server first; a parameter in the body does not hide the header."""
     before = live.run.journal.last_step()
     for model, tensor in NUMBERS.items():
@@ -304,7 +304,7 @@ def test_requests_with_an_origin_header_can_neither_train_nor_save(live: System,
 # ---- steps ----
 
 
-def test_step_sent_concurrently_is_trained_once(live: System):
+def test_step_sent_concurrently_is_trained_once(live):
     """Half of them pad the same content otherwise; one comes again, later."""
     step = live.run.next_step()
     narrow = {**training_inputs(seed=21), "sequence_lengths": np.full((4, 1), 12), **identity("test", step)}
@@ -321,9 +321,7 @@ def test_step_sent_concurrently_is_trained_once(live: System):
     assert sorted(steps) == [step + 1, step + 2, step + 3]
 
 
-def test_shared_memory_and_metrics_files_are_private(
-    live: System,
-):
+def test_shared_memory_and_metrics_files_are_private(live):
     def modes() -> list[int]:
         paths = SHARED_MEMORY.glob(f"rlhf-{live.server.process.pid}-*")
         return [stat.S_IMODE(path.stat().st_mode) for path in paths]
@@ -366,7 +364,7 @@ def is_closed_over_grpc(channel: grpc.Channel, method: Any, headers: Mapping[str
 
 
 @pytest.mark.parametrize("holder", ["none", "wrong", "training", "control"])
-def test_apis_that_change_the_server_need_the_control_key(live: System, holder: str):
+def test_apis_that_change_the_server_need_the_control_key(live, holder):
     """docs/operating.md has the table. Over gRPC, every method is called."""
     control = control_key(live.run.config.run.weights_dir)
     key = {"none": "", "wrong": "guessed", "training": "open sesame", "control": control}[holder]
@@ -382,9 +380,7 @@ def test_apis_that_change_the_server_need_the_control_key(live: System, holder: 
 
 
 @pytest.mark.slow
-def test_load_without_the_control_key_is_refused_and_the_key_is_masked_in_argv(
-    live: System,
-):
+def test_load_without_the_control_key_is_refused_and_the_key_is_masked_in_argv(live):
     refusal = pytest.raises(
         ControlPlaneError, match=r"the key for model control .* is missing or wrong; set TRITON_CONTROL_KEY"
     )

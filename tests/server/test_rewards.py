@@ -16,7 +16,6 @@ from bare_client import ask
 from google.protobuf import json_format
 from live_system import (
     TEXTS,
-    Checkpoints,
     System,
     make_run,
     make_tokenizer,
@@ -72,7 +71,7 @@ def mixture(folder: Path, family: str, *, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
+def mixed(tmp_path_factory, checkpoints) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("mixed")
     prompts = folder / "prompts.jsonl"
     lines = [{"text": " ".join(text.split()[:3]), "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
@@ -89,7 +88,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
 
 
 @pytest.mark.slow
-def test_run_logs_reward_components_and_masks_failed_rows(mixed: System):
+def test_run_logs_reward_components_and_masks_failed_rows(mixed):
     """A policy and a critic with experts are trained; tests/actor and tests/trainer have the files of all families."""
     code, log = run_actor(mixed.run, "actor")
     assert code == 0
@@ -110,7 +109,7 @@ def test_run_logs_reward_components_and_masks_failed_rows(mixed: System):
 
 
 @pytest.mark.slow
-def test_text_sequence_id_does_not_crash_the_server(mixed: System):
+def test_text_sequence_id_does_not_crash_the_server(mixed):
     """It kills tritonserver 2.51 where a step of an ensemble is an ensemble itself."""
     tokens = array_tensor("tokens", np.stack(random_rows([5, 5], seed=3)))
     for model, sequence_id in itertools.product((REWARD_MODEL, CRITIC_INFER), ("x", "x" * 100)):
@@ -119,7 +118,7 @@ def test_text_sequence_id_does_not_crash_the_server(mixed: System):
 
 
 @pytest.mark.slow
-def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System):
+def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed):
     """tritonserver 2.51 deadlocks if a step fails over gRPC while another step of its request is running."""
     at = mixed.run.config.server
     bad = [Request(model, [array_tensor("tokens", np.full((1, 5), 4711))]) for model in (REWARD_MODEL, CRITIC_INFER)]
@@ -146,7 +145,7 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System):
 
 
 @pytest.fixture
-def serve_reward(live: System) -> Iterator[Callable[..., None]]:
+def serve_reward(live) -> Iterator[Callable[..., None]]:
     """Return a function that loads another reward model into the live server, rendered from the configuration."""
     config = live.run.config
 
@@ -163,7 +162,7 @@ def serve_reward(live: System) -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.slow
-def test_a_process_reward_is_served_and_trained_on(serve_reward: Callable[..., None], live: System, tmp_path: Path):
+def test_a_process_reward_is_served_and_trained_on(serve_reward, live, tmp_path):
     """A token classifier with two labels, as TRL trains them; its steps are tested in test_text_rewards.py."""
     tokenizer, folder = make_tokenizer(), tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)

@@ -15,7 +15,6 @@ import psutil
 import pytest
 from live_system import (
     ENVIRONMENT,
-    Checkpoints,
     System,
     make_run,
     run_actor,
@@ -31,7 +30,7 @@ from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC_TRAIN
 
 
-def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpoints: Checkpoints):
+def test_short_run_writes_metrics_checkpoints_and_a_policy(live, checkpoints):
     folder = live.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
@@ -62,7 +61,7 @@ def test_short_run_writes_metrics_checkpoints_and_a_policy(live: System, checkpo
 
 
 @pytest.fixture
-def process(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[subprocess.Popen[str]]:
+def process(tmp_path, checkpoints) -> Iterator[subprocess.Popen[str]]:
     """Start `rlhf-triton run` in a user's folder; yield it after step 2 of more steps than any test needs.
 
     The folder has modules named like ours, which the run must not import.
@@ -115,7 +114,7 @@ def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -
 
 
 @pytest.mark.slow
-def test_run_stops_and_names_the_process_that_died(tmp_path: Path, process: subprocess.Popen[str]):
+def test_run_stops_and_names_the_process_that_died(tmp_path, process):
     log = tmp_path / "run" / "logs" / "sidecar.log"
     wait_for(lambda: "weights_version=" in log.read_text(), timeout_s=60)  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
@@ -131,9 +130,7 @@ def test_run_stops_and_names_the_process_that_died(tmp_path: Path, process: subp
 
 
 @pytest.mark.slow
-def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server(
-    tmp_path: Path, process: subprocess.Popen[str]
-):
+def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server(tmp_path, process):
     children(process)["server"].send_signal(signal.SIGKILL)
     wait_for(lambda: "serving again after" in (tmp_path / "output").read_text(), timeout_s=120)
     wait_for_steps(tmp_path, process, len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) + 3)
@@ -178,7 +175,7 @@ class Served(System):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Served]:
+def served(tmp_path_factory, checkpoints) -> Iterator[Served]:
     pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
     with Collector() as received:
         told = {"trace_endpoint": received.url, "log_format": "json"}
@@ -197,7 +194,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
 
 
 @pytest.mark.slow
-def test_one_trace_per_step_spans_actor_server_and_sidecar(served: Served):
+def test_one_trace_per_step_spans_actor_server_and_sidecar(served):
     for root in served.received.named("step"):
         step, spans = root.attributes["step"], [each for each in served.received.spans if each.trace == root.trace]
         names = {span.id: span.name for span in spans}

@@ -4,13 +4,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from live_system import TEXTS, Checkpoints, direct_rewards, direct_values, random_rows
+from live_system import TEXTS, direct_rewards, direct_values, random_rows
 from transformers import AutoModelForCausalLM
 
 import rlhf_triton as rt
@@ -35,7 +34,7 @@ def make_reward() -> Callable[[rt.Sample], float]:
 
 
 @pytest.mark.slow
-def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path: Path, checkpoints: Checkpoints):
+def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, checkpoints):
     def begin() -> rt.Run:
         return rt.train(
             checkpoints.policy,
@@ -77,7 +76,7 @@ def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path: P
     assert found.report().stat().st_size > 10_000
 
 
-def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path: Path, checkpoints: Checkpoints, capfd: Any):
+def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path, checkpoints, capfd):
     others = {*psutil.Process().children()}  # of tests before it
     with pytest.raises(rt.RlhfError) as caught:
         rt.train(
@@ -92,9 +91,7 @@ def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path: Path, ch
     assert not {*psutil.Process().children()} - others
 
 
-def test_served_models_answer_their_clients_and_end_with_the_block(
-    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path, checkpoints, monkeypatch):
     """The critic is trained, and goes back to a step, with the key of its environment variable."""
     rows, others = random_rows((9, 4, 17), seed=1), {*psutil.Process().children(recursive=True)}
     rewards, values = direct_rewards(checkpoints.reward, rows), direct_values(checkpoints.critic, rows)
@@ -122,7 +119,7 @@ def test_served_models_answer_their_clients_and_end_with_the_block(
 
 
 @pytest.mark.slow
-def test_services_started_in_a_thread_outlive_it(tmp_path: Path, checkpoints: Checkpoints):
+def test_services_started_in_a_thread_outlive_it(tmp_path, checkpoints):
     """The kernel ends a child with the thread that has started it."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(rt.serve(checkpoints.reward, dir=tmp_path / "served")))

@@ -118,7 +118,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(monkeypatch) -> Iterator[Rig]:
     rig = Rig(monkeypatch)
     yield rig
     rig.end_process()
@@ -147,7 +147,7 @@ def resume(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("hold", [stop, freeze])
-def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes(rig: Rig, hold: Callable[[Rig], None]):
+def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes(rig, hold):
     def script() -> Script:
         for seconds in np.linspace(1, 5, 20):
             yield 7.0
@@ -180,9 +180,7 @@ def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes
     ("metrics", "longest_s"),
     [([server_health.FORWARDS, server_health.GPU_BYTES], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
 )
-def test_process_without_forward_progress_on_its_gpu_is_replaced(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, metrics: list[str], longest_s: float
-):
+def test_process_without_forward_progress_on_its_gpu_is_replaced(rig, monkeypatch, metrics, longest_s):
     """It uses CPU time but answers no probe. On a GPU, only forward passes count as progress."""
     done = 0
 
@@ -208,7 +206,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(
     assert rig.run(script()) is None
 
 
-def test_model_that_answers_only_errors_is_reloaded(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
     """As one whose GPU's context is broken: errors come at once, and raise Triton's own counters of requests."""
     requests = forwards = 0  # answered with an error; passes for others
 
@@ -239,7 +237,7 @@ def test_model_that_answers_only_errors_is_reloaded(rig: Rig, monkeypatch: pytes
     assert rig.run(script()) is None
 
 
-def test_one_missed_probe_does_not_restart_the_server(rig: Rig):
+def test_one_missed_probe_does_not_restart_the_server(rig):
     def script() -> Script:
         yield 1.0
         rig.probe_s = 2 * SERVER_SILENT_S
@@ -251,7 +249,7 @@ def test_one_missed_probe_does_not_restart_the_server(rig: Rig):
     assert rig.run(script()) == "tritonserver has not answered over gRPC for 21 s"
 
 
-def test_health_checks_stop_before_their_start_and_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_health_checks_stop_before_their_start_and_during_a_reload(rig, monkeypatch):
     ServerHealth(rig, print).stop()  # type: ignore[arg-type]  # a signal arrived before their thread was started
     loading, closed = threading.Event(), threading.Event()
 
@@ -294,14 +292,14 @@ class Scripted:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch) -> list[float]:
     """The supervisor's clock."""
     now = [1000.0]
     monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
-def test_supervisor_keeps_restarting_with_growing_pauses(now: list[float]):
+def test_supervisor_keeps_restarting_with_growing_pauses(now):
     """The pauses grow to a minute, and are forgotten once a server has lived a while."""
     supervisor = Supervisor(Scripted, log=lambda line: None)
     pauses = []
@@ -321,7 +319,7 @@ def test_supervisor_keeps_restarting_with_growing_pauses(now: list[float]):
     assert supervisor.server is not dead
 
 
-def test_supervisor_retries_a_failed_start(now: list[float]):
+def test_supervisor_retries_a_failed_start(now):
     lines: list[str] = []
     starts = iter([Scripted(), ServerStartError("no memory"), ServerStartError("no memory"), Scripted()])
 
@@ -370,7 +368,7 @@ def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Sup
     assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
 
 
-def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path):
+def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path):
     """tests/tools/test_server.py kills a whole server."""
     write_repository(tmp_path / "repository")
     lines: list[str] = []
@@ -391,7 +389,7 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_repeated_hangs_restart_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_repeated_hangs_restart_the_server(tmp_path, monkeypatch):
     """The model is alive and the server reports ready. After the first hang only the model is reloaded."""
     seconds = {"PROBE_EVERY_S": 0.2, "IDLE_PROBE_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "STOPPED_S": 1.0}
     for name, value in {**seconds, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0}.items():

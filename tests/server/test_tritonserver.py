@@ -43,7 +43,7 @@ def _nothing_is_left() -> Iterator[None]:
     assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
 
 
-def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path: Path):
+def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path):
     write_repository(tmp_path / "repository")
     lines: list[str] = []
     state = tmp_path / "server.json"
@@ -76,7 +76,7 @@ def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path: Path):
     server.stop()  # once more does nothing
 
 
-def test_taken_or_equal_ports_are_refused_before_the_start(tmp_path: Path):
+def test_taken_or_equal_ports_are_refused_before_the_start(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = tiny_server(tmp_path, metrics_port=port)
@@ -101,13 +101,13 @@ def test_taken_or_equal_ports_are_refused_before_the_start(tmp_path: Path):
     ],
 )
 @pytest.mark.parametrize("port", [0, 45678])
-def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host: str, told: str, port: int):
+def test_a_host_that_cannot_be_bound_is_refused_before_the_start(host, told, port):
     section = ServerSection(host=host, http_port=port, grpc_port=45679, metrics_port=45680)
     with pytest.raises(ServerStartError, match=re.escape(told)):
         check_ports(with_free_ports(section))
 
 
-def test_host_names_are_resolved_to_addresses_for_the_server(tmp_path: Path):
+def test_host_names_are_resolved_to_addresses_for_the_server(tmp_path):
     """tritonserver binds 255.255.255.255 for a name."""
     for host, address in {"localhost": "127.0.0.1", "127.1": "127.0.0.1", "0.0.0.0": "0.0.0.0"}.items():
         section = with_free_ports(ServerSection(host=host, http_port=0, grpc_port=0, metrics_port=0))
@@ -190,14 +190,14 @@ def write_loading(statement: str) -> Callable[[Path], None]:
         (write_loading("os.kill(os.getppid(), 9)"), "was killed by SIGKILL"),
     ],
 )
-def test_failed_start_raises_with_the_cause(tmp_path: Path, write: Callable[[Path], None], reason: str):
+def test_failed_start_raises_with_the_cause(tmp_path, write, reason):
     write(tmp_path / "repository")
     with tiny_server(tmp_path) as server, pytest.raises(ServerStartError, match=reason):
         server.wait_ready()
 
 
 @pytest.mark.slow
-def test_stub_of_another_python_fails_instead_of_hanging(tmp_path: Path):
+def test_stub_of_another_python_fails_instead_of_hanging(tmp_path):
     write_scoring_model(tmp_path / "repository", "critic")
     home = find_tritonserver(None)
     other = dataclasses.replace(home, stub=home.stub.parents[1] / "3.8" / home.stub.name)
@@ -208,7 +208,7 @@ def test_stub_of_another_python_fails_instead_of_hanging(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_start_timeout_raises_and_keeps_the_previous_log(tmp_path: Path):
+def test_start_timeout_raises_and_keeps_the_previous_log(tmp_path):
     write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(600)")
     for _ in range(2):
         with tiny_server(tmp_path, start_timeout_s=2) as server:
@@ -219,7 +219,7 @@ def test_start_timeout_raises_and_keeps_the_previous_log(tmp_path: Path):
     assert b"loading: critic:1" in server.log_path.with_suffix(".previous.log").read_bytes()
 
 
-def test_wait_ready_fails_if_a_loaded_model_answers_errors(tmp_path: Path):
+def test_wait_ready_fails_if_a_loaded_model_answers_errors(tmp_path):
     """Its log may hold bytes that are no text."""
     lines: list[str] = []
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
@@ -236,7 +236,7 @@ def test_wait_ready_fails_if_a_loaded_model_answers_errors(tmp_path: Path):
         assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
 
 
-def test_stub_failure_finds_a_fatal_python_error_in_the_log(tmp_path: Path):
+def test_stub_failure_finds_a_fatal_python_error_in_the_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("Fatal Python error: init_fs_encoding: failed to get the Python codec\n")
     assert "Fatal Python error: init_fs_encoding" in str(stub_failure(log))
@@ -263,7 +263,7 @@ input()
 """
 
 
-def test_shared_memory_regions_stay_while_any_owner_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_shared_memory_regions_stay_while_any_owner_process_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -76,7 +76,7 @@ def vllm() -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory) -> Path:
     """Write policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
     folder = tmp_path_factory.mktemp("models")
     words = [f"w{i}" for i in range(60)]
@@ -138,9 +138,7 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["all weights", "adapters"])
-def test_vllm_generates_with_the_weights_of_the_policy(
-    tmp_path: Path, models: Path, vllm: Path, lora_rank: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, lora_rank, monkeypatch):
     """Greedy responses of three versions differ, and equal the actor's own decoder's, also at stop strings."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
@@ -165,9 +163,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(
         stops_as_our_own(data, config, policy)
 
 
-def test_responses_in_progress_take_up_each_update_with_exact_logprobs(
-    tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path, models, vllm, monkeypatch):
     """A forward pass of each version gives the log-probs of its tokens, also behind tokens of older versions."""
     ahead = {"max_off_policy_steps": 2, "algorithm": {"old_logprobs": "sampler"}, "prompts": {"max_tokens": 8}}
     data = configuration(models, tmp_path, vllm)
@@ -220,9 +216,7 @@ def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) ->
     assert any(2 < len(tokens) < len(whole[row][0]) and ended for row, (tokens, ended) in found.items())
 
 
-def test_vllm_samples_conversations_turn_by_turn(
-    tmp_path: Path, models: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_vllm_samples_conversations_turn_by_turn(tmp_path, models, vllm, monkeypatch):
     """Every turn is trained as it was sampled; its log-probs are those of a plain forward pass over the row."""
     data = configuration(models, tmp_path, vllm)
     data["actor"]["generation"]["stop_strings"] = ["e"]
@@ -261,9 +255,7 @@ def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
     [({"name": "ppo"}, {}), ({"name": "grpo", "responses_per_prompt": 4}, {"lora_rank": 4})],
     ids=["ppo", "grpo with adapters"],
 )
-def test_run_continues_after_vllm_is_killed(
-    tmp_path: Path, models: Path, vllm: Path, algorithm: dict[str, Any], policy: dict[str, Any]
-):
+def test_run_continues_after_vllm_is_killed(tmp_path, models, vllm, algorithm, policy):
     """`rlhf-triton run` starts vLLM, which is killed during a rollout and started again."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configuration(models, tmp_path, vllm, algorithm=algorithm, policy=policy)))

@@ -1,6 +1,7 @@
 """Agents as users write them, with a client of their own: `urllib`."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import time
@@ -55,6 +56,14 @@ def impatient(base_url: str, task: dict[str, Any]) -> float:
         call.request("POST", f"{address.path}/chat/completions", json.dumps({"messages": task["messages"]}))
         call.close()
     return converse(base_url, task)
+
+
+def stubborn(base_url: str, task: dict[str, Any]) -> float:
+    """Repeat a call that fails, and return a reward nevertheless."""
+    for _ in range(3):
+        with contextlib.suppress(urllib.error.HTTPError):
+            ask(base_url, task["messages"])
+    return 1.0
 
 
 def failing(base_url: str, task: dict[str, Any]) -> float:

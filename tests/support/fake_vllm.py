@@ -30,6 +30,8 @@ class FakeVllm(FakeServer):
         """Number of generation requests whose connection is broken."""
         self.is_hanging = False
         """Generation requests get no response."""
+        self.stuck: list[int] | None = None
+        """Generation requests whose tokens begin with these get no response."""
         self.pause_mode = ""
         """Of the last request to pause."""
         self.silent: set[str] = set()
@@ -77,7 +79,9 @@ class FakeVllm(FakeServer):
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.requests.append(body)
-        while self.is_hanging and not self._is_stopped:
+        stuck = self.stuck
+        is_stuck = stuck is not None and body["token_ids"][: len(stuck)] == stuck
+        while (self.is_hanging or is_stuck) and not self._is_stopped:
             await asyncio.sleep(0.001)
         if self.drops:
             self.drops -= 1

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
-from live_system import Checkpoints, System, make_run
+from live_system import make_run
 from shebang import SHEBANG
 
 from rlhf_triton.config import load_config
@@ -52,7 +52,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(tmp_path_factory) -> Path:
     """Return the script that pip writes for `[project.scripts]`."""
     named = re.search(r'^\[project\.scripts\]\nrlhf-triton = "(\S+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert named is not None
@@ -80,7 +80,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return set(lines)
 
 
-def test_help_lists_each_command_without_heavy_imports(program: Path):
+def test_help_lists_each_command_without_heavy_imports(program):
     done = run(program, "--help")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "usage: rlhf-triton <command> [--help]")
     for name, (_, what) in COMMANDS.items():
@@ -91,7 +91,7 @@ def test_help_lists_each_command_without_heavy_imports(program: Path):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_help_imports_no_heavy_package(name: str, program: Path):
+def test_command_help_imports_no_heavy_package(name, program):
     done = run(program, name, "--help")
     assert (done.returncode, done.stdout.startswith(f"usage: rlhf-triton {name} ")) == (0, True)
     assert not imported(done) & HEAVY
@@ -101,9 +101,7 @@ def test_command_help_imports_no_heavy_package(name: str, program: Path):
     ("arguments", "told"),
     [([], "usage: rlhf-triton"), (["staus"], "did you mean status?"), (["weights"], "usage: rlhf-triton weights")],
 )
-def test_wrong_arguments_exit_with_code_2(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_arguments_exit_with_code_2(arguments, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rlhf-triton", *arguments])
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:
@@ -125,14 +123,7 @@ def test_wrong_arguments_exit_with_code_2(
         ("example-model", "rlhf_triton.tools.example_model", "gguf", "demo"),
     ],
 )
-def test_missing_package_error_names_the_extra_to_install(
-    command: str,
-    module: str,
-    package: str,
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_missing_package_error_names_the_extra_to_install(command, module, package, extra, monkeypatch, capsys):
     def missing() -> None:
         raise ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
 
@@ -167,9 +158,7 @@ def test_overrides_are_accepted_before_and_after_options():
         ("--config x.yaml --nonsense=1", "section.key=value, such as server.http_port=…"),
     ],
 )
-def test_misplaced_setting_or_file_error_shows_the_right_form(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
-):
+def test_misplaced_setting_or_file_error_shows_the_right_form(words, told, capsys):
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     with pytest.raises(SystemExit):
@@ -177,9 +166,7 @@ def test_misplaced_setting_or_file_error_shows_the_right_form(
     assert told in capsys.readouterr().err
 
 
-def test_each_commands_error_exits_with_code_2_and_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_each_commands_error_exits_with_code_2_and_one_line(tmp_path, monkeypatch, capsys):
     assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "it reports an error as a finding"
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["rlhf-triton"])
@@ -199,9 +186,7 @@ def test_each_commands_error_exits_with_code_2_and_one_line(
         ("list reward.store=true", "weights/reward is empty; `rlhf-triton serve` creates version 0"),
     ],
 )
-def test_weights_command_refuses_a_configuration_without_versions(
-    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_weights_command_refuses_a_configuration_without_versions(words, told, tmp_path, capsys):
     (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}}}\nreward: {{model: m}}")
     assert weights.main([*words.split(), "--config", str(tmp_path / "my.yaml")]) == 2
     assert told in capsys.readouterr().err
@@ -210,9 +195,7 @@ def test_weights_command_refuses_a_configuration_without_versions(
 @pytest.mark.parametrize(
     ("command", "code"), [("run", 130), ("weights list", 130), ("gateway", 130), ("doctor", 130), ("serve", 0)]
 )
-def test_interrupted_command_exits_with_its_code_and_no_traceback(
-    command: str, code: int, program: Path, tmp_path: Path
-):
+def test_interrupted_command_exits_with_its_code_and_no_traceback(command, code, program, tmp_path):
     """The signal arrives while the command reads its YAML, a pipe that stays empty."""
     os.mkfifo(tmp_path / "my.yaml")
     arguments = [str(program), *command.split(), "--config", str(tmp_path / "my.yaml")]
@@ -241,14 +224,7 @@ def test_interrupted_command_exits_with_its_code_and_no_traceback(
 
 
 @pytest.mark.parametrize(("left", "says"), [(0, "export"), (5, "export"), (7, "from_pretrained")])
-def test_run_command_names_the_newest_policy_after_an_error(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    left: int,
-    says: str,
-):
+def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoints, monkeypatch, capsys, left, says):
     """The checkpoint is of step 7; `policy/` is missing, or of an earlier stop, or of that step."""
     config = make_run(tmp_path / "a run", checkpoints)
     folder = config.config.run.dir
@@ -275,9 +251,7 @@ def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_status_describes_a_run_in_each_phase(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-):
+def test_status_describes_a_run_in_each_phase(tmp_path, checkpoints, capsys):
     run = make_run(tmp_path, checkpoints)
     assert lines_of(run.path, capsys) == [
         f"run       test in {tmp_path}: not running; no step has ended",
@@ -306,7 +280,7 @@ def test_status_describes_a_run_in_each_phase(
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8")
 
 
-def test_status_shows_a_running_server_and_a_silent_remote_instance(live: System, capsys: pytest.CaptureFixture[str]):
+def test_status_shows_a_running_server_and_a_silent_remote_instance(live, capsys):
     run, store = live.run, live.run.store
     last = json.loads((run.config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     current = store.current()
@@ -333,7 +307,7 @@ def test_status_shows_a_running_server_and_a_silent_remote_instance(live: System
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
 
 
-def test_replay_of_a_ppo_run_includes_the_critic(live: System, capsys: pytest.CaptureFixture[str]):
+def test_replay_of_a_ppo_run_includes_the_critic(live, capsys):
     assert replay.main([str(live.run.config.run.dir), "--step", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines] == [
@@ -342,9 +316,7 @@ def test_replay_of_a_ppo_run_includes_the_critic(live: System, capsys: pytest.Ca
     ]
 
 
-def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(
-    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-):
+def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(tmp_path, checkpoints, capsys):
     run = make_run(tmp_path, checkpoints)
     folders = run.config.run
     folders.journal_dir.mkdir(parents=True)

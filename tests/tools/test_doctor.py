@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_system import Checkpoints, System, make_run, wait_for
+from live_system import make_run, wait_for
 from small_disk import small_disk
 
 from rlhf_triton.config import ServerSection
@@ -67,7 +67,7 @@ def problems(found: str) -> list[str]:
 
 
 @pytest.fixture
-def config(tmp_path: Path, checkpoints: Checkpoints) -> Path:
+def config(tmp_path, checkpoints) -> Path:
     """A configuration of a PPO run, on free ports."""
     return make_run(tmp_path / "run", checkpoints).path
 
@@ -76,7 +76,7 @@ def findings(*arguments: str) -> dict[str, Finding]:
     return {found.name: found for found in doctor.findings(Path(arguments[0]), arguments[1:])}
 
 
-def test_doctor_passes_before_the_run_starts(config: Path):
+def test_doctor_passes_before_the_run_starts(config):
     code, found = run_doctor("--config", str(config))
     assert (code, problems(found)) == (0, []), found
     for name in ("python", "libpython", "numpy", "nvidia-pytriton", "tritonserver", "shared memory", "disk", "clock"):
@@ -85,7 +85,7 @@ def test_doctor_passes_before_the_run_starts(config: Path):
     assert "server           not running" in found
 
 
-def test_doctor_reports_package_versions_and_open_file_limit_with_remedies(tmp_path: Path, config: Path):
+def test_doctor_reports_package_versions_and_open_file_limit_with_remedies(tmp_path, config):
     for name, version in (("numpy", "2.1.0"), ("nvidia_pytriton", "0.5.1")):
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
@@ -119,7 +119,7 @@ def test_doctor_reports_packages_that_are_not_installed():
     assert "\nok       clock" in found
 
 
-def test_doctor_reports_full_disks_small_shared_memory_and_clock_skew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_reports_full_disks_small_shared_memory_and_clock_skew(tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk", 4) as disk:
         monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
         (memory,) = doctor.shared_memory()
@@ -138,7 +138,7 @@ def test_doctor_reports_full_disks_small_shared_memory_and_clock_skew(tmp_path: 
     assert "+60 s against the clock of" in list(doctor.disk(tmp_path, 0))[1].text
 
 
-def test_doctor_reports_taken_ports_and_unwritable_folders(config: Path):
+def test_doctor_reports_taken_ports_and_unwritable_folders(config):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monitored = [f"monitoring.actor_port={port}", f"monitoring.trainer_port={port}"]
@@ -159,7 +159,7 @@ def test_doctor_reports_taken_ports_and_unwritable_folders(config: Path):
     assert f"monitoring.actor_port: {port} is taken, so there would be no metrics" in taken_alone.text
 
 
-def test_doctor_warns_about_settings_without_effect(config: Path):
+def test_doctor_warns_about_settings_without_effect(config):
     found = findings(str(config), "actor.validation.every=9", "actor.validation.size=0")["settings"]
     assert (found.level, found.text) == (
         Level.WARNING,
@@ -168,7 +168,7 @@ def test_doctor_warns_about_settings_without_effect(config: Path):
     assert "settings" not in findings(str(config), "actor.validation.every=9")
 
 
-def test_doctor_reports_each_configuration_problem(config: Path, tmp_path: Path):
+def test_doctor_reports_each_configuration_problem(config, tmp_path):
     settings = [
         f"reward.model={tmp_path / 'none'}",
         f"actor.prompts.path={tmp_path / 'no.jsonl'}",
@@ -187,7 +187,7 @@ def test_doctor_reports_each_configuration_problem(config: Path, tmp_path: Path)
     assert unknown["disk"].level is Level.OK
 
 
-def test_doctor_probes_a_running_servers_models_and_names_a_dead_one(live: System):
+def test_doctor_probes_a_running_servers_models_and_names_a_dead_one(live):
     found = findings(str(live.run.path))
     assert found["ports"].text == "used by this run's server"
     answered = {name for name, each in found.items() if each.text.startswith("answers in")}
@@ -232,9 +232,7 @@ def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
     return binary
 
 
-def test_find_tritonserver_uses_path_if_no_wheel_is_installed(
-    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_find_tritonserver_uses_path_if_no_wheel_is_installed(wheel, tmp_path, monkeypatch):
     assert wheel.from_wheel
     binary = copy_of(wheel, tmp_path, {PYTHON: PYTHON})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -245,9 +243,7 @@ def test_find_tritonserver_uses_path_if_no_wheel_is_installed(
         find_tritonserver(None)
 
 
-def test_lay_out_backends_is_idempotent_for_wheel_and_image(
-    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_lay_out_backends_is_idempotent_for_wheel_and_image(wheel, tmp_path, monkeypatch):
     """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""
     files = {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
     for package, names in ((tmp_path / "plain", set()), (tmp_path / "ü", {"ü"})):
@@ -264,9 +260,7 @@ def test_lay_out_backends_is_idempotent_for_wheel_and_image(
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_server_environment_extends_the_users_and_unknown_options_are_left_out(
-    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_server_environment_extends_the_users_and_unknown_options_are_left_out(wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     environment = server_environment(wheel)
@@ -280,9 +274,7 @@ def test_server_environment_extends_the_users_and_unknown_options_are_left_out(
     assert f"{BODY_LIMIT}={256 << 20}" in server_command(home, tmp_path, tmp_path, ServerSection(), "key", None)
 
 
-def test_find_tritonserver_refuses_unusable_servers_and_pythons(
-    wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_find_tritonserver_refuses_unusable_servers_and_pythons(wheel, tmp_path, monkeypatch):
     def refused(sentence: str, explicit: Path | None = None) -> None:
         with pytest.raises(ServerStartError, match=sentence):
             find_tritonserver(explicit)

@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-import pytest
 from transformers import AutoTokenizer
 
 from rlhf_triton.models.modeling import load_critic, load_reward
@@ -20,12 +19,7 @@ actor: {policy: {model: models/policy}, prompts: {path: prompts.jsonl}}
 """
 
 
-def test_example_model_writes_a_usable_reward_and_policy(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-):
+def test_example_model_writes_a_usable_reward_and_policy(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     assert main(["models"]) == 0
     assert "models/reward (random weights: scores mean nothing)" in capsys.readouterr().out

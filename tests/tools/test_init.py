@@ -31,7 +31,7 @@ def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[An
     return asyncio.run(within())
 
 
-def test_init_environment_writes_a_tested_playable_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_init_environment_writes_a_tested_playable_game(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["environment", "my_game", "--policy", "a/policy"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -57,7 +57,7 @@ def test_init_environment_writes_a_tested_playable_game(tmp_path: Path, monkeypa
     assert used(config.environment, play) == [(-0.1, False), (1.0, True)]
 
 
-def test_documented_environment_with_a_tool_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_documented_environment_with_a_tool_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "environments.md"
     (shop,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -82,9 +82,7 @@ def test_documented_environment_with_a_tool_runs(tmp_path: Path, monkeypatch: py
         ("json", "no keyword or module of Python"),
     ],
 )
-def test_init_refuses_existing_files_and_unusable_names(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_init_refuses_existing_files_and_unusable_names(name, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.jsonl").write_text("mine")
     assert main(["environment", name]) == 2

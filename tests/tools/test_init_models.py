@@ -46,7 +46,7 @@ def save_tokenizer(folder: Path, *words: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
 
 
-def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path, capsys):
     save_with_value_head(tmp_path / "reward", "bert", prefix="score")
     out, arguments = tmp_path / "my.yaml", ["--reward", str(tmp_path / "reward")]
     assert main(arguments) == 2
@@ -72,7 +72,7 @@ def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path: Path,
         assert message in capsys.readouterr().err
 
 
-def test_init_models_writes_reward_and_critic_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_writes_reward_and_critic_sections(tmp_path, capsys):
     save_tiny(tmp_path / "reward", "bert", "reward", reward_standardization={"mean": 0.5, "std": 2.0})
     save_tokenizer(tmp_path / "reward", "a", "b")
     save_with_value_head(tmp_path / "critic", "gpt2", prefix="v_head.summary", bias=True)
@@ -103,9 +103,7 @@ def test_init_models_writes_reward_and_critic_sections(tmp_path: Path, capsys: p
     assert "already exists" in capsys.readouterr().err
 
 
-def test_init_models_lists_label_choices_for_a_reward_and_its_critic(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, capsys):
     names = {0: "helpfulness", 1: "verbosity"}
     save_tiny(tmp_path, "llama", "reward", num_labels=2)
     change_config(tmp_path, id2label=names)
@@ -129,7 +127,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path, capsys):
     body, reward = tmp_path / "body", tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
     assert main(["--critic", str(body)]) == 0
@@ -151,9 +149,7 @@ def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_documented_adapter_merge_scores_as_in_peft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_documented_adapter_merge_scores_as_in_peft(tmp_path, monkeypatch, capsys):
     """The adapter is saved as by TRL, with the head among its `modules_to_save`."""
     monkeypatch.chdir(tmp_path)
     base, adapter = tmp_path / "base", Path("out/final")
@@ -230,9 +226,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     ],
     ids=["zip", "legacy", "module", "training"],
 )
-def test_init_models_converts_a_pickled_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None, name: str, change: Any, how: Any
-):
+def test_init_models_converts_a_pickled_checkpoint(tmp_path, capsys, signals_kept, name, change, how):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, name, change, **how)
     save_tokenizer(source, "a", "b")
@@ -256,7 +250,7 @@ def test_init_models_converts_a_pickled_checkpoint(
     assert str(out) in said[said.index("\nreward:\n") :]
 
 
-def test_converted_shards_have_an_index_and_all_tied_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_converted_shards_have_an_index_and_all_tied_names(tmp_path, monkeypatch):
     wide = torch.arange(24.0).reshape(4, 6)
     tensors = {
         "embed": wide,
@@ -308,7 +302,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and torch.load warns about an archive of it
 @pytest.mark.parametrize("content", REFUSED)
-def test_pickle_with_anything_but_tensors_is_refused(tmp_path: Path, content: str):
+def test_pickle_with_anything_but_tensors_is_refused(tmp_path, content):
     save, told = REFUSED[content]
     file = tmp_path / "weights.bin"
     save(file)
@@ -319,9 +313,7 @@ def test_pickle_with_anything_but_tensors_is_refused(tmp_path: Path, content: st
     assert [path.name for path in tmp_path.iterdir()] == ["weights.bin"]
 
 
-def test_memory_bombs_and_kills_end_only_the_unpickling_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, signals_kept: None
-):
+def test_memory_bombs_and_kills_end_only_the_unpickling_process(tmp_path, capsys, monkeypatch, signals_kept):
     source, out = tmp_path / "source", tmp_path / "out"
     save_pickled(source, "pytorch_model.bin", lambda own: {"a": T}, _use_new_zipfile_serialization=False)
     file = source / "pytorch_model.bin"
@@ -352,7 +344,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path, capsys):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, "a.pt")
 
@@ -389,9 +381,7 @@ def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path: Path, caps
     assert "already exists" in capsys.readouterr().err
 
 
-def test_heads_in_separate_pickles_are_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
-):
+def test_heads_in_separate_pickles_are_converted(tmp_path, capsys, signals_kept):
     source = tmp_path / "source"
     save_tiny(source, "llama", "body")
     own = load_file(source / "model.safetensors")
@@ -417,9 +407,7 @@ def test_heads_in_separate_pickles_are_converted(
     assert_same(tensors_of(tmp_path / "out"), {**own, **renamed, **more, "v_head.summary.weight": torch.ones(1, 16)})
 
 
-def test_init_models_inspects_and_converts_a_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], signals_kept: None
-):
+def test_init_models_inspects_and_converts_a_policy(tmp_path, capsys, signals_kept):
     source, out = tmp_path / "source", tmp_path / "out"
     save_tiny(source, "gpt2", "language")
     own = load_file(source / "model.safetensors")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_system import Checkpoints, make_run
+from live_system import make_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
@@ -21,7 +21,7 @@ from rlhf_triton.tools.prompt_checks import check_prompts
 
 
 @pytest.fixture
-def config(tmp_path: Path, checkpoints: Checkpoints) -> Path:
+def config(tmp_path, checkpoints) -> Path:
     """A configuration of a PPO run, on free ports."""
     return make_run(tmp_path / "run", checkpoints).path
 
@@ -80,9 +80,7 @@ ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
     ],
     ids=str,
 )
-def test_token_findings_report_end_tokens_and_size_mismatches(
-    tmp_path: Path, config: Path, settings: dict[str, Any], expected: list[tuple[str, str, str]]
-):
+def test_token_findings_report_end_tokens_and_size_mismatches(tmp_path, config, settings, expected):
     save_chat_policy(tmp_path / "policy", **settings)
     overrides = [f"actor.policy.model={tmp_path / 'policy'}", "actor.algorithm.name=grpo"]
     found = [*token_findings(load_config(config, [*overrides, "actor.algorithm.responses_per_prompt=2"]))]
@@ -100,9 +98,7 @@ def test_token_findings_report_end_tokens_and_size_mismatches(
         ("bert", [], True),  # no special token, but its "\nassistant :"
     ],
 )
-def test_prompt_text_that_is_a_rendered_chat_is_warned_about(
-    tmp_path: Path, config: Path, family: str, settings: list[str], *, is_told: bool
-):
+def test_prompt_text_that_is_a_rendered_chat_is_warned_about(tmp_path, config, family, settings, *, is_told):
     """Doctor and the start of a run warn, because the reward model would read no end of the reply's turn."""
     chat = "{% for m in messages %}{{ m.role }} :\n{{ m.content }} [end]\n{% endfor %}" if family == "bert" else None
     tokenizer = save_text_reward(tmp_path / "reward", family, **({"chat_template": chat} if chat else {}))
@@ -131,9 +127,7 @@ WITHOUT_HEADER = "{% for m in messages %}{{ '[INST]' if m.role == 'user' }}{{ m.
 
 
 @pytest.mark.parametrize(("template", "is_told"), [(TURNS, True), (STARTED, False), (WITHOUT_HEADER, False)])
-def test_chat_template_without_a_generation_prompt_is_warned_about(
-    tmp_path: Path, config: Path, template: str, *, is_told: bool
-):
+def test_chat_template_without_a_generation_prompt_is_warned_about(tmp_path, config, template, *, is_told):
     save_chat_policy(tmp_path / "policy", chat_template=template)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
     given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
@@ -147,9 +141,7 @@ def test_chat_template_without_a_generation_prompt_is_warned_about(
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("writes_bos", [True, False])
-def test_chat_template_that_omits_the_bos_of_texts_is_warned_about(
-    tmp_path: Path, config: Path, family: str, *, writes_bos: bool
-):
+def test_chat_template_that_omits_the_bos_of_texts_is_warned_about(tmp_path, config, family, *, writes_bos):
     template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
     save_text_reward(tmp_path / "reward", family, chat_template=template)
     prompts = tmp_path / "prompts.jsonl"
@@ -217,7 +209,7 @@ COUNTED = [{"text": f"Count to {i}.\n#### {i}", "reward_model": {"ground_truth":
         ([{"text": f"### Input:\n{SENTENCE}\n\n### Response:\n", "output": SENTENCE}], None),
     ],
 )
-def test_prompts_that_contain_the_answer_are_warned_about(config: Path, rows: list[dict[str, Any]], told: str | None):
+def test_prompts_that_contain_the_answer_are_warned_about(config, rows, told):
     found = [each for each in warnings(config, rows) if "the answer that the policy is to write" in each]
     assert len(found) == (told is not None)
     assert all(f"prompts.jsonl:1: the prompt ends with the row's {told}" in each for each in found)
@@ -254,7 +246,7 @@ def test_prompts_that_contain_the_answer_are_warned_about(config: Path, rows: li
         ({"prompt": QUESTION, "history": [["Hello.", "Yes?"]]}, "the column 'history' is not in the prompt"),
     ],
 )
-def test_unused_prompt_column_is_warned_about(tmp_path: Path, config: Path, row: dict[str, Any], told: str | None):
+def test_unused_prompt_column_is_warned_about(tmp_path, config, row, told):
     save_chat_policy(tmp_path / "policy", chat_template=THINKING)
     environment = ["environment.class=there.py:Game", "rewards={model: {weight: 1.0}}"] if "environment" in row else []
     found = warnings(config, [row, row], f"actor.policy.model={tmp_path / 'policy'}", *environment)
@@ -269,9 +261,7 @@ def test_unused_prompt_column_is_warned_about(tmp_path: Path, config: Path, row:
     ("end", "is_told"),
     [("<|im_end|>\n", True), ("<|endoftext|>", True), ("<|im_end|>\n<|im_start|>assistant\n", False)],
 )
-def test_prompt_text_that_ends_with_an_end_token_is_warned_about(
-    tmp_path: Path, config: Path, end: str, *, is_told: bool
-):
+def test_prompt_text_that_ends_with_an_end_token_is_warned_about(tmp_path, config, end, *, is_told):
     save_chat_policy(tmp_path / "policy", **BASE)
     text = f"<|im_start|>user\nOpen it.<|im_end|>\n<|im_start|>assistant\nDone.{end}"
     settings = [f"actor.policy.model={tmp_path / 'policy'}", "reward.template='{{ text }}'"]
@@ -289,7 +279,7 @@ def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[
     return prompt_warnings(loaded, [reader.prompt(row) for row in read_rows(path)])
 
 
-def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_path: Path, config: Path):
+def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_path, config):
     """By name, before the start: a run would end at the first such token."""
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")

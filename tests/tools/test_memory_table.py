@@ -17,6 +17,7 @@ from rlhf_triton.tools import memory_table, run, serve
 from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model
 
 ROWS, PROMPT, RESPONSE = 4, 4, 4
+WITHOUT_EFFECT = "settings without effect in this run: actor.policy.lora_alpha (actor.policy.lora_rank is 0)"
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]
 
 
@@ -49,7 +50,7 @@ def held(tmp_path: Path, *overrides: str, **actor: Any) -> dict[str, Held]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
-def test_memory_table_matches_the_bytes_of_real_models(tmp_path: Path, family: str):
+def test_memory_table_matches_the_bytes_of_real_models(tmp_path, family):
     roles = held(tmp_path, family=family, kl_reference="triton")
     policy = save_tiny(tmp_path / "again", family, "language")
     parameters = sum(parameter.numel() for parameter in policy.parameters())
@@ -63,7 +64,7 @@ def test_memory_table_matches_the_bytes_of_real_models(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_memory_table_cache_matches_the_slot_decoders(tmp_path: Path, precision: str):
+def test_memory_table_cache_matches_the_slot_decoders(tmp_path, precision):
     def real(span: int) -> int:
         model = save_tiny(tmp_path / "again", "qwen2", "language").to(getattr(torch, precision))
         cache = SlotCache(ROWS, span + span // 2, cache_layers(model))
@@ -88,12 +89,12 @@ def test_memory_table_cache_matches_the_slot_decoders(tmp_path: Path, precision:
         ({"kl_reference": "triton"}, 0),
     ],
 )
-def test_memory_table_counts_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: int):
+def test_memory_table_counts_copies_of_the_policy(tmp_path, settings, copies):
     actor = held(tmp_path, **settings)["actor"]
     assert actor.copies == pytest.approx(copies * actor.weights, abs=64)
 
 
-def test_memory_table_shrinks_with_adapters_freezing_precision_and_ranks(tmp_path: Path):
+def test_memory_table_shrinks_with_adapters_freezing_precision_and_ranks(tmp_path):
     whole = held(tmp_path)
     frozen = held(tmp_path, "trainer.freeze=[layers]", "actor.policy.freeze=[layers]")
     lora = held(tmp_path, "trainer.lora_rank=1", "actor.policy.lora_rank=1")
@@ -110,24 +111,31 @@ def test_memory_table_shrinks_with_adapters_freezing_precision_and_ranks(tmp_pat
     assert half["reward"].weights < whole["reward"].weights
 
 
-def test_memory_table_counts_instances_shards_and_next_versions(tmp_path: Path):
+def test_memory_table_counts_instances_shards_and_next_versions(tmp_path):
     one = held(tmp_path)["reward"]
     layers = 4 * sum(p.numel() for name, p in token_model(tmp_path / "reward").named_parameters() if "_proj" in name)
     assert one.weights - held(tmp_path, "reward.tensor_parallel=2")["reward"].weights == layers // 2 > 0
     assert held(tmp_path, "reward.instances=2", "reward.store=true")["reward"] == Held(2 * one.weights, 2 * one.weights)
 
 
-def test_dry_run_prints_memory_per_device_and_fails_if_it_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    config_of(tmp_path)
+def test_dry_run_prints_memory_per_device_and_fails_if_it_does_not_fit(tmp_path, monkeypatch, capsys):
+    config_of(tmp_path, policy_lora_alpha=2)
     arguments = ["--config", str(tmp_path / "run.yaml"), "--dry-run"]
     assert run.main(arguments) == 0
     out = capsys.readouterr().out
-    for word in ("actor", "trainer", "reward", "critic", *COLUMNS, "GiB free", "Activations are not counted"):
+    for word in (
+        "actor",
+        "trainer",
+        "reward",
+        "critic",
+        *COLUMNS,
+        "GiB free",
+        "Activations are not counted",
+        WITHOUT_EFFECT,
+    ):
         assert word in out
     assert serve.main(arguments) == 0
-    out = capsys.readouterr().out
+    out = capsys.readouterr().out.replace(WITHOUT_EFFECT, "")
     assert "critic" in out
     assert "actor" not in out
     monkeypatch.setattr(memory_table, "_free", lambda device: 1024)
@@ -139,7 +147,7 @@ def test_dry_run_prints_memory_per_device_and_fails_if_it_does_not_fit(
     assert not (tmp_path / "run").exists()
 
 
-def test_memory_table_sums_per_machine_and_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_table_sums_per_machine_and_gpu(tmp_path, monkeypatch):
     config = config_of(tmp_path, *ON_GPUS, "critic.device=cuda:1")
     monkeypatch.setattr(memory_table.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(memory_table.torch.cuda, "mem_get_info", lambda index: (5 << 30, 80 << 30))
@@ -153,7 +161,7 @@ def test_memory_table_sums_per_machine_and_gpu(tmp_path: Path, monkeypatch: pyte
     assert any(re.match("actor +actor cuda:0 to cuda:1, each ", line) for line in apart)
 
 
-def test_memory_table_names_a_folder_with_an_unknown_model(tmp_path: Path):
+def test_memory_table_names_a_folder_with_an_unknown_model(tmp_path):
     with pytest.raises(ConfigError, match=r"actor: .*absent has no config\.json"):
         held(tmp_path, f"actor.policy.model={tmp_path}/absent")
     save_tiny(tmp_path / "broken", "llama", "reward")

@@ -121,7 +121,7 @@ def test_settings_reach_the_rendered_configs():
         ({"tensor_parallel": 2}, "1/4", "1024"),
     ],
 )
-def test_machine_dependent_settings_are_resolved_at_load(critic: dict[str, Any], threads: str, token_budget: str):
+def test_machine_dependent_settings_are_resolved_at_load(critic, threads, token_budget):
     found = parameters(parsed(critic=critic, reward={})["critic"])
     assert (found["threads"], found["token_budget"]) == (threads, token_budget)
 
@@ -134,14 +134,14 @@ def test_tensor_parallel_model_is_rendered_as_one_instance():
         assert parameters(config)["tensor_parallel"] == "4"
 
 
-def test_rendered_paths_survive_quoting(tmp_path: Path):
+def test_rendered_paths_survive_quoting(tmp_path):
     odd = tmp_path / 'a "quoted" \\ bäckslash, {{ jinja }} and a\ttab'
     configs = parsed(run={"dir": str(odd)}, critic={"model": str(odd)})
     assert parameters(configs["critic"])["model"] == str(odd)
     assert parameters(configs["critic_train"])["journal"] == str(odd / "journal")
 
 
-def test_the_training_key_is_rendered_as_its_hash(monkeypatch: pytest.MonkeyPatch):
+def test_the_training_key_is_rendered_as_its_hash(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     texts = render.render_configs(RunConfig.model_validate({"server": {"training_key_env": "MY_KEY"}}))
     assert hashlib.sha256(b"secret").hexdigest() in texts["critic_train"]
@@ -171,11 +171,11 @@ PROCESS = {"process": {"granularity": "step", "separator": ". "}}
         {"rewards": REWARDS, "actor": {"algorithm": {"name": "reinforce++"}}},
     ],
 )
-def test_rendered_repositories_are_consistent(sections: dict):
+def test_rendered_repositories_are_consistent(sections):
     check_rules(parsed(**sections))
 
 
-def test_invalid_pbtxt_and_a_missing_tokenizer_are_refused(tmp_path: Path):
+def test_invalid_pbtxt_and_a_missing_tokenizer_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"critic_train/config.pbtxt is not valid for Triton"):
         render.parse_config("critic_train", 'backand: "python"')
     (tmp_path / "config.json").write_text("{}")
@@ -183,7 +183,7 @@ def test_invalid_pbtxt_and_a_missing_tokenizer_are_refused(tmp_path: Path):
         parsed(critic={"model": str(tmp_path)})
 
 
-def test_rendering_removes_foreign_version_folders(tmp_path: Path):
+def test_rendering_removes_foreign_version_folders(tmp_path):
     """Triton takes each for a version; one of 20 digits ends it at the next load, and at every start."""
     config = RunConfig()
     render.render_repository(config, tmp_path)
@@ -195,7 +195,7 @@ def test_rendering_removes_foreign_version_folders(tmp_path: Path):
     assert (tmp_path / "critic_infer" / "1").is_dir()
 
 
-def test_render_command_writes_and_checks_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_render_command_writes_and_checks_the_repository(tmp_path, capsys):
     out = ["--out", str(tmp_path / "repository")]
     assert render.main([*out, "--check"]) == 1
     assert "is not up to date" in capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_render_command_writes_and_checks_the_repository(tmp_path: Path, capsys:
     assert "did you mean critic.instances?" in capsys.readouterr().err
 
 
-def test_rendered_model_imports_a_non_ascii_checkout_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rendered_model_imports_a_non_ascii_checkout_by_path(tmp_path, monkeypatch):
     for root, first in (("plain", "from"), ("ü", "import sys")):
         monkeypatch.setattr(render, "ROOT", tmp_path / root)
         render.render_repository(RunConfig(), tmp_path / "repository")
@@ -227,7 +227,7 @@ def rendered(config: RunConfig) -> Any:
     return render.parse_config(REFERENCE, render.render_configs(config)[REFERENCE])
 
 
-def test_reference_config_follows_the_actors_sampling(tmp_path: Path):
+def test_reference_config_follows_the_actors_sampling(tmp_path):
     policy, other = (
         make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
         for name, seed in (("policy", 3), ("other", 4))
@@ -255,7 +255,7 @@ def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
 
 
-def test_declared_fingerprints_differ_for_different_rewards(tmp_path: Path):
+def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
     """A client sends its rows only to servers that declare the same."""
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=3)
     file = tmp_path / "mine.py"
@@ -309,7 +309,7 @@ def test_model_and_function_rewards_render_as_an_ensemble():
     assert both["reward_mixture"] == parts["reward_mixture"]
 
 
-def test_labels_are_declared_only_with_probabilities(tmp_path: Path):
+def test_labels_are_declared_only_with_probabilities(tmp_path):
     """The gateway requests the probabilities of a model with labels."""
     save_tiny(tmp_path, "llama", "critic", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path)
@@ -319,7 +319,7 @@ def test_labels_are_declared_only_with_probabilities(tmp_path: Path):
         assert has_probabilities == (parameters(config)["labels"] != "[]") == ("process" not in more)
 
 
-def test_a_reward_term_sees_only_its_own_key(monkeypatch: pytest.MonkeyPatch):
+def test_a_reward_term_sees_only_its_own_key(monkeypatch):
     monkeypatch.setenv("MINE", "secret")
     judges = {name: {**LABEL, "options": {"api_key_env": name}} for name in ("one", "two")}
     sections = {
@@ -336,7 +336,7 @@ def test_a_reward_term_sees_only_its_own_key(monkeypatch: pytest.MonkeyPatch):
     assert hidden == {"l": always | {"one", "two"}, "one": always | {"two"}, "two": always | {"one"}}
 
 
-def test_function_rewards_without_a_model_use_the_policys_tokenizer(tmp_path: Path):
+def test_function_rewards_without_a_model_use_the_policys_tokenizer(tmp_path):
     """Where the policy is another trainer's, the critic's, or what the reward names."""
     sections: dict[str, Any] = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
     sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
@@ -367,7 +367,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("after", LAYOUTS, ids=json.dumps)
 @pytest.mark.parametrize("before", LAYOUTS, ids=json.dumps)
-def test_rerendering_equals_a_fresh_folder(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]):
+def test_rerendering_equals_a_fresh_folder(tmp_path, before, after):
     """A model.py left beside an ensemble once made the supervisor restart the server in an endless loop."""
 
     def render_into(folder: Path, sections: dict[str, Any]) -> set[Path]:
@@ -386,7 +386,7 @@ def test_rerendering_equals_a_fresh_folder(tmp_path: Path, before: dict[str, Any
     assert own.is_file()
 
 
-def test_rendering_completes_an_interrupted_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rendering_completes_an_interrupted_removal(tmp_path, monkeypatch):
     before, after = (
         RunConfig.model_validate({"rewards": rewards}) for rewards in ({"length": LENGTH}, {"label": LABEL})
     )

@@ -4,8 +4,11 @@ Drawing a page takes seconds, so each kind of folder is drawn once.
 """
 
 import json
+import math
 import re
 import struct
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,15 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from recorded_run import RecordedRun
+from samples import a_sample
 from synthetic_run import EVIL, write_run
 
 from rlhf_triton.actor.data.recorded import SampledTurn
+from rlhf_triton.actor.data.rollout_rows import Group, Score
+from rlhf_triton.actor.data.sample_records import record_of
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.report.conversations import Conversation
 from rlhf_triton.tools.report.curves import (
@@ -38,6 +45,7 @@ from rlhf_triton.tools.report.data import (
 )
 from rlhf_triton.tools.report.page import main, shown, write_page
 from rlhf_triton.tools.report.progress import RunProgress
+from rlhf_triton.tools.report.samples import shown_steps
 
 ACTOR = {
     "steps": 2,
@@ -86,13 +94,13 @@ SAMPLES = [
 
 class TestData:
     @pytest.fixture
-    def run_dir(self, tmp_path: Path) -> Path:
+    def run_dir(self, tmp_path) -> Path:
         (tmp_path / "actor_summary.json").write_text(json.dumps(ACTOR))
         write_lines(tmp_path / "critic_metrics.jsonl", CRITIC, torn='{"step": 3, "rel')
         write_lines(tmp_path / "samples.jsonl", SAMPLES)
         return tmp_path
 
-    def test_summary_matches_hand_computed_values(self, run_dir: Path):
+    def test_summary_matches_hand_computed_values(self, run_dir):
         summary = finish_run(run_dir, **MEASURED).summary
         of_steps = ("process_reward_before", "process_reward_after", "steps_before", "steps_after")
         assert tuple(summary) == tuple(key for key in SUMMARY_KEYS if key not in of_steps)
@@ -111,7 +119,7 @@ class TestData:
         }
         assert {key: summary[key] for key in expected} == expected
 
-    def test_summary_omits_values_that_were_not_measured(self, run_dir: Path):
+    def test_summary_omits_values_that_were_not_measured(self, run_dir):
         """Nor what an earlier run in this folder measured with its critic."""
         critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
         actor = {key: value for key, value in ACTOR.items() if key not in {*critic, "reward_before", "kl_final"}}
@@ -124,24 +132,22 @@ class TestData:
         assert None not in summary.values()
 
     @pytest.mark.parametrize("name", ["actor_summary.json", "critic_metrics.jsonl", "samples.jsonl"])
-    def test_finish_run_names_missing_files(self, run_dir: Path, name: str):
+    def test_finish_run_names_missing_files(self, run_dir, name):
         (run_dir / name).unlink()
         with pytest.raises(FileNotFoundError, match=name):
             finish_run(run_dir, **MEASURED)
 
-    def test_a_run_whose_validation_changed_compares_the_prompts_that_it_validated_before_and_after(
-        self, run_dir: Path
-    ):
+    def test_a_run_whose_validation_changed_compares_the_prompts_that_it_validated_before_and_after(self, run_dir):
         write_lines(run_dir / "samples.jsonl", SAMPLES[:3])
         assert finish_run(run_dir, **MEASURED).summary["reward_gain_ci95"] == [2.0, 2.0]
 
-    def test_a_run_that_validates_only_since_a_resume_or_fork_has_a_report_without_pairs(self, run_dir: Path):
+    def test_a_run_that_validates_only_since_a_resume_or_fork_has_a_report_without_pairs(self, run_dir):
         write_lines(run_dir / "samples.jsonl", SAMPLES[2:])
         run = finish_run(run_dir, **MEASURED)
         assert run.pairs == []
         assert not run.summary.keys() & {"unique_before", "reward_gain_ci95"}
 
-    def test_read_jsonl_tolerates_only_a_torn_last_line(self, tmp_path: Path):
+    def test_read_jsonl_tolerates_only_a_torn_last_line(self, tmp_path):
         path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)
         path.write_text(json.dumps(row, ensure_ascii=False) + '\n{"a": 2', encoding="utf-8")
         assert read_jsonl(path) == [row]
@@ -150,11 +156,11 @@ class TestData:
             with pytest.raises(ValueError, match=message):
                 read_jsonl(path)
 
-    def test_read_steps_keeps_the_last_line_of_a_repeated_step(self, tmp_path: Path):
+    def test_read_steps_keeps_the_last_line_of_a_repeated_step(self, tmp_path):
         write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
         assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
 
-    def test_read_pairs_joins_prompt_and_response_and_keeps_conversations(self, run_dir: Path):
+    def test_read_pairs_joins_prompt_and_response_and_keeps_conversations(self, run_dir):
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
         write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
@@ -195,7 +201,7 @@ def page_of(run_dir: Path) -> str:
 class TestPage:
     """The page of synthetic run folders."""
 
-    def test_page_is_self_contained_escaped_and_names_no_machine(self, tmp_path: Path):
+    def test_page_is_self_contained_escaped_and_names_no_machine(self, tmp_path):
         full_run = write_run(tmp_path / "demo")
         page = page_of(full_run)
         for text in (
@@ -223,7 +229,7 @@ class TestPage:
         assert 1200 <= width <= 1600, "wide enough for a README"
         assert 800 <= height <= 1200
 
-    def test_report_thins_long_runs(self, tmp_path: Path):
+    def test_report_thins_long_runs(self, tmp_path):
         """A month-long run's pictures made a page of 77 MB and took minutes."""
         run = load_run(write_run(tmp_path / "long", num_steps=5000))
         steps = [row["step"] for row in run.steps]
@@ -232,7 +238,7 @@ class TestPage:
         assert len(pictures(run)) == 8
 
     @pytest.mark.usefixtures("no_pictures")
-    def test_page_shows_the_algorithm_changed_settings_and_policy(self, tmp_path: Path):
+    def test_page_shows_the_algorithm_changed_settings_and_policy(self, tmp_path):
         run_dir = write_run(tmp_path / "mine", validated=False, num_steps=2)
         actor = {
             "algorithm": {"name": "reinforce++"},
@@ -259,7 +265,7 @@ class TestPage:
 
     @pytest.mark.usefixtures("no_pictures")
     @pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (40, 16)])
-    def test_page_without_validation_shows_rollout_texts(self, tmp_path: Path, num_texts: int, shown: int):
+    def test_page_without_validation_shows_rollout_texts(self, tmp_path, num_texts, shown):
         run_dir = write_run(tmp_path / "short", validated=False, num_steps=2)
         rows = [
             {"step": k, "prompt": "It <b>is</b>", "response": f"{EVIL} {k}.", "reward": None if k == 2 else -0.001}
@@ -275,7 +281,7 @@ class TestPage:
         present = [k for k in (8, 9, 32) if f"great {k}." in section]
         assert present == ([8] if num_texts == 40 else [])
 
-    def test_curves_mark_a_resume_with_other_settings_and_omit_a_missing_kl(self, tmp_path: Path):
+    def test_curves_mark_a_resume_with_other_settings_and_omit_a_missing_kl(self, tmp_path):
         folder = write_run(tmp_path / "new", critic=False, validated=False, num_steps=3)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]]
         write_lines(folder / "metrics.jsonl", [{key: row[key] for key in row if "kl" not in key} for row in rows])
@@ -291,7 +297,7 @@ class TestPage:
 
 
 @pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pictures(monkeypatch) -> None:
     """Skip the pictures where only a page's text is read; TestPage covers them."""
     monkeypatch.setattr("rlhf_triton.tools.report.page.as_svg", lambda draw, run: "<svg></svg>")
 
@@ -310,7 +316,7 @@ class TestSections:
         write_lines(run_dir / "rollouts.jsonl", texts)
         return page_of(run_dir)
 
-    def test_documented_report_section_example_works(self, tmp_path: Path):
+    def test_documented_report_section_example_works(self, tmp_path):
         docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
         found = re.search(r"```python\n(import rlhf_triton as rt\n\n\ndef sections.*?)```", docs.read_text(), re.DOTALL)
         assert found is not None
@@ -319,7 +325,7 @@ class TestSections:
         assert "<table><tr><th class=n>step</th><th class=n>words</th><th>response</th></tr>" in page
         assert "<td class=n>1</td><td class=n>2</td><td>a &lt;b&gt;</td>" in page
 
-    def test_report_section_renders_all_its_fields(self, tmp_path: Path):
+    def test_report_section_renders_all_its_fields(self, tmp_path):
         code = (
             'return [ReportSection(title="Texts", text="a < b", results=["It <rose>."], cards=[("mine", "1", "note")], '
             'figures={"mine": (0.12345, "A figure.")}, pictures={"My picture.": lambda axes, run: axes.plot([1, 2])})]'
@@ -343,7 +349,7 @@ class TestSections:
             ('return [ReportSection(title="x", pictures={"y": lambda axes, run: 1 / 0})]', "ZeroDivisionError"),
         ],
     )
-    def test_failing_report_section_is_named_and_the_page_is_still_written(self, tmp_path: Path, code: str, error: str):
+    def test_failing_report_section_is_named_and_the_page_is_still_written(self, tmp_path, code, error):
         page = self.page_of(tmp_path, self.START + code)
         assert "my_report.py:sections failed: " in page
         assert error in page
@@ -351,10 +357,83 @@ class TestSections:
 
 
 @pytest.mark.usefixtures("no_pictures")
+class TestSamples:
+    """Samples of the last steps, from a journal written by hand."""
+
+    def recorded(
+        self, folder: Path, *, num_steps: int = 1, num_tokens: int = 3, recomputes: bool = True, ahead: int = 0
+    ) -> Path:
+        """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
+        run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
+        opening = {"kind": "opening", "session": 1, "resumed": 0, "step": 0, "first": 0}
+        log = RecordLog(run_dir / "samples", opening | {"settings": {"actor": {"max_off_policy_steps": ahead}}})
+        tokens = [3, 4, *range(5, 5 + num_tokens)]
+        columns = {
+            "logprobs": np.array([0, 0] + [math.log(0.5)] * num_tokens, np.float32),
+            "policy_logprobs": np.array([0, 0] + [math.log(0.125)] * num_tokens, np.float32),
+            "versions": np.array([-1, -1] + [7] * num_tokens),
+        }
+        values = np.arange(len(tokens), dtype=np.float32)
+        whole = replace(a_sample(tokens, 2, name="a<b>"), score=Score(reward=0.25, values=values), **columns)
+        failed = replace(a_sample([3, 4, 5], 2, name="a<b>"), score=Score(failure="too late"))
+        whole, failed = (replace(row, prompt=replace(row.prompt, text="<b>It</b> " * 100)) for row in (whole, failed))
+        for step in range(1, num_steps + 1):
+            for number in range(3):
+                group = Group(((whole,), (failed,)))
+                log.append(partial(record_of, group, step=step, number=number, seed=0))
+            size = len(tokens) - 1 + 2  # positions of a group
+            arrays = {"advantages": np.tile(np.arange(size, dtype=np.float32), 3)}
+            if recomputes:
+                arrays["old_logprobs"] = np.full(3 * size, math.log(0.25), np.float32)
+            header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0}
+            log.append(partial(StoredRecord, header, arrays))
+        log.close()
+        return run_dir
+
+    def test_each_token_has_the_numbers_of_the_journal(self, tmp_path):
+        (step,), problem = shown_steps(load_run(self.recorded(tmp_path / "run")))
+        assert (step.step, len(step.samples), step.num_samples, problem) == (1, 4, 6, "")
+        first, failed = step.samples[:2]
+        shown = [
+            (token.text, round(token.logprob, 3), token.value, token.advantage, token.ratio, token.version)
+            for token in first.tokens
+        ]
+        assert shown == [
+            ("5 ", -0.693, 1.0, 1.0, pytest.approx(0.5), 7),
+            ("6 ", -0.693, 2.0, 2.0, pytest.approx(0.5), 7),
+            ("7 ", -0.693, 3.0, 3.0, pytest.approx(0.5), 7),
+        ]
+        assert (first.reward, failed.reward, failed.failure) == (0.25, None, "too late")
+        assert failed.tokens[0].advantage == 5.0, "behind the four positions of the first row"
+        for ahead, ratio in ((0, pytest.approx(0.25)), (1, None)):
+            (step,), _ = shown_steps(load_run(self.recorded(tmp_path / f"{ahead}", recomputes=False, ahead=ahead)))
+            assert step.samples[0].tokens[0].ratio == ratio
+
+    def test_page_shows_the_last_steps_and_stays_bounded(self, tmp_path):
+        page = page_of(self.recorded(tmp_path / "run", num_steps=5, num_tokens=1000))
+        assert re.findall(r"<summary>(Step .*?)</summary>", page) == [f"Step {n}: 4 of 6 samples" for n in (3, 4, 5)]
+        assert page.count("… 872 more tokens") == 3 * 2
+        assert page.count("masked: too late") == 3 * 2
+        assert "&lt;b&gt;It&lt;/b&gt;" in page
+        assert "<td class=n>-0.693</td><td class=n>1.000</td><td class=n>+1.000</td><td class=n>0.500</td>" in page
+        assert len(page) < 500_000
+
+    def test_damaged_journal_is_named_and_the_page_is_still_written(self, tmp_path):
+        run_dir = self.recorded(tmp_path / "run")
+        segment = run_dir / "samples" / "1.log"
+        data = bytearray(segment.read_bytes())
+        data[len(data) // 2] ^= 1
+        segment.write_bytes(data)
+        page = page_of(run_dir)
+        assert "1.log is damaged at byte" in page
+        assert "<h2>Numbers</h2>" in page
+
+
+@pytest.mark.usefixtures("no_pictures")
 class TestCommand:
     """The command on folders that the actor's recorder writes, during the run and afterwards."""
 
-    def test_page_shows_conversations_turn_by_turn(self, tmp_path: Path):
+    def test_page_shows_conversations_turn_by_turn(self, tmp_path):
         call = '<tool_call>{"name": "look", "arguments": {"where": "<up>"}}</tool_call>'
         played = (
             {"role": "assistant", "content": f"I look. {call}"},
@@ -397,7 +476,7 @@ class TestCommand:
         """Write a whole run with a reward function: no critic, no validation, no reference."""
         return RecordedRun(folder).start().steps(1, 2, 3, 4).finished(4)
 
-    def test_report_omits_sections_of_unused_features(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def test_report_omits_sections_of_unused_features(self, tmp_path, capsys):
         out = tmp_path / "page.html"
         assert main([str(self.grpo(tmp_path / "run")), "--out", str(out)]) == 0
         assert capsys.readouterr().out == f"report: {out}\n"
@@ -408,7 +487,7 @@ class TestCommand:
         words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
         assert not re.search(words, page)
 
-    def test_page_of_a_run_before_and_after_its_first_step_has_no_curves(self, tmp_path: Path):
+    def test_page_of_a_run_before_and_after_its_first_step_has_no_curves(self, tmp_path):
         run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
         with only_run(run_dir):
             page = page_of(run_dir)
@@ -420,7 +499,7 @@ class TestCommand:
         assert "After 1 step of GRPO" in page
         assert "<figure>" not in page, "no curve of one step"
 
-    def test_page_of_a_running_or_crashed_run_reports_its_last_step(self, tmp_path: Path):
+    def test_page_of_a_running_or_crashed_run_reports_its_last_step(self, tmp_path):
         run_dir = tmp_path / "run"
         run = RecordedRun(run_dir, validation_prompts="held.jsonl", validation_every=2).start()
         run.validated("before", 0, 0.0).steps(1, 2).validated("between", 2, 0.7)
@@ -436,7 +515,7 @@ class TestCommand:
         assert "Texts before and after" not in page, "there are none from after"
         assert [row["reward"] for row in load_run(run_dir).validations] == [0.0, pytest.approx(0.7)]
 
-    def test_a_resumed_run_does_not_show_the_summary_of_its_first_part(self, tmp_path: Path):
+    def test_a_resumed_run_does_not_show_the_summary_of_its_first_part(self, tmp_path):
         run_dir = self.grpo(tmp_path / "run")
         (run_dir / "summary.json").write_text(json.dumps({"steps": 4, "seconds_total": 77.0}))
         assert load_run(run_dir).summary["seconds_total"] == 77.0
@@ -454,9 +533,7 @@ class TestCommand:
             (["{}/damaged"], "the run in {}/damaged cannot be read: {}/damaged/metrics.jsonl line 1 is not JSON: "),
         ],
     )
-    def test_report_command_errors_are_one_sentence(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-    ):
+    def test_report_command_errors_are_one_sentence(self, tmp_path, capsys, arguments, sentence):
         RecordedRun(tmp_path / "run").start().steps(1)
         for name in ("empty", "damaged"):
             (tmp_path / name).mkdir()
@@ -493,7 +570,7 @@ def append(path: Path, *rows: dict[str, Any], torn: str = "") -> None:
 SWAP = {"step": 1, "time": 103.0, "weights_version": 1, "reload": "swap", "reload_ms": 12.4}
 
 
-def test_progress_prints_a_line_per_phase_step_and_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_progress_prints_a_line_per_phase_step_and_validation(tmp_path, capsys):
     with RunProgress(tmp_path, 4) as progress:
         progress.phase("starting [bold]tritonserver[/bold]")
         progress.refresh()  # no file yet
@@ -520,9 +597,7 @@ def test_progress_prints_a_line_per_phase_step_and_validation(tmp_path: Path, ca
     assert out.splitlines()[4:] == [*validations, "another"]
 
 
-def test_progress_after_resume_repeats_no_step_and_excludes_the_pause_from_eta(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_progress_after_resume_repeats_no_step_and_excludes_the_pause_from_eta(tmp_path, capsys):
     """The resumed actor rewrites metrics.jsonl."""
     append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 6)))
     with RunProgress(tmp_path, 8) as progress:

@@ -91,14 +91,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
 
 
 @every_combination
-def test_rendered_models_and_version_0_per_algorithm(
-    algorithm: str,
-    reward: str,
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_rendered_models_and_version_0_per_algorithm(algorithm, reward, tmp_path, checkpoints, monkeypatch, capsys):
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     config = load_config(path, ["server.training_key_env=RLHF_TEST_ABSENT"] if algorithm != "ppo" else [])
     check_files(config, server=True, actor=True)
@@ -115,9 +108,7 @@ def test_rendered_models_and_version_0_per_algorithm(
 
 
 @every_combination
-def test_missing_files_are_listed_before_anything_starts(
-    algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-):
+def test_missing_files_are_listed_before_anything_starts(algorithm, reward, tmp_path, checkpoints, capsys):
     """One line each, all at once, and only for what the run uses."""
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     unused = ["reward"] if reward == "functions" else []  # which would be refused by itself
@@ -135,7 +126,7 @@ def test_missing_files_are_listed_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_checkpoint_error_says_how_to_fix_it(tmp_path: Path):
+def test_missing_checkpoint_error_says_how_to_fix_it(tmp_path):
     def missing(config: dict[str, Any], **of: bool) -> str:
         with pytest.raises(ConfigError) as caught:
             check_files(
@@ -172,7 +163,7 @@ def test_missing_checkpoint_error_says_how_to_fix_it(tmp_path: Path):
     )
 
 
-def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path: Path, checkpoints: Checkpoints):
+def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path, checkpoints):
     for role in ("policy", "reward"):
         shutil.copytree(getattr(checkpoints, role), tmp_path / role, ignore=shutil.ignore_patterns("*token*"))
     (tmp_path / "prompts.jsonl").touch()
@@ -206,9 +197,7 @@ def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path: Path, check
         ({}, "reward.max_length: 100000 exceeds the "),
     ],
 )
-def test_unservable_reward_folder_is_refused_in_one_line(
-    change: dict[str, Any] | str, told: str, tmp_path: Path, checkpoints: Checkpoints
-):
+def test_unservable_reward_folder_is_refused_in_one_line(change, told, tmp_path, checkpoints):
     """Of transformers' own message only the reason is shown."""
     folder = tmp_path / "reward"
     shutil.copytree(checkpoints.reward, folder)
@@ -223,7 +212,7 @@ def test_unservable_reward_folder_is_refused_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_reward_model_is_refused_as_policy_reference_and_logit_reward(tmp_path: Path, checkpoints: Checkpoints):
+def test_reward_model_is_refused_as_policy_reference_and_logit_reward(tmp_path, checkpoints):
     (tmp_path / "prompts.jsonl").touch()
     models = {"policy": {"model": checkpoints.reward}, "prompts": {"path": tmp_path / "prompts.jsonl"}}
     sections = {
@@ -258,7 +247,7 @@ def test_reward_model_is_refused_as_policy_reference_and_logit_reward(tmp_path: 
         ("if True:\n    lenght = len", None),
     ],
 )
-def test_missing_reward_function_is_refused_before_anything_starts(tmp_path: Path, code: str, told: str | None):
+def test_missing_reward_function_is_refused_before_anything_starts(tmp_path, code, told):
     (tmp_path / "mine.py").write_text(code)
     config = RunConfig.model_validate({"rewards": {"length": {"function": f"{tmp_path / 'mine.py'}:lenght"}}})
     if told is None:
@@ -278,12 +267,7 @@ def test_missing_reward_function_is_refused_before_anything_starts(tmp_path: Pat
     ],
 )
 def test_commands_refuse_a_missing_gpu_before_loading_a_model(
-    command: Any,
-    roles: tuple[str, ...],
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command, roles, tmp_path, checkpoints, capsys, monkeypatch
 ):
     """torch and Triton report it in their own words, or with a traceback."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -296,7 +280,7 @@ def test_commands_refuse_a_missing_gpu_before_loading_a_model(
         assert error.endswith(", or set it to cpu")
 
 
-def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
+def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints):
     async def describe(model: str) -> ServedModel:
         if model == "critic":
             raise RequestFailed("critic refused", "Request for unknown model: 'critic' is not found")
@@ -311,7 +295,7 @@ def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints: Checkpoints):
         asyncio.run(ppo.compare_tokenizers())
 
 
-def test_reference_on_a_server_with_other_settings_is_refused(tmp_path: Path, checkpoints: Checkpoints):
+def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoints):
     """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
     run = make_run(tmp_path / "run", checkpoints, actor={"kl_reference": "triton"})
     served = ServedModel.of(parameters_of(render_configs.render_configs(run.config)["reference"]))
@@ -353,9 +337,7 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path: Path, ch
         ({"critic", "functions"}, OF_THE_CRITIC | OF_THE_REWARD["functions"]),  # for a policy with its tokenizer
     ],
 )
-def test_yaml_without_an_actor_serves_the_models_it_names(
-    sections: set[str], served: set[str], tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_yaml_without_an_actor_serves_the_models_it_names(sections, served, tmp_path, checkpoints, monkeypatch):
     every: dict[str, Any] = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
     every |= {name: {"model": str(getattr(checkpoints, name))} for name in ("reward", "critic")}
     (tmp_path / "checkpoints").mkdir()
@@ -470,9 +452,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         ),
     ],
 )
-def test_check_run_refuses_each_problem_with_one_line(
-    settings: list[str], problem: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_check_run_refuses_each_problem_with_one_line(settings, problem, tmp_path, checkpoints, monkeypatch):
     for name in ("TRAINING_KEY", "WANDB_API_KEY", "SOME_SETTING"):
         monkeypatch.setenv(name, "1")
     file = tmp_path / "mine.py"
@@ -507,7 +487,7 @@ def test_check_run_refuses_each_problem_with_one_line(
         ),
     ],
 )
-def test_empty_and_too_long_prompts_are_refused(text: str, words: str, tmp_path: Path, checkpoints: Checkpoints):
+def test_empty_and_too_long_prompts_are_refused(text, words, tmp_path, checkpoints):
     prompts = tmp_path / "empty.jsonl"
     prompts.write_text(text)
     config = load_config(
@@ -534,7 +514,7 @@ class Shop:
 '''
 
 
-def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path: Path):
+def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path):
     """The policy's, and the reward model's, which renders them itself whatever its vocabulary."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
@@ -617,7 +597,7 @@ LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weig
 
 
 @pytest.mark.parametrize(("names", "settings", "expected"), LABELS.values(), ids=LABELS.keys())
-def test_reward_labels_must_be_chosen_by_the_user(names: list[str], settings: list[str], expected: Any, tmp_path: Path):
+def test_reward_labels_must_be_chosen_by_the_user(names, settings, expected, tmp_path):
     model = tmp_path / "reward"
     save_tiny(model, "llama", "reward", num_labels=len(names))
     make_tokenizer().save_pretrained(model)
@@ -643,7 +623,7 @@ def parameters_of(text: str) -> dict[str, str]:
     return {name: value.string_value for name, value in config.parameters.items()}
 
 
-def test_run_with_several_rewards_per_row_is_refused_before_the_start(tmp_path: Path, checkpoints: Checkpoints):
+def test_run_with_several_rewards_per_row_is_refused_before_the_start(tmp_path, checkpoints):
     save_tiny(tmp_path / "two", "llama", "reward", num_labels=2)
     make_tokenizer().save_pretrained(tmp_path / "two")
     run = make_run(tmp_path / "run", checkpoints)
@@ -655,7 +635,7 @@ def test_run_with_several_rewards_per_row_is_refused_before_the_start(tmp_path: 
         check_files(config, server=True, actor=True)
 
 
-def test_reward_model_that_differs_from_the_store_is_refused(tmp_path: Path, checkpoints: Checkpoints):
+def test_reward_model_that_differs_from_the_store_is_refused(tmp_path, checkpoints):
     """It would not be served."""
     run = make_run(
         tmp_path / "run", checkpoints, reward={"store": True}, actor={"name": "grpo", "responses_per_prompt": 2}
@@ -693,9 +673,7 @@ TRUNCATED = (CHATS, "actor.prompts.too_long=truncate")  # for the policy; the re
         (["actor.generation.max_new_tokens=29", "actor.kl.reference=triton"], "reward 128 critic 128 reference 128"),
     ],
 )
-def test_rows_must_fit_every_model_that_receives_them(
-    settings: list[str], refused: str, tmp_path: Path, checkpoints: Checkpoints
-):
+def test_rows_must_fit_every_model_that_receives_them(settings, refused, tmp_path, checkpoints):
     """Otherwise reward model and critic refuse the longest responses, and the run masks them."""
     run = make_run(tmp_path, checkpoints, actor={"prompts_max_tokens": 100})
     chats = tmp_path / "chats.jsonl"
@@ -714,9 +692,7 @@ def test_rows_must_fit_every_model_that_receives_them(
 
 @pytest.mark.usefixtures("signals_kept")
 @pytest.mark.parametrize(("command", "code"), [("serve", 0), ("run", 130)])
-def test_signal_at_the_end_of_the_servers_start_stops_it(
-    command: str, code: int, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-):
+def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path, checkpoints, monkeypatch):
     """The server is running, but the caller has not received it yet."""
     path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
 

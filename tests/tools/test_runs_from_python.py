@@ -34,7 +34,7 @@ CELLS = itertools.count()
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def started(tmp_path, monkeypatch) -> list[dict[str, Any]]:
     """How the runs would be started, in the working directory `tmp_path`."""
     calls: list[dict[str, Any]] = []
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def cell(source: str, **known: Any) -> dict[str, Any]:
 # ---- the YAML of a run ----
 
 
-def test_train_writes_the_yaml_that_it_runs(started: list[dict[str, Any]], tmp_path: Path):
+def test_train_writes_the_yaml_that_it_runs(started, tmp_path):
     verdict = cell("def Verdict(sample):\n    return 1.0\n")["Verdict"]
     run = rt.train(
         "policy",
@@ -103,14 +103,14 @@ def test_train_writes_the_yaml_that_it_runs(started: list[dict[str, Any]], tmp_p
     assert rt.train("policy", prompts="p.jsonl", reward="models/reward", **GROUPS).path.name == "train-2"
 
 
-def test_a_critic_starts_from_the_policy_unless_another_model_is_given(started: list[dict[str, Any]], tmp_path: Path):
+def test_a_critic_starts_from_the_policy_unless_another_model_is_given(started, tmp_path):
     for critic, expected in ((None, "policy"), ("critic", "critic")):
         run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm="sao", critic=critic)
         config = load_config(run.config_path)
         assert (config.critic.model, config.rewards) == (tmp_path / expected, None)
 
 
-def test_settings_may_repeat_an_argument_or_name_the_algorithm(started: list[dict[str, Any]], tmp_path: Path):
+def test_settings_may_repeat_an_argument_or_name_the_algorithm(started, tmp_path):
     run = rt.train(
         "policy", prompts="p.jsonl", reward=("reward", np.float32(2)), steps=5, **{"actor.steps": np.int64(5)}
     )
@@ -122,14 +122,14 @@ def test_settings_may_repeat_an_argument_or_name_the_algorithm(started: list[dic
     assert read_jsonl(run.path / "prompts.jsonl") == [{"prompt": "a", "n": 1}]
 
 
-def test_a_loss_may_be_given_as_a_function(started: list[dict[str, Any]]):
+def test_a_loss_may_be_given_as_a_function(started):
     loss = cell("def flat(inputs):\n    return 0 * inputs.ratio\n")["flat"]
     run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm={"name": "grpo", "loss": loss})
     assert load_config(run.config_path).actor.algorithm.loss == f"{run.path}/functions/flat_function.py:flat"
     assert (run.path / "functions" / "flat_function.py").is_file()
 
 
-def test_a_data_set_is_written_as_parquet(started: list[dict[str, Any]]):
+def test_a_data_set_is_written_as_parquet(started):
     class Dataset:
         def to_parquet(self, path: str) -> None:
             Path(path).write_text("rows")
@@ -151,7 +151,7 @@ def test_a_data_set_is_written_as_parquet(started: list[dict[str, Any]]):
     assert (run.path / "prompts.parquet").read_text() == "rows"
 
 
-def test_models_of_the_hub_are_downloaded(started: list[dict[str, Any]], tmp_path: Path, monkeypatch: Any):
+def test_models_of_the_hub_are_downloaded(started, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / "hub" / name))
     run = rt.train("org/model", prompts="p.jsonl", reward="models/here")
     config = load_config(run.config_path)
@@ -197,18 +197,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "sentence"), REFUSALS)
-def test_a_wrong_argument_is_one_sentence_and_leaves_nothing(
-    started: list[dict[str, Any]], tmp_path: Path, given: dict[str, Any], sentence: str
-):
+def test_a_wrong_argument_is_one_sentence_and_leaves_nothing(started, tmp_path, given, sentence):
     with pytest.raises(rt.RlhfError, match=sentence):
         rt.train(**{"policy": "policy", "prompts": ["a"], "reward": "reward", **given})
     assert not started
     assert not [*(tmp_path / "runs").iterdir()]
 
 
-def test_the_folder_of_a_run_that_failed_after_its_checks_stays(
-    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_folder_of_a_run_that_failed_after_its_checks_stays(started, monkeypatch):
     def fail(run: rt.Run, **_: Any) -> None:
         write_phase(run.path, "training")
         raise rt.RlhfError("the disk is full")
@@ -219,7 +215,7 @@ def test_the_folder_of_a_run_that_failed_after_its_checks_stays(
     assert rt.Run("mine").config_path.is_file()
 
 
-def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started: list[dict[str, Any]], tmp_path: Path):
+def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started, tmp_path):
     first = rt.train("policy", prompts="p.jsonl", reward="reward", dir="mine")
     before = first.config_path.read_text()
     with only_run(first.path):
@@ -234,7 +230,7 @@ def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started: list[dic
         rt.train("policy", prompts="p.jsonl", reward="reward", dir="p.jsonl")
 
 
-def test_resume_may_change_settings(started: list[dict[str, Any]]):
+def test_resume_may_change_settings(started):
     run = rt.train("policy", prompts="p.jsonl", reward="reward", steps=5)
     assert run.resume(wait=False, accept_changes=True, **{"actor.steps": 9}) is run
     assert load_config(run.config_path).actor.steps == 9
@@ -279,7 +275,7 @@ def reward(sample: S, *, low=LIMITS["low"]) -> S:
 '''
 
 
-def test_a_function_of_a_notebook_is_written_with_its_dependencies(tmp_path: Path):
+def test_a_function_of_a_notebook_is_written_with_its_dependencies(tmp_path):
     files: dict[Path, str] = {}
     spec = function_spec(cell(NOTEBOOK)["reward"], tmp_path, files)
     ((path, text),) = files.items()
@@ -294,7 +290,7 @@ def test_a_function_of_a_notebook_is_written_with_its_dependencies(tmp_path: Pat
     assert float(done.stdout) == -1.5 + 2 + 2
 
 
-def test_functions_of_modules_are_imported_by_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_functions_of_modules_are_imported_by_their_name(tmp_path, monkeypatch):
     (tmp_path / "plain_rewards.py").write_text("def good(sample):\n    return 3.0\n")
     package = tmp_path / "own_package"
     package.mkdir()
@@ -318,7 +314,7 @@ def test_functions_of_modules_are_imported_by_their_name(tmp_path: Path, monkeyp
     assert int(done.stdout) == len("own_package")
 
 
-def test_a_function_with_the_signature_of_trl_and_one_within_a_function_travel(tmp_path: Path):
+def test_a_function_with_the_signature_of_trl_and_one_within_a_function_travel(tmp_path):
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
 
@@ -338,7 +334,7 @@ def scores_of(functions: list[Any], folder: Path) -> list[float]:
     return [load_function(spec)(rt.Sample("a")) for spec in specs]
 
 
-def test_a_class_of_a_notebook_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_class_of_a_notebook_travels(tmp_path, monkeypatch):
     """A notebook's `__main__` has no file, so `inspect` finds no source of its classes."""
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     source = (
@@ -351,7 +347,7 @@ def test_a_class_of_a_notebook_travels(tmp_path: Path, monkeypatch: pytest.Monke
         function_spec(defined["Empty"], tmp_path, {})
 
 
-def test_a_default_travels_with_its_own_value(tmp_path: Path):
+def test_a_default_travels_with_its_own_value(tmp_path):
     made = cell(
         "LIMIT = 1\ndef of_name(s, limit=LIMIT):\n    return limit\nLIMIT = limit = 5\n"
         "def make(limit):\n    def f(s, *, limit: int = limit):\n        return limit\n    return f\n"
@@ -359,7 +355,7 @@ def test_a_default_travels_with_its_own_value(tmp_path: Path):
     assert scores_of([made["of_name"], made["make"](4), made["make"](3)], tmp_path) == [1, 4, 3]
 
 
-def test_functions_of_one_name_do_not_replace_each_other(tmp_path: Path):
+def test_functions_of_one_name_do_not_replace_each_other(tmp_path):
     functions = [cell(f"def score(s):\n    return {n}\n")["score"] for n in (1, 2, 1)]
     assert scores_of(functions, tmp_path) == [1, 2, 1]
 
@@ -381,12 +377,12 @@ def test_functions_of_one_name_do_not_replace_each_other(tmp_path: Path):
         ("x = float('nan')\ndef f(s):\n    return x", "f uses 'x', which is a float, which cannot be written"),
     ],
 )
-def test_what_cannot_travel_is_named(tmp_path: Path, source: str, sentence: str):
+def test_what_cannot_travel_is_named(tmp_path, source, sentence):
     with pytest.raises(FunctionError, match=re.escape(sentence)):
         function_spec(cell(source)["f"], tmp_path, {})
 
 
-def test_a_function_without_a_source_is_refused(tmp_path: Path):
+def test_a_function_without_a_source_is_refused(tmp_path):
     known: dict[str, Any] = {"__name__": "__main__"}
     exec("def f(sample):\n    return 1.0", known)
     with pytest.raises(
@@ -395,7 +391,7 @@ def test_a_function_without_a_source_is_refused(tmp_path: Path):
         function_spec(known["f"], tmp_path, {})
 
 
-def test_a_class_of_a_script_travels(tmp_path: Path):
+def test_a_class_of_a_script_travels(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom rlhf_triton.tools.api.functions import function_spec\n"
@@ -417,7 +413,7 @@ def _importable() -> dict[str, str]:
 # ---- a run's folder ----
 
 
-def test_metrics_have_our_names_and_those_of_trl(tmp_path: Path):
+def test_metrics_have_our_names_and_those_of_trl(tmp_path):
     run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1, 2, 3).finished(3))
     metrics = run.metrics
     assert metrics["step"].tolist() == [1, 2, 3]
@@ -435,7 +431,7 @@ def test_metrics_have_our_names_and_those_of_trl(tmp_path: Path):
     assert "text" not in later
 
 
-def test_samples_report_and_curves_of_a_finished_run(tmp_path: Path):
+def test_samples_report_and_curves_of_a_finished_run(tmp_path):
     run = rt.Run(write_run(tmp_path / "run"))
     assert len(run.samples("before")) == len(run.samples()) == 30
     assert run.samples("training") == []
@@ -453,7 +449,7 @@ def test_samples_report_and_curves_of_a_finished_run(tmp_path: Path):
         run.resume()
 
 
-def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path, monkeypatch):
     run = rt.Run(write_run(tmp_path / "run"))
     (run.path / "policy").mkdir()
     assert run.policy_path == run.path / "policy"
@@ -474,7 +470,7 @@ def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path: Path, monkeypatc
         run.policy_path  # noqa: B018
 
 
-def test_a_folder_that_is_no_run_or_is_deleted_is_one_sentence(tmp_path: Path):
+def test_a_folder_that_is_no_run_or_is_deleted_is_one_sentence(tmp_path):
     with pytest.raises(rt.RlhfError, match="is missing: name the folder of a run"):
         rt.Run(tmp_path / "none")
     with pytest.raises(rt.RlhfError, match=r"is no run: it has neither settings.json nor metrics.jsonl"):
@@ -499,7 +495,7 @@ with only_run(folder):
 """
 
 
-def test_a_run_that_another_process_has_started_is_found_and_stopped(tmp_path: Path, capsys: Any):
+def test_a_run_that_another_process_has_started_is_found_and_stopped(tmp_path, capsys):
     run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1).finished(1))
     (run.path / "logs").mkdir()
     assert not run.is_running
@@ -519,7 +515,7 @@ def test_a_run_that_another_process_has_started_is_found_and_stopped(tmp_path: P
     run.wait()  # what it wrote before is of no interest
 
 
-def test_waiting_for_another_processes_run_raises_its_error(tmp_path: Path, monkeypatch: Any, capsys: Any):
+def test_waiting_for_another_processes_run_raises_its_error(tmp_path, monkeypatch, capsys):
     run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1).finished(1))
     run.log_path.parent.mkdir()
     states = iter([True, False])
@@ -534,7 +530,7 @@ def test_waiting_for_another_processes_run_raises_its_error(tmp_path: Path, monk
     assert capsys.readouterr().err == "step 1/2  reward\nactor: slow\n"
 
 
-def test_the_live_line_is_updated_in_a_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_live_line_is_updated_in_a_notebook(monkeypatch, capsys):
     shown: list[Any] = []
     ipython = types.SimpleNamespace(
         get_ipython=lambda: types.SimpleNamespace(kernel=1),

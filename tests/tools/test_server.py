@@ -40,13 +40,13 @@ from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, v
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path) -> Path:
     """A run whose repository is rendered and whose critic has a version."""
     return write_run(tmp_path)
 
 
 @pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server 0 ü")])
-def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str):
+def test_serve_stops_cleanly_on_a_signal(run_dir, number, own):
     """Once with `server.dir`, where no file of the server may be in the folder that servers share.
 
     That folder's name has a space and an umlaut, with which the Python backend would not find its files. Other users
@@ -72,7 +72,7 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, 
     assert (server_processes(process.pid), regions(process.pid), state.exists()) == ([], [], False)
 
 
-def test_a_second_server_in_a_folder_ends_before_it_changes_anything_there(run_dir: Path):
+def test_a_second_server_in_a_folder_ends_before_it_changes_anything_there(run_dir):
     write_repository(run_dir / "model_repository")
     for name in ("server.json", "logs/tritonserver.log"):
         (run_dir / name).parent.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str]
             process.kill()
 
 
-def test_serve_drains_requests_in_flight_and_refuses_new_ones(run_dir: Path):
+def test_serve_drains_requests_in_flight_and_refuses_new_ones(run_dir):
     with busy(run_dir) as (process, in_flight):
         process.send_signal(signal.SIGTERM)
         while status(run_dir, "blocking/ready") == 200:
@@ -156,7 +156,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.slow
-def test_serve_drain_skips_requests_of_a_dead_model_process(run_dir: Path):
+def test_serve_drain_skips_requests_of_a_dead_model_process(run_dir):
     """Triton never answers what a model's process had taken over, and never stops reporting the model as unloading."""
     write_scoring_model(run_dir / "model_repository", "blocking")
     (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
@@ -179,7 +179,7 @@ def test_serve_drain_skips_requests_of_a_dead_model_process(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_serve_stops_draining_at_the_second_signal(run_dir: Path):
+def test_serve_stops_draining_at_the_second_signal(run_dir):
     with busy(run_dir) as (process, in_flight):
         process.send_signal(signal.SIGTERM)
         while status(run_dir, "blocking/ready") == 200:
@@ -192,7 +192,7 @@ def test_serve_stops_draining_at_the_second_signal(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path):
+def test_serve_can_be_stopped_while_a_model_loads(run_dir):
     wait = "print('loading', flush=True); time.sleep(60)"
     write_scoring_model(run_dir / "model_repository", "critic", on_load=wait)
     process = serve(run_dir)
@@ -205,7 +205,7 @@ def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path):
     assert (server_processes(process.pid), regions(process.pid)) == ([], [])
 
 
-def test_killed_serve_leaves_no_server_behind(run_dir: Path):
+def test_killed_serve_leaves_no_server_behind(run_dir):
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)
     wait_for(run_dir / "server.json", process)
@@ -216,7 +216,7 @@ def test_killed_serve_leaves_no_server_behind(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_serve_retries_a_server_that_aborts_at_its_start_once(run_dir: Path):
+def test_serve_retries_a_server_that_aborts_at_its_start_once(run_dir):
     repository = run_dir / "model_repository"
     write_repository(repository)
     shutil.rmtree(repository / "reward_model")
@@ -234,7 +234,7 @@ def test_serve_retries_a_server_that_aborts_at_its_start_once(run_dir: Path):
 # ---- child processes, whose logs stay bounded for a month, and the vLLM server of `rlhf-triton run` ----
 
 
-def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
+def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path):
     log = tmp_path / "a.log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"old" * 50 + b"new" * 50)
@@ -247,7 +247,7 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_log_relay_continues_after_a_rotation(tmp_path: Path):
+def test_log_relay_continues_after_a_rotation(tmp_path):
     log, ended = tmp_path / "a.log", threading.Event()
     seen: list[str] = []
     with log.open("ab", buffering=0) as writer:
@@ -266,7 +266,7 @@ def test_log_relay_continues_after_a_rotation(tmp_path: Path):
     assert seen == ["  | first line, which is the longest of all", "  | second"]
 
 
-def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path: Path):
+def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path):
     script = (
         "import json, os, signal; print(json.dumps({'level': 'ERROR', 'message': 'no room'})); "
         "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -319,7 +319,7 @@ def vllm_config(folder: Path, *, script: str = SCRIPT, max_tokens: int = 20, **p
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(16, "16"), (48, "64")])
-def test_vllm_arguments_have_the_policys_model_dtype_length_and_lora_rank(tmp_path: Path, rank: int, limit: str):
+def test_vllm_arguments_have_the_policys_model_dtype_length_and_lora_rank(tmp_path, rank, limit):
     config = vllm_config(tmp_path, precision="bfloat16", lora_rank=rank)
     assert starts_vllm(config)
     check_vllm(config)
@@ -331,7 +331,7 @@ def test_vllm_arguments_have_the_policys_model_dtype_length_and_lora_rank(tmp_pa
     assert pairs.items() >= (expected | {"--max-lora-rank": limit}).items()
 
 
-def test_settings_that_vllm_cannot_serve_are_refused_before_the_start(tmp_path: Path):
+def test_settings_that_vllm_cannot_serve_are_refused_before_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"actor.policy.lora_rank: 513 is above 512"):
         check_vllm(vllm_config(tmp_path, lora_rank=513))
     long = r"rows of at most 64 tokens, but actor.prompts.max_tokens \(60\) \+ .* is 72"
@@ -343,7 +343,7 @@ def test_settings_that_vllm_cannot_serve_are_refused_before_the_start(tmp_path: 
         check_vllm(config)
 
 
-def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path: Path):
+def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path):
     events: list[str] = []
     url = f"127.0.0.1:{free_port()}"
     config = vllm_config(tmp_path)
@@ -362,7 +362,7 @@ def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path: Path):
     assert not psutil.wait_procs(group, 120)[1]
 
 
-def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):
+def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path):
     config = vllm_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
     with pytest.raises(RlhfError, match="no such device"):
         VllmServer(config, f"127.0.0.1:{free_port()}")

@@ -17,14 +17,14 @@ from rlhf_triton.trainer.trained_critic import build_critic
 
 
 @pytest.fixture(scope="module")
-def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def critic(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("critic")
     save_tiny(folder, "llama", "critic")
     return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CheckpointFolder:
+def folder(tmp_path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
@@ -52,7 +52,7 @@ def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return update.trained.state()
 
 
-def test_damaged_checkpoint_file_is_detected_by_its_digest(critic: Path, tmp_path: Path):
+def test_damaged_checkpoint_file_is_detected_by_its_digest(critic, tmp_path):
     folder = CheckpointFolder(tmp_path)
     update = fresh(critic)
     place = folder.save(update, state(1, update)) / "state.json"
@@ -68,7 +68,7 @@ def test_damaged_checkpoint_file_is_detected_by_its_digest(critic: Path, tmp_pat
             folder.load(1, update)
 
 
-def test_checkpoint_with_another_lora_rank_is_refused(critic: Path, folder: CheckpointFolder):
+def test_checkpoint_with_another_lora_rank_is_refused(critic, folder):
     first, update = (
         CriticUpdate(build_critic(critic, section, seed=0), section)
         for section in (settings(lora_rank=2), settings(lora_rank=3))

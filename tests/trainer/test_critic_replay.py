@@ -1,12 +1,11 @@
 """The critic's part of a replay: the same weights from the same payloads, and the first difference otherwise."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from sidecar_rig import Rig, payload
+from sidecar_rig import payload
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.trainer.critic_replay import CriticReplay
@@ -14,7 +13,7 @@ from rlhf_triton.trainer.critic_replay import CriticReplay
 pytest_plugins = ["sidecar_fixtures"]
 
 
-def test_critic_replays_identically_from_a_checkpoint(make: Callable[..., Rig]):
+def test_critic_replays_identically_from_a_checkpoint(make):
     rig = make(threads=1)
     rig.serve()
     rig.start().train(1, 2)

@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("critic")
     save_tiny(folder, "llama", "critic")
     return folder
@@ -99,9 +99,7 @@ def f64(rows: Any) -> Tensor:
         (-1.0, -2.0, 2.25, 1.0, 0.0),
     ],
 )
-def test_clipped_value_loss_matches_hand_computed_values_on_each_side_of_the_clip(
-    value: float, target: float, loss: float, plain: float, slope: float
-):
+def test_clipped_value_loss_matches_hand_computed_values_on_each_side_of_the_clip(value, target, loss, plain, slope):
     values = f64([[value]]).requires_grad_()
     clipped = clipped_value_loss(values, f64([[0]]), f64([[target]]), f64([[1]]), clip_value=0.5, num_tokens=3)
     clipped.backward()
@@ -131,9 +129,7 @@ def loss_and_gradient(values: Tensor, *others: Tensor, clip_value: float, micro:
     micro=st.integers(1, 5),
     junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]),
 )
-def test_value_loss_and_gradient_match_a_loop(
-    seed: int, batch: int, width: int, clip_value: float, micro: int, junk: float
-):
+def test_value_loss_and_gradient_match_a_loop(seed, batch, width, clip_value, micro, junk):
     """For any split into micro-batches and any content outside the mask."""
     uniform = torch.rand(4, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     values, prev, returns, mask = *uniform[:3], (uniform[3] < 0.7) * uniform[3]
@@ -154,7 +150,7 @@ def test_value_loss_and_gradient_match_a_loop(
 
 
 @pytest.mark.parametrize("global_batch_size", [5, 64])
-def test_critic_update_does_not_depend_on_the_token_budget(checkpoint: Path, global_batch_size: int):
+def test_critic_update_does_not_depend_on_the_token_budget(checkpoint, global_batch_size):
     results = []
     for token_budget in (1, 30, 10_000):
         sizes = {"token_budget": token_budget, "global_batch_size": global_batch_size}
@@ -167,7 +163,7 @@ def test_critic_update_does_not_depend_on_the_token_budget(checkpoint: Path, glo
         assert losses == pytest.approx(results[0][1], abs=1e-6)
 
 
-def test_critic_update_makes_one_step_per_global_batch_in_order(checkpoint: Path):
+def test_critic_update_makes_one_step_per_global_batch_in_order(checkpoint):
     update, reports = trained(checkpoint, [payload(12)], global_batch_size=5, epochs=2)
     assert reports[0].optimizer_steps == update.trained.optimizer_step == 6
     assert reports[0].lr == settings().optimizer.learning_rate(5, total_steps=1000)
@@ -182,7 +178,7 @@ def test_critic_update_makes_one_step_per_global_batch_in_order(checkpoint: Path
     assert torch.equal(weights(one), weights(other))
 
 
-def test_payload_with_an_empty_mask_changes_no_weights(checkpoint: Path):
+def test_payload_with_an_empty_mask_changes_no_weights(checkpoint):
     """Also as the first one of a run, and beside momentum."""
     nothing = train_payload({**arrays(), "mask": np.zeros_like(arrays()["mask"])}, Limits(VOCAB))
     update, reports = trained(checkpoint, [nothing, payload(12), nothing])
@@ -195,7 +191,7 @@ def test_payload_with_an_empty_mask_changes_no_weights(checkpoint: Path):
 
 
 @pytest.mark.device
-def test_critic_update_skips_a_non_finite_gradient(checkpoint: Path):
+def test_critic_update_skips_a_non_finite_gradient(checkpoint):
     update = CriticUpdate(load_critic(checkpoint), settings(global_batch_size=6))
     calls = []
 
@@ -210,7 +206,7 @@ def test_critic_update_skips_a_non_finite_gradient(checkpoint: Path):
     assert weights(update).isfinite().all()
 
 
-def test_critic_update_with_only_non_finite_gradients_raises_and_changes_nothing(checkpoint: Path):
+def test_critic_update_with_only_non_finite_gradients_raises_and_changes_nothing(checkpoint):
     update = CriticUpdate(load_critic(checkpoint), settings())
     update.train(payload(), silent)
     before, moments = weights(update), copy.deepcopy(update.trained.optimizer.state_dict()["state"])

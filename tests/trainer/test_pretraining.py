@@ -52,7 +52,7 @@ def save_critic_of(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     """Return a folder with `critic` and two runs with journals: `a`, and `b` with other old values."""
     root = tmp_path_factory.mktemp("pretraining")
     save_critic_of(root / "critic")
@@ -96,7 +96,7 @@ def lines_of(config: RunConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.device
-def test_pretraining_fits_the_returns_of_an_earlier_run(root: Path, tmp_path: Path):
+def test_pretraining_fits_the_returns_of_an_earlier_run(root, tmp_path):
     config, again, other = (
         config_of(tmp_path / name, root / "critic", [root / run])
         for name, run in (("one", "a"), ("two", "a"), ("three", "b"))
@@ -120,7 +120,7 @@ def test_pretraining_fits_the_returns_of_an_earlier_run(root: Path, tmp_path: Pa
     assert line["pretrain/explained_variance"] > 0.5
 
 
-def test_pretraining_ignores_ppo_settings(root: Path, tmp_path: Path):
+def test_pretraining_ignores_ppo_settings(root, tmp_path):
     """Value clip and epochs have no effect; LoRA and frozen weights do."""
     given = [root / "a"]
     plain = config_of(tmp_path / "plain", root / "critic", given)
@@ -198,7 +198,7 @@ def two_steps_and_a_rewind(rig: Rig) -> tuple[list[float | None], torch.Tensor, 
 
 
 @pytest.fixture(scope="module")
-def calm(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def calm(root, tmp_path_factory) -> Any:
     """Return the results of a run with undisturbed pretraining."""
     rig = pretraining_rig(tmp_path_factory.mktemp("calm"), root, publish={"keep": 100})
     initialise_stores(rig.config)
@@ -215,16 +215,7 @@ def calm(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (CheckpointFolder, "steps", "before", 1),
     ],
 )
-def test_pretraining_after_a_crash_is_bit_identical(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    calm: Any,
-    owner: type,
-    name: str,
-    when: str,
-    call: int,
-):
+def test_pretraining_after_a_crash_is_bit_identical(root, tmp_path, monkeypatch, calm, owner, name, when, call):
     """Pretraining is repeated until version 0 is written, and not after that."""
     rig = pretraining_rig(tmp_path, root, publish={"keep": 100})
     with monkeypatch.context() as patch:
@@ -249,7 +240,7 @@ def counted(calls: list[str]) -> Callable[..., CriticModel]:
     return count
 
 
-def test_changed_pretrain_list_is_refused_after_version_0(root: Path, tmp_path: Path):
+def test_changed_pretrain_list_is_refused_after_version_0(root, tmp_path):
     for first, then in (([root / "a"], []), ([], [root / "a"]), ([root / "a"], [root / "b"])):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         initialise_stores(config_of(folder, root / "critic", first))
@@ -261,7 +252,7 @@ def test_changed_pretrain_list_is_refused_after_version_0(root: Path, tmp_path: 
         assert torch.equal(version(config_of(folder, root / "critic", first)), before)
 
 
-def test_changed_critic_or_standardization_is_refused_after_version_0(root: Path, tmp_path: Path):
+def test_changed_critic_or_standardization_is_refused_after_version_0(root, tmp_path):
     initialise_stores(config_of(tmp_path, root / "critic", []))
     shutil.copytree(root / "critic", tmp_path / "other")
     initialise_stores(config_of(tmp_path, tmp_path / "other", []))  # the same model at another place
@@ -275,7 +266,7 @@ def test_changed_critic_or_standardization_is_refused_after_version_0(root: Path
         initialise_stores(config_of(tmp_path, tmp_path / "other", []))
 
 
-def test_pretraining_reads_the_journal_of_a_real_sidecar(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pretraining_reads_the_journal_of_a_real_sidecar(root, tmp_path, monkeypatch):
     """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
     rig = Rig(tmp_path / "earlier", root / "critic", **TRAINING)
@@ -326,15 +317,13 @@ SPOILED: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
-def test_pretraining_refuses_a_damaged_or_foreign_run_and_writes_nothing(
-    root: Path, tmp_path: Path, spoil: Callable[[Path], None]
-):
+def test_pretraining_refuses_a_damaged_or_foreign_run_and_writes_nothing(root, tmp_path, spoil):
     shutil.copytree(root / "a", tmp_path / "spoiled")
     spoil(tmp_path / "spoiled")
     assert_refused(config_of(tmp_path / "run", root / "critic", [root / "b", tmp_path / "spoiled"]), SPOILED[spoil])
 
 
-def test_pretraining_refuses_a_critic_that_does_not_fit_the_rows(root: Path, tmp_path: Path):
+def test_pretraining_refuses_a_critic_that_does_not_fit_the_rows(root, tmp_path):
     save_critic_of(tmp_path / "other tokenizer", "qwen2")
     save_tiny(tmp_path / "no tokenizer", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     save_tiny(tmp_path / "few positions", "llama", "critic", vocab_size=VOCAB, max_position_embeddings=9)
@@ -366,7 +355,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_pretraining_file_rows_are_tokenised_like_the_actors(root: Path, tmp_path: Path):
+def test_pretraining_file_rows_are_tokenised_like_the_actors(root, tmp_path):
     """BOS before a text, none before a chat; EOS after a text response; a return for each token of the response."""
     tokenizer = make_text_tokenizer("llama")
     hello, reply = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("hello", "a good film"))
@@ -399,14 +388,14 @@ def test_pretraining_file_rows_are_tokenised_like_the_actors(root: Path, tmp_pat
 @pytest.mark.parametrize(
     ("prompt", "end"), [("hello", "<|endoftext|>"), (MESSAGES, "<|im_end|>"), ([5, 6], "<|endoftext|>")]
 )
-def test_pretraining_chat_response_ends_with_the_templates_end_token(tmp_path: Path, prompt: Any, end: str):
+def test_pretraining_chat_response_ends_with_the_templates_end_token(tmp_path, prompt, end):
     tokenizer = save_chat_policy(tmp_path / "critic", eos_token="<|endoftext|>")
     file = write(tmp_path / "data.jsonl", {"prompt": prompt, "response": "a good film", "return": 2})
     [(_, payload)] = rows_of_file(file, tmp_path / "critic", special=True)
     assert tokenizer.decode(payload.tokens).endswith(f"a good film{end}")
 
 
-def test_pretraining_runs_from_the_last_rows_to_the_first(root: Path, tmp_path: Path):
+def test_pretraining_runs_from_the_last_rows_to_the_first(root, tmp_path):
     """A policy's first responses resemble those of a new run; later ones have other returns."""
     rows = [{"prompt": [5, row % 9 + 6], "response": [7], "return": int(row >= 200)} for row in range(400)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *rows)], lr=0.05)
@@ -432,12 +421,12 @@ BAD_LINES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", BAD_LINES)
-def test_pretraining_file_errors_name_the_line(root: Path, tmp_path: Path, message: str):
+def test_pretraining_file_errors_name_the_line(root, tmp_path, message):
     file = write(tmp_path / "data.jsonl", LINE, BAD_LINES[message])
     assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
 
 
-def test_unusable_pretraining_file_is_refused_by_name(root: Path, tmp_path: Path):
+def test_unusable_pretraining_file_is_refused_by_name(root, tmp_path):
     for name, lines, message in (
         ("missing", None, r"missing cannot be read: .* No such file"),
         ("empty", [], "empty has no rows to train on"),
@@ -447,7 +436,7 @@ def test_unusable_pretraining_file_is_refused_by_name(root: Path, tmp_path: Path
         assert_refused(config_of(tmp_path / "run", root / "critic", [file]), message)
 
 
-def test_diverging_returns_end_pretraining_with_an_error(root: Path, tmp_path: Path):
+def test_diverging_returns_end_pretraining_with_an_error(root, tmp_path):
     lines = [{**LINE, "prompt": [5, 6 + number], "return": 1e30} for number in range(9)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
     assert_refused(config, r"the critic's gradients are not finite: .*; lower trainer\.optimizer\.lr")

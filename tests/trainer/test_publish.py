@@ -13,7 +13,6 @@ import torch
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
-from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
 from versions import flip, reseal
 
@@ -44,12 +43,12 @@ def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
 
 
 @pytest.fixture
-def critic(checkpoint: Path) -> CriticModel:
+def critic(checkpoint) -> CriticModel:
     return build_critic(checkpoint, trainer_section(), seed=0)
 
 
 @pytest.fixture
-def store(tmp_path: Path, critic: CriticModel) -> WeightsStore:
+def store(tmp_path, critic) -> WeightsStore:
     store = WeightsStore(tmp_path / "weights")
     for step in range(2):
         with torch.no_grad():
@@ -115,7 +114,7 @@ ALONE_TOO = ("one bit flipped", "not a number", "config.json edited")
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_verify_version_detects_damage(store: WeightsStore, critic: CriticModel, kind: str):
+def test_verify_version_detects_damage(store, critic, kind):
     damage, message = DAMAGE[kind]
     verify_version(store, 1, critic)
     assert verify_alone(store, 1).step == 1
@@ -127,7 +126,7 @@ def test_verify_version_detects_damage(store: WeightsStore, critic: CriticModel,
             verify_alone(store, 1)
 
 
-def test_failed_verification_fails_the_step_and_training_continues(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_failed_verification_fails_the_step_and_training_continues(rig, monkeypatch):
     """Through the sidecar: the step fails with the cause, the old version serves on, the next step is served."""
     rig.train(1)
     damage, message = DAMAGE["another number"]
@@ -156,7 +155,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> WeightsStore:
+def llama(tmp_path) -> WeightsStore:
     """A store whose version 0 is a Llama."""
     save_tiny(tmp_path / "critic", "llama", "critic")
     store = WeightsStore(tmp_path / "store")
@@ -183,7 +182,7 @@ def train_a_little(critic: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_version_serves_the_same_values_as_a_float32_one(llama: WeightsStore, case: str):
+def test_bfloat16_version_serves_the_same_values_as_a_float32_one(llama, case):
     critic = build_critic(llama.folder(0), trainer_section(**CASES[case]), seed=0, dtype="bfloat16")
     critic.own_weights()
     train_a_little(critic)
@@ -217,7 +216,7 @@ def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("case", ["all weights", "merged adapters in bfloat16"])
-def test_ranks_publish_in_bfloat16(llama: WeightsStore, case: str):
+def test_ranks_publish_in_bfloat16(llama, case):
     assert on_ranks(2, published_by_a_rank, llama.root, case) == [[True, False]] * 2
     assert dtypes_of(llama, 1) == [{"F32"}, {"BF16"}]
 
@@ -252,7 +251,7 @@ class Publication:
         assert self.store.current() == 0
 
 
-def test_publish_waits_for_every_serving_instance_to_stage(llama: WeightsStore):
+def test_publish_waits_for_every_serving_instance_to_stage(llama):
     publication = Publication(llama)
     publication.wait()  # no instance is there
     publication.say("critic_0")
@@ -268,7 +267,7 @@ def test_publish_waits_for_every_serving_instance_to_stage(llama: WeightsStore):
         publication.wait()
 
 
-def test_publish_does_not_wait_for_instances_under_reload(llama: WeightsStore):
+def test_publish_does_not_wait_for_instances_under_reload(llama):
     publication = Publication(llama, "triton")
     publication.say("critic_0")
     publication.wait()

@@ -108,7 +108,7 @@ class Job:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def make(tmp_path) -> Iterator[Callable[..., Job]]:
     save_tiny(tmp_path / "critic", "llama", "critic")
     jobs: list[Job] = []
 
@@ -134,7 +134,7 @@ def staging(job: Job) -> bool:
     return any(name.startswith(".staging-") for name in os.listdir(job.store.root))  # noqa: PTH208 - only names
 
 
-def test_killed_ranks_do_not_change_the_sidecars_results(make: Callable[..., Job]):
+def test_killed_ranks_do_not_change_the_sidecars_results(make):
     calm, rough = make("calm"), make("rough")
     expected = calm.answers(*(calm.send(step) for step in range(1, STEPS + 1)))
     entries = [rough.send(1)]
@@ -164,7 +164,7 @@ def test_killed_ranks_do_not_change_the_sidecars_results(make: Callable[..., Job
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Callable[..., Job]):
+def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make):
     job = make("run")
     ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
     job.process.kill()
@@ -179,9 +179,7 @@ def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
-):
+def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(make, monkeypatch, tmp_path, rank):
     """There are no ten restarts as for a dead rank: each attempt would train the same step."""
     where = ("rlhf_triton.trainer.critic_update", "CriticUpdate", "_loss")
     let_memory_be_short(monkeypatch, tmp_path, *where, condition=f"os.environ.get('RANK') == '{rank}'")
@@ -195,9 +193,7 @@ def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(
     assert job.log.read_text().count("following run") == 1
 
 
-def test_out_of_memory_for_optimizer_state_ends_the_sidecar_with_the_reason(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_out_of_memory_for_optimizer_state_ends_the_sidecar_with_the_reason(make, monkeypatch, tmp_path):
     let_memory_be_short(monkeypatch, tmp_path, "torch.optim", "AdamW", "step")
     job = make("run", ranks=1)
     job.send(1)

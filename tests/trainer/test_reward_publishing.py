@@ -24,13 +24,13 @@ REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     quiet_transformers()
     return make_checkpoint(tmp_path_factory.mktemp("reward"), "reward", make_tokenizer(), seed=1)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+def pairs(tmp_path_factory, checkpoint) -> Path:
     """Return pairs that the checkpoint ranks without a mistake."""
     reward, tokenizer = load_reward(checkpoint), make_tokenizer()
 
@@ -73,7 +73,7 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, checkpoint: Path, pairs: Path) -> Iterator[Run]:
+def run(tmp_path, checkpoint, pairs) -> Iterator[Run]:
     run = Run(tmp_path, checkpoint, pairs)
     yield run
     run.close()
@@ -94,7 +94,7 @@ def better(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.device
-def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_back(run: Run, capsys: Output):
+def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_back(run, capsys):
     new = changed(run, better)
     assert run.tool("publish", str(new)) == 0
     told = capsys.readouterr().out
@@ -135,7 +135,7 @@ POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", POISON)
-def test_publish_refuses_a_poisoned_reward_version(run: Run, capsys: Output, kind: str):
+def test_publish_refuses_a_poisoned_reward_version(run, capsys, kind):
     change, message = POISON[kind]
     before = run.config.reward.model
     assert run.tool("publish", str(changed(run, change))) == 2
@@ -150,7 +150,7 @@ def test_publish_refuses_a_poisoned_reward_version(run: Run, capsys: Output, kin
         assert "accuracy" not in capsys.readouterr().out
 
 
-def test_publish_refuses_other_tokenizers_templates_and_unversioned_models(run: Run, tmp_path: Path, capsys: Output):
+def test_publish_refuses_other_tokenizers_templates_and_unversioned_models(run, tmp_path, capsys):
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
     assert run.tool("publish", str(other)) == 2
@@ -182,7 +182,7 @@ BAD_PAIRS = {
 
 
 @pytest.mark.parametrize("line", BAD_PAIRS)
-def test_publish_gate_errors_name_the_line(run: Run, tmp_path: Path, capsys: Output, line: str):
+def test_publish_gate_errors_name_the_line(run, tmp_path, capsys, line):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     gate = str(tmp_path / "bad.jsonl")
     assert run.tool("publish", str(run.config.reward.model), gate=gate) == 2
@@ -192,7 +192,7 @@ def test_publish_gate_errors_name_the_line(run: Run, tmp_path: Path, capsys: Out
     assert run.store.versions() == [0]
 
 
-def test_reward_version_0_is_created_once_and_must_be_finite(run: Run, tmp_path: Path):
+def test_reward_version_0_is_created_once_and_must_be_finite(run, tmp_path):
     initialise_stores(run.config)
     assert run.store.versions() == [0]
     bad = run.config.reward.model_copy(update={"model": changed(run, nan)})

@@ -40,7 +40,7 @@ SAVING = {"precision": "bfloat16", "gradient_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("sharded")
     for family in FAMILIES:
         save_with_layers(root / family) if family == "layers" else save_tiny(root / family, family, "critic")
@@ -207,7 +207,7 @@ def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_float64_critic_training_on_ranks_matches_one_process(root: Path, size: int):
+def test_float64_critic_training_on_ranks_matches_one_process(root, size):
     results = on_ranks(size, in_float64, root)
     for i, (family, changes) in enumerate(CASES):
         options = settings(**TRAINING, **changes)
@@ -233,11 +233,11 @@ def test_float64_critic_training_on_ranks_matches_one_process(root: Path, size: 
 
 
 @pytest.fixture(scope="module")
-def two_ranks(root: Path) -> Any:
+def two_ranks(root) -> Any:
     return on_ranks(2, in_float32, root)[0]
 
 
-def test_float32_critic_training_on_ranks_is_close_to_one_process_and_resumes_bitwise(two_ranks: Any, root: Path):
+def test_float32_critic_training_on_ranks_is_close_to_one_process_and_resumes_bitwise(two_ranks, root):
     assert two_ranks[0]
     update, _ = trained(root / "llama", payloads(LONG_TRAINING), **TRAINING)
     ranks = read_alone(root, 1)
@@ -247,7 +247,7 @@ def test_float32_critic_training_on_ranks_is_close_to_one_process_and_resumes_bi
     assert STATE_FILE in names
 
 
-def test_versions_published_by_two_ranks_are_whole_checkpoints_and_verified(two_ranks: Any, root: Path):
+def test_versions_published_by_two_ranks_are_whole_checkpoints_and_verified(two_ranks, root):
     _, versions, damaged = two_ranks
     assert versions[:3] == [(1, True), (2, True), False]
     assert "of version 0 differs" in versions[3]
@@ -269,7 +269,7 @@ def test_versions_published_by_two_ranks_are_whole_checkpoints_and_verified(two_
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_critic_checkpoint_loads_bitwise_on_another_number_of_ranks(two_ranks: Any, root: Path, size: int):
+def test_critic_checkpoint_loads_bitwise_on_another_number_of_ranks(two_ranks, root, size):
     update, _ = trained(root / "llama", [payload()], **TRAINING)
     CheckpointFolder(root / "checkpoints").save(update, state(10, update))
     assert same(read_alone(root, 10), everything(update))

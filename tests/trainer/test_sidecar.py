@@ -27,7 +27,7 @@ from rlhf_triton.wire.contract import ContractError
 
 
 @pytest.mark.device
-def test_each_step_is_trained_once_and_published_as_one_version(rig: Rig, straight: Rig):
+def test_each_step_is_trained_once_and_published_as_one_version(rig, straight):
     results = rig.train(1, 2, 3)
     assert [(result.weights_version, result.error) for result in results] == [(1, None), (2, None), (3, None)]
     assert len({result.loss_mean for result in results}) == 3
@@ -47,7 +47,7 @@ def test_each_step_is_trained_once_and_published_as_one_version(rig: Rig, straig
     assert not torch.equal(rig.weights(2), rig.weights(3))
 
 
-def test_answer_waits_until_every_instance_serves_the_version(rig: Rig):
+def test_answer_waits_until_every_instance_serves_the_version(rig):
     rig.train(1)
     other = rig.serve("critic_1")
     until(lambda: other.served)
@@ -62,7 +62,7 @@ def test_answer_waits_until_every_instance_serves_the_version(rig: Rig):
     assert other.served[-1] == 3
 
 
-def test_save_waits_for_its_step_and_prunes_covered_entries(rig: Rig):
+def test_save_waits_for_its_step_and_prunes_covered_entries(rig):
     rig.train(1)
     early = rig.journal.accept_save(run_id="run", step=2)
     time.sleep(0.05)
@@ -76,7 +76,7 @@ def test_save_waits_for_its_step_and_prunes_covered_entries(rig: Rig):
     assert [entry.name for entry in rig.journal.entries()] == ["00000003.train"]  # what is covered is gone
 
 
-def test_rewind_publishes_a_step_that_publish_every_2_held_back(make: Callable[..., Rig], straight: Rig):
+def test_rewind_publishes_a_step_that_publish_every_2_held_back(make, straight):
     """The resumed actor takes the answer's version for the weights of that step."""
     rig = make(publish={"every": 2})
     rig.serve()
@@ -87,7 +87,7 @@ def test_rewind_publishes_a_step_that_publish_every_2_held_back(make: Callable[.
     assert torch.equal(rig.weights(2), straight.weights(3))
 
 
-def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make: Callable[..., Rig]):
+def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
     settings: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
     calm, rig = (
         make("calm", publish={"keep": 100}, **settings),
@@ -116,9 +116,7 @@ def assert_same_weights(rig: Rig, version: int, calm: Rig, step: int) -> None:
 # ---- stopped ----
 
 
-def test_stop_while_waiting_for_an_instance_loses_no_step(
-    make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
-):
+def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkeypatch):
     monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
     rig = make()
     instance = rig.serve()
@@ -152,7 +150,7 @@ def watch(rig: Rig, patch: pytest.MonkeyPatch, owner: type, name: str) -> list[b
     return seen
 
 
-def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig, monkeypatch):
     rig.train(1)
     rig.save()
     rig.train(2)
@@ -178,7 +176,7 @@ def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig: Rig, monkeyp
     assert all((*loads, *reads, *restores, *prunes))
 
 
-def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig, monkeypatch):
     """A large critic takes longer to load than HEARTBEAT_TIMEOUT_S."""
     rig.train(1)
     (record,) = rig.store.serving()
@@ -191,7 +189,7 @@ def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig: Rig, 
     assert all(seen)
 
 
-def test_heartbeat_reports_that_no_server_loads_a_version(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
     """As when a load hangs: the wait continues, and callers see what it is for."""
     monkeypatch.setattr(rlhf_triton.trainer.publish, "SERVE_TIMEOUT_S", 0.1)
     rig = make().start()
@@ -215,9 +213,7 @@ def scrape(port: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("lr", [1e30, 1e38], ids=["values overflow", "weights overflow"])
-def test_update_that_makes_the_critic_non_finite_fails_only_its_step(
-    make: Callable[..., Rig], straight: Rig, lr: float
-):
+def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, straight, lr):
     """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
 
     def start(lr: float) -> None:
@@ -244,7 +240,7 @@ def test_update_that_makes_the_critic_non_finite_fails_only_its_step(
     assert rig.weights(3).isfinite().all()
 
 
-def test_rejected_versions_and_bad_gradients_fail_only_their_step(make: Callable[..., Rig], straight: Rig):
+def test_rejected_versions_and_bad_gradients_fail_only_their_step(make, straight):
     rig, port = make(), free_port()
     rig.config = rig.config.model_copy(update={"monitoring": MonitoringSection(trainer_port=port)})
     instance = rig.serve()
@@ -288,7 +284,7 @@ BATCH = 4  # sequences of an optimizer step in a rig; a step of the journal has 
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def gpu(monkeypatch) -> dict[str, Any]:
     """Simulate a device that fits `tokens` of a micro-batch; `lacks` makes single micro-batches run out of memory."""
     gpu: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
     loss_of = CriticUpdate._loss
@@ -318,7 +314,7 @@ def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.device
-def test_out_of_memory_halves_the_sidecars_micro_batches(rig: Rig, straight: Rig, gpu: dict[str, Any]):
+def test_out_of_memory_halves_the_sidecars_micro_batches(rig, straight, gpu):
     gpu["tokens"] = 10
     results = rig.train(1, 2, 3)
     expected = [straight.journal.result(entry) for entry in straight.journal.entries()][:3]
@@ -333,9 +329,7 @@ def test_out_of_memory_halves_the_sidecars_micro_batches(rig: Rig, straight: Rig
 
 
 @pytest.mark.parametrize("fits_later", [False, True])
-def test_batches_skipped_for_memory_are_skipped_in_a_replay(
-    rig: Rig, straight: Rig, gpu: dict[str, Any], fits_later: bool
-):
+def test_batches_skipped_for_memory_are_skipped_in_a_replay(rig, straight, gpu, fits_later):
     """One of two optimizer steps of step 3, and all of step 2."""
     some, whole = of_step(3, sequences=slice(BATCH)), of_step(2)
     gpu["lacks"] = lambda rows: some(rows) or whole(rows)
@@ -363,9 +357,7 @@ def test_batches_skipped_for_memory_are_skipped_in_a_replay(
 
 
 @pytest.mark.parametrize("sequences", [slice(None), slice(BATCH)], ids=["all", "first"])
-def test_sidecar_stops_if_an_acknowledged_step_no_longer_fits_in_memory(
-    rig: Rig, gpu: dict[str, Any], sequences: slice
-):
+def test_sidecar_stops_if_an_acknowledged_step_no_longer_fits_in_memory(rig, gpu, sequences):
     """Its weights are served and cannot be reproduced: another process may have taken the memory."""
     rig.train(1, 2)
     rig.kill()

@@ -65,7 +65,7 @@ FULL_TOO: list[tuple[type, str]] = [
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch) -> None:
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
 
@@ -231,9 +231,7 @@ class Disturbed(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     "error", [pytest.param(Killed(), id="killed"), pytest.param(FULL, id="full disk", marks=pytest.mark.slow)]
 )
-def test_sidecar_results_match_the_undisturbed_run_after_failed_writes(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, straight: Rig, error: BaseException
-):
+def test_sidecar_results_match_the_undisturbed_run_after_failed_writes(tmp_path_factory, checkpoint, straight, error):
     run_state_machine_as_test(
         lambda: Disturbed(tmp_path_factory.mktemp("run"), checkpoint, straight, error),
         settings=hypothesis_settings(max_examples=4, stateful_step_count=10, suppress_health_check=list(HealthCheck)),
@@ -243,7 +241,7 @@ def test_sidecar_results_match_the_undisturbed_run_after_failed_writes(
 # ---- rewinds ----
 
 
-def test_rewind_publishes_a_new_version_and_accepts_other_steps_after_it(rig: Rig, straight: Rig):
+def test_rewind_publishes_a_new_version_and_accepts_other_steps_after_it(rig, straight):
     rig.train(1, 2)
     rig.save()
     rig.train(3, 4)
@@ -257,7 +255,7 @@ def test_rewind_publishes_a_new_version_and_accepts_other_steps_after_it(rig: Ri
     assert [rig.store.manifest(version).step for version in (5, 6)] == [3, 4]
 
 
-def test_rewind_to_0_is_refused_once_checkpoints_are_saved(rig: Rig, straight: Rig):
+def test_rewind_to_0_is_refused_once_checkpoints_are_saved(rig, straight):
     rig.train(1, 2)
     assert rig.rewind(0).error is None  # nothing was saved
     rig.train(1)
@@ -270,7 +268,7 @@ def test_rewind_to_0_is_refused_once_checkpoints_are_saved(rig: Rig, straight: R
 
 
 @pytest.mark.parametrize(("target", "restarted"), [(0, False), (1, True)])
-def test_repeated_rewind_serves_its_step_after_a_refused_version(rig: Rig, straight: Rig, target: int, restarted: bool):
+def test_repeated_rewind_serves_its_step_after_a_refused_version(rig, straight, target, restarted):
     rig.train(1, 2)
     rig.instances[0].refuses.update([3, 4])
     assert "version 3 was refused" in str(rig.rewind(target).error)
@@ -292,7 +290,7 @@ def save(rig: Rig, step: int, keep_steps: list[int] | None = None) -> Result:
     return rig.answer(rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
 
 
-def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make, monkeypatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 1)
     rig = make()
     rig.serve()
@@ -313,7 +311,7 @@ def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make: Callable[...,
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
 
 
-def test_entries_beyond_the_rewind_limit_are_pruned(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+def test_entries_beyond_the_rewind_limit_are_pruned(make, monkeypatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_ENTRIES", 2)
     rig = make(checkpoint_every=1)
     rig.serve()
@@ -331,7 +329,7 @@ def test_entries_beyond_the_rewind_limit_are_pruned(make: Callable[..., Rig], mo
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_lost_results_are_restored_from_the_checkpoint(rig: Rig, straight: Rig, running: bool):
+def test_lost_results_are_restored_from_the_checkpoint(rig, straight, running):
     before = rig.train(1, 2)
     rig.save()
     if not running:
@@ -358,9 +356,7 @@ def file_of(rig: Rig, step: int) -> Path:
     return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
 
 
-def test_damaged_training_entry_fails_only_its_caller(
-    make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
-):
+def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatch):
     for module in ("critic_state", "critic_checkpoints"):
         monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
     rig = make()
@@ -389,7 +385,7 @@ def test_damaged_training_entry_fails_only_its_caller(
     assert [path.name for path in aside.iterdir()] == ["2"]  # of the rewind: as many as set
 
 
-def test_damaged_answered_entries_stop_the_sidecar(rig: Rig, straight: Rig):
+def test_damaged_answered_entries_stop_the_sidecar(rig, straight):
     rig.train(1, 2, 3)
     rig.kill()
     intact = file_of(rig, 2).read_bytes()
@@ -404,7 +400,7 @@ def test_damaged_answered_entries_stop_the_sidecar(rig: Rig, straight: Rig):
     assert torch.equal(rig.weights(), straight.weights(4))
 
 
-def test_rewind_past_a_damaged_entry_is_refused_and_training_continues(rig: Rig, straight: Rig):
+def test_rewind_past_a_damaged_entry_is_refused_and_training_continues(rig, straight):
     rig.train(1)
     rig.save()
     rig.train(2, 3)
@@ -417,7 +413,7 @@ def test_rewind_past_a_damaged_entry_is_refused_and_training_continues(rig: Rig,
     assert rig.rewind(1).error is None
 
 
-def test_damaged_save_entry_fails_only_its_caller(make: Callable[..., Rig]):
+def test_damaged_save_entry_fails_only_its_caller(make):
     rig = make()
     rig.serve()
     entry = rig.journal.accept_save(run_id="run", step=0, keep_steps=[0])
@@ -433,12 +429,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(
-    make: Callable[..., Rig],
-    straight: Rig,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(make, straight, caplog, monkeypatch):
     for module in ("critic_state", "critic_checkpoints"):
         monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
     rig = make()
@@ -461,7 +452,7 @@ def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(
     assert len(list(rig.checkpoints.root.glob("damaged-*"))) == 1  # as many as set
 
 
-def test_folder_that_is_not_a_checkpoint_is_set_aside(make: Callable[..., Rig], straight: Rig):
+def test_folder_that_is_not_a_checkpoint_is_set_aside(make, straight):
     """Such as one whose state.json somebody deleted: the step gets a new one."""
     rig = make(checkpoint_every=2)
     rig.serve()
@@ -473,7 +464,7 @@ def test_folder_that_is_not_a_checkpoint_is_set_aside(make: Callable[..., Rig], 
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
-def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig: Rig):
+def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig):
     rig.train(1, 2)
     rig.save()
     rig.stop()
@@ -493,7 +484,7 @@ def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig
     assert rig.start().train(3)[0].weights_version == 3
 
 
-def test_changed_trainer_settings_are_logged_and_applied(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture):
+def test_changed_trainer_settings_are_logged_and_applied(make, caplog):
     rig = make()
     rig.serve()
     rig.start().train(1)
@@ -512,7 +503,7 @@ def test_changed_trainer_settings_are_logged_and_applied(make: Callable[..., Rig
 
 
 @pytest.mark.parametrize("other", ["version 0", "run"])
-def test_checkpoint_of_another_run_or_initial_critic_stops_the_sidecar(rig: Rig, other: str):
+def test_checkpoint_of_another_run_or_initial_critic_stops_the_sidecar(rig, other):
     rig.train(1)
     rig.stop()
     if other == "run":
@@ -530,9 +521,7 @@ def test_checkpoint_of_another_run_or_initial_critic_stops_the_sidecar(rig: Rig,
     assert message in str(error)
 
 
-def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-):
+def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(rig, monkeypatch):
     """The step's version is served: an answer that it was rejected would be wrong."""
 
     def damaged(*_: Any, **__: Any) -> list[int]:
@@ -547,7 +536,7 @@ def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["all weights", "LoRA"])
-def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings: dict[str, Any]):
+def test_a_damaged_version_0_ends_the_sidecar(make, settings):
     """Only version 0 has the weights that training does not change."""
     rig = make(**settings)
     rig.serve()
@@ -563,7 +552,7 @@ def test_a_damaged_version_0_ends_the_sidecar(make: Callable[..., Rig], settings
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+def disk(tmp_path) -> Iterator[SmallDisk]:
     with small_disk(tmp_path / "disk", 4) as disk:
         yield disk
 
@@ -573,9 +562,7 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("trouble", ["No space left on device", "Read-only file system"])
-def test_sidecar_waits_for_a_full_or_read_only_weights_disk(
-    make: Callable[..., Rig], straight: Rig, caplog: pytest.LogCaptureFixture, trouble: str
-):
+def test_sidecar_waits_for_a_full_or_read_only_weights_disk(make, straight, caplog, trouble):
     rig = make()
     with small_disk(rig.config.run.weights_dir, 4) as disk:
         try:
@@ -604,7 +591,7 @@ def test_sidecar_waits_for_a_full_or_read_only_weights_disk(
             rig.close()
 
 
-def test_full_disk_delays_the_sidecars_start_and_a_stop_ends_the_wait(disk: SmallDisk, checkpoint: Path, straight: Rig):
+def test_full_disk_delays_the_sidecars_start_and_a_stop_ends_the_wait(disk, checkpoint, straight):
     disk.fill()
     rig = Rig(disk.folder / "run", checkpoint)
     try:
@@ -630,7 +617,7 @@ def test_full_disk_delays_the_sidecars_start_and_a_stop_ends_the_wait(disk: Smal
         rig.close()
 
 
-def test_disk_probe_returns_the_error_and_leaves_no_file(disk: SmallDisk):
+def test_disk_probe_returns_the_error_and_leaves_no_file(disk):
     assert refusal(disk.folder) is None
     assert list(disk.folder.iterdir()) == []
     disk.fill()
@@ -639,7 +626,7 @@ def test_disk_probe_returns_the_error_and_leaves_no_file(disk: SmallDisk):
     assert [path.name for path in disk.folder.iterdir()] == ["ballast"]
 
 
-def test_curable_disk_errors_are_retried_and_reported(caplog: pytest.LogCaptureFixture):
+def test_curable_disk_errors_are_retried_and_reported(caplog):
     shown: list[tuple[str, str | None]] = []
     timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")
@@ -665,7 +652,7 @@ def test_curable_disk_errors_are_retried_and_reported(caplog: pytest.LogCaptureF
         patient("reading")
 
 
-def test_safetensors_disk_errors_become_os_errors(tmp_path: Path):
+def test_safetensors_disk_errors_become_os_errors(tmp_path):
     with pytest.raises(OSError, match="No space left on device") as caught, disk_errors(tmp_path / "x.safetensors"):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "x.safetensors"))

@@ -65,7 +65,7 @@ def publish(store: WeightsStore, update: CriticUpdate) -> int:
 
 @pytest.mark.device
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
-def test_published_version_reproduces_the_trained_critic(tmp_path: Path, family: str, changes: dict[str, Any]):
+def test_published_version_reproduces_the_trained_critic(tmp_path, family, changes):
     """Through the code of the server: a first load, a swap, and peft's own merge agree."""
     store = make_store(tmp_path, family)
     update = build(store, **changes)
@@ -119,7 +119,7 @@ def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
     return {plain: merged[name] for name, plain in names.items()}
 
 
-def test_bfloat16_critic_computes_its_body_in_bfloat16_and_head_in_float32(tmp_path: Path):
+def test_bfloat16_critic_computes_its_body_in_bfloat16_and_head_in_float32(tmp_path):
     update = build(make_store(tmp_path), **BFLOAT16)
     head, seen = ModelHead(update.critic.model).module, {}
     body = update.critic.model.model.layers[0].mlp.down_proj
@@ -129,7 +129,7 @@ def test_bfloat16_critic_computes_its_body_in_bfloat16_and_head_in_float32(tmp_p
     assert seen == {"head": torch.float32, "body": torch.bfloat16}
 
 
-def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
+def test_an_adapter_version_is_small_and_needs_its_base(tmp_path):
     store = make_store(tmp_path)
     version = publish(store, train(build(store, **ADAPTER), 0))
     sizes = [(store.folder(number) / "model.safetensors").stat().st_size for number in (0, version)]
@@ -146,7 +146,7 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
         load_critic(store.folder(version))
 
 
-def test_critic_adapters_are_initialised_from_the_seed(tmp_path: Path):
+def test_critic_adapters_are_initialised_from_the_seed(tmp_path):
     """A replay from version 0 must begin with the same adapters."""
     store = make_store(tmp_path)
     one, other, again = (build(store, seed=seed, **LORA) for seed in (1, 2, 1))
@@ -164,7 +164,7 @@ FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of oth
 
 
 @pytest.mark.parametrize("case", FROZEN)
-def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path: Path, case: str):
+def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path, case):
     """In memory, in the version that is published, and in a checkpoint; all others have moved."""
     store, changes = make_store(tmp_path), FROZEN[case]
     update = build(store, **changes)
@@ -201,20 +201,18 @@ def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path: Pa
         (["layers|embed|norm", "score"], "trainer.freeze: 'score' leaves no parameter to train; names of Llama"),
     ],
 )
-def test_freeze_pattern_that_matches_no_or_every_parameter_is_refused(
-    tmp_path: Path, changes: dict[str, Any], patterns: list[str], message: str
-):
+def test_freeze_pattern_that_matches_no_or_every_parameter_is_refused(tmp_path, changes, patterns, message):
     with pytest.raises(CheckpointError, match=message):
         build(make_store(tmp_path), freeze=patterns, **changes)
 
 
-def test_adapters_on_experts_cannot_be_published_as_adapters(tmp_path: Path):
+def test_adapters_on_experts_cannot_be_published_as_adapters(tmp_path):
     with pytest.raises(CheckpointError, match=r"publish\.format: adapter does not support adapters on the experts"):
         build(make_store(tmp_path, "mixtral"), **ADAPTER)
 
 
 @pytest.mark.parametrize("family", sorted({*MIXTURES} - {*CLASSIFIERS}))
-def test_critic_family_without_a_classification_class_is_refused(tmp_path: Path, family: str):
+def test_critic_family_without_a_classification_class_is_refused(tmp_path, family):
     save_tiny(tmp_path, family, "language")
     with pytest.raises(CheckpointError, match="transformers has no classification class"):
         load_critic(tmp_path)

@@ -203,7 +203,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with the
 class RunRecord:
     """A run, read from its folder; the argument of a `report` function."""
 
-    name: str
+    folder: Path  # absolute
     summary: dict[str, Any]  # {name in SUMMARY_KEYS: value}
     settings: dict[str, Any]  # {`section.key`: value}; empty if `rlhf-triton run` did not start the run
     steps: list[dict[str, Any]]  # every n-th step of a long run
@@ -214,6 +214,11 @@ class RunRecord:
     is_finished: bool  # the actor has done its last step and validation
     in_progress: bool
     policy: Path | None  # the folder of the trained policy, absolute
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.folder.name
 
     @cached_property
     def sections(self) -> list[ReportSection]:
@@ -266,7 +271,7 @@ def _load(run_dir: Path, summary: dict[str, Any], is_finished: bool) -> RunRecor
     started = started_with(run_dir)
     pairs = read_pairs(run_dir) if is_finished and _has_samples(run_dir) else []
     return RunRecord(
-        name=run_dir.name,
+        folder=run_dir,
         summary=summary,
         settings={} if started is None else flat_settings(started),
         steps=read_steps(run_dir / "metrics.jsonl"),

@@ -30,6 +30,7 @@ from rlhf_triton.tools.report.data import (
     rewarded,
     series,
 )
+from rlhf_triton.tools.report.samples import shown_steps
 
 NUM_TEXTS = 24
 
@@ -78,6 +79,7 @@ def write_page(run: RunRecord, out: Path) -> None:
 def _values(run: RunRecord, out: Path) -> dict[str, Any]:
     """Return the template's variables; paths are relative to the folder of the page, `out`."""
     reward = run.reward_gain
+    sampled, samples_problem = shown_steps(run)
     added = {name: sentence for section in run.sections for name, (_, sentence) in section.figures.items()}
     return {
         "run": run,
@@ -92,6 +94,8 @@ def _values(run: RunRecord, out: Path) -> dict[str, Any]:
         "groups": pick_texts(rewarded(run.pairs)) | _failed(run.pairs),
         "replaced": {section.title for section in run.sections},
         "most_texts": MOST_TEXTS,
+        "sampled": sampled,
+        "samples_problem": samples_problem,
         "sentences": SUMMARY_KEYS | added,
         "settings": changed_settings(run.settings),
         "settings_file": SETTINGS_FILE,

@@ -56,9 +56,7 @@ async def train(client: TritonClient, step: int) -> None:
         (["wrong"], "^reward_model at URL refused: tokens: missing$", 1),
     ],
 )
-async def test_a_transient_failure_is_retried_and_a_final_one_is_not(
-    answers: list[str], error: str | None, num_asked: int
-):
+async def test_a_transient_failure_is_retried_and_a_final_one_is_not(answers, error, num_asked):
     async with FakeTriton(first(*answers)) as server, client_of(server, retries=2) as client:
         message = (error or "").replace("URL", re.escape(server.url))
         with pytest.raises(RequestFailed, match=message) if error else contextlib.nullcontext():
@@ -70,7 +68,7 @@ async def test_a_transient_failure_is_retried_and_a_final_one_is_not(
 
 
 @pytest.mark.parametrize("kind", ["scoring", "training"])
-async def test_scoring_and_training_attempts_have_their_own_deadlines(kind: str, monkeypatch: pytest.MonkeyPatch):
+async def test_scoring_and_training_attempts_have_their_own_deadlines(kind, monkeypatch):
     scoring_s, training_s = (0.05, 1000) if kind == "scoring" else (1000, 0.05)
     monkeypatch.setattr("rlhf_triton.client.client.TRAIN_DEADLINE_S", training_s)
     async with FakeTriton(lambda *_: "hang") as server, client_of(server, retries=1, deadline_s=scoring_s) as client:
@@ -90,7 +88,7 @@ async def test_requests_in_flight_are_bounded_and_reuse_connections():
         assert server.most_in_flight == len(server.connections) == 3
 
 
-async def test_retry_budget_limits_scoring_without_using_trainings_retries(monkeypatch: pytest.MonkeyPatch):
+async def test_retry_budget_limits_scoring_without_using_trainings_retries(monkeypatch):
     """Forty requests of six retries each: 240 attempts more without a budget, here 5 + 20 % of 40.
 
     With one budget for both, every critic_train of 200 rounds failed at its first 503.
@@ -122,7 +120,7 @@ NEWER = VersionRange(4)
 
 
 @pytest.fixture
-def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_budget(monkeypatch) -> None:
     monkeypatch.setattr("rlhf_triton.client.client.RETRY_RESERVE", 0)
 
 
@@ -134,9 +132,7 @@ async def test_request_waits_for_its_demanded_version_without_spending_retries()
         assert server.probes == 0, "it is healthy"
 
 
-async def test_missing_demanded_version_raises_at_the_deadline_with_both_versions(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_missing_demanded_version_raises_at_the_deadline_with_both_versions(monkeypatch):
     clock_of_retries(monkeypatch, 50.0)
     async with FakeTriton(lambda *_: "behind") as server, client_of(server, deadline_s=120) as client:
         told = (
@@ -181,7 +177,7 @@ async def test_step_that_failed_at_the_sidecar_raises_server_failed():
         assert len(server.asked) == 2, "neither is repeated"
 
 
-async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatch: pytest.MonkeyPatch):
+async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatch):
     async with FakeTriton(first("busy", "busy")) as server, client_of(server, retries=1) as client:
         with pytest.raises(RequestFailed, match="after 2 attempts: no room"):
             await train(client, 1)
@@ -251,9 +247,7 @@ async def test_describe_accepts_any_server_and_does_not_wait_for_a_lost_one():
 @pytest.mark.parametrize(
     ("setting", "ours"), [("tokenizer_fingerprint", "ours"), ("standardization", "ours"), ("any_other", None)]
 )
-async def test_server_with_other_reward_settings_is_not_readmitted(
-    setting: str, ours: str | None, caplog: pytest.LogCaptureFixture
-):
+async def test_server_with_other_reward_settings_is_not_readmitted(setting, ours, caplog):
     declared = {} if ours is None else {setting: ours}
     async with FakeTriton() as one, FakeTriton() as two, client_of(one, two) as client:
         one.parameters |= {**declared, "workers": "1", "device": "cpu"}  # what changes no score
@@ -305,7 +299,7 @@ except (KeyboardInterrupt, ValueError) as error:
 
 
 @pytest.mark.parametrize(("how", "is_away"), [("KeyboardInterrupt", False), ("ValueError", True)])
-async def test_closing_the_client_leaves_no_tasks_or_connections(how: str, is_away: bool):
+async def test_closing_the_client_leaves_no_tasks_or_connections(how, is_away):
     """Runs in its own process with asyncio's debug mode and all warnings."""
     async with FakeTriton(lambda *_: "hang") as server:
         if is_away:

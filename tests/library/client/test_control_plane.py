@@ -21,18 +21,18 @@ OUTPUTS = ("values", "weights_version")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def server(tmp_path_factory) -> Iterator[TritonServer]:
     with ready_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture
-def control(server: TritonServer) -> Iterator[ControlPlane]:
+def control(server) -> Iterator[ControlPlane]:
     with server.control() as connection:
         yield connection
 
 
-def test_control_plane_connects_to_a_server_with_a_slow_handshake(server: TritonServer):
+def test_control_plane_connects_to_a_server_with_a_slow_handshake(server):
     """Half a second passes before the server sees the connection, which the kernel has accepted."""
     host, port = server.section.grpc_url.split(":")
 
@@ -56,7 +56,7 @@ def test_control_plane_connects_to_a_server_with_a_slow_handshake(server: Triton
         served.result()
 
 
-def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server: TritonServer, control: ControlPlane):
+def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server, control):
     control.load("critic", parameters={"weights_version": "8"}, timeout_s=120)
     for value, message in (
         ("8", r"critic was not reloaded: .*'8'.* already.*a value that differs"),
@@ -76,7 +76,7 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server: Trit
             lost.statistics("critic")
 
 
-def test_probe_accepts_only_the_models_own_refusal(server: TritonServer, control: ControlPlane):
+def test_probe_accepts_only_the_models_own_refusal(server, control):
     control.probe("critic_train", 120)
     control.probe("critic_save", 120)
     shutil.rmtree(server.repository / "critic_save")
@@ -91,7 +91,7 @@ def test_probe_accepts_only_the_models_own_refusal(server: TritonServer, control
         control.probe("critic_save", 120)
 
 
-def test_dead_stub_is_ready_but_fails_the_probe_until_a_reload(server: TritonServer, control: ControlPlane):
+def test_dead_stub_is_ready_but_fails_the_probe_until_a_reload(server, control):
     stub = stub_of(server, "critic_train")
     stub.kill()
     with pytest.raises(ControlPlaneError, match="critic_train: its process has died"):
@@ -122,11 +122,11 @@ def test_dead_stub_is_ready_but_fails_the_probe_until_a_reload(server: TritonSer
         ("tokens[0]: -1 is outside the vocabulary", "tokens[0]: -1 is outside the vocabulary"),
     ],
 )
-def test_root_cause_extracts_the_exception_from_tritons_message(message: str, cause: str):
+def test_root_cause_extracts_the_exception_from_tritons_message(message, cause):
     assert root_cause(message) == cause
 
 
-def test_probe_fails_on_an_empty_output(control: ControlPlane, monkeypatch: pytest.MonkeyPatch):
+def test_probe_fails_on_an_empty_output(control, monkeypatch):
     """What NumPy 2 makes of every output; it cannot be installed beside the rest, so it is played here."""
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
@@ -134,9 +134,7 @@ def test_probe_fails_on_an_empty_output(control: ControlPlane, monkeypatch: pyte
         control.probe("critic", 120, ("values",))
 
 
-def test_control_calls_have_deadlines_and_a_hanging_load_blocks_no_other(
-    server: TritonServer, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
-):
+def test_control_calls_have_deadlines_and_a_hanging_load_blocks_no_other(server, control, monkeypatch):
     """Release 2.51 never ends the load of a version folder without model.py, and queues later loads of that model."""
     monkeypatch.setattr(control_plane, "CALL_TIMEOUT_S", 5.0)
     write_scoring_model(server.repository, "slow", on_request="time.sleep(2)")

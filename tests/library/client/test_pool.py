@@ -53,9 +53,7 @@ def test_retry_budget_is_bounded_and_refilled_per_request():
         ([WRONG], 5, 9, r"^critic at here:1 refused: step: 9$"),
     ],
 )
-def test_attempts_spend_the_retry_budget_only_for_pauses(
-    failures: list[AttemptFailed], retries: int, reserve: int, error: str | None
-):
+def test_attempts_spend_the_retry_budget_only_for_pauses(failures, retries, reserve, error):
     one = attempts(retries, budget=RetryBudget(reserve))
     record = {BUSY: one.pause_s, WRONG: one.pause_s, RESET: one.record_failover, REFUSED: one.record_failover}
     for failure in failures[:-1]:
@@ -65,7 +63,7 @@ def test_attempts_spend_the_retry_budget_only_for_pauses(
     assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
 
 
-def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch: pytest.MonkeyPatch):
+def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
     monkeypatch.setattr(retry, "BACKOFF_S", 1.0)
     one, longest = attempts(20), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
@@ -74,7 +72,7 @@ def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch: pytest.Monke
     assert len(firsts) > 10, "those that failed together come back one by one"
 
 
-def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch: pytest.MonkeyPatch):
+def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch):
     times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
     monkeypatch.setattr("rlhf_triton.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
@@ -102,7 +100,7 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch:
         "add a: a, add b: ab, lost b: ab, cancel a: abb, done b: abb",
     ],
 )
-async def test_training_requests_are_sent_in_order(script: str):
+async def test_training_requests_are_sent_in_order(script):
     """Each step of the script is an event and the attempts so far, in the order in which they were sent."""
     turns, sent, writer = Turns(), list[str](), ["one"]
     orders: dict[str, asyncio.Queue[str]] = {}
@@ -175,7 +173,7 @@ async def test_training_requests_stay_with_one_server_while_it_is_healthy():
 # ---- set aside, and back ----
 
 
-async def test_a_lost_server_gets_no_requests_until_all_models_are_ready(caplog: pytest.LogCaptureFixture):
+async def test_a_lost_server_gets_no_requests_until_all_models_are_ready(caplog):
     caplog.set_level(logging.INFO)
     async with Rig() as servers:
         await servers.take("m")
@@ -195,7 +193,7 @@ async def test_a_lost_server_gets_no_requests_until_all_models_are_ready(caplog:
     assert "a:1 is ready again" in caplog.text
 
 
-async def test_a_server_that_drains_is_set_aside_without_a_probe_or_a_warning(caplog: pytest.LogCaptureFixture):
+async def test_a_server_that_drains_is_set_aside_without_a_probe_or_a_warning(caplog):
     async with Rig() as servers:
         await servers.take()
         connection = servers["a:1"].connection
@@ -209,7 +207,7 @@ async def test_a_server_that_drains_is_set_aside_without_a_probe_or_a_warning(ca
 
 
 @pytest.mark.parametrize("failure", [LOST, BUSY])
-async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(failure: AttemptFailed):
+async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(failure):
     async with Rig() as servers:
         await servers.take()
         connection = servers["a:1"].connection
@@ -257,9 +255,7 @@ async def test_dead_model_is_tried_by_one_request_at_a_time():
 # ---- outages ----
 
 
-async def test_outage_is_logged_counted_and_ends_with_a_healthy_server(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+async def test_outage_is_logged_counted_and_ends_with_a_healthy_server(caplog, monkeypatch):
     monkeypatch.setattr("rlhf_triton.client.outage.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
@@ -306,13 +302,13 @@ class Names:
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def often(monkeypatch) -> None:
     """Names are resolved again every millisecond."""
     monkeypatch.setattr("rlhf_triton.client.pool.RESOLVE_EVERY_S", 0.001)
 
 
 @pytest.mark.usefixtures("often")
-async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch: pytest.MonkeyPatch):
+async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch):
     names = Names(monkeypatch, "10.0.0.1")
 
     def connect(url: str) -> Scripted:
@@ -337,9 +333,7 @@ async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monke
 
 
 @pytest.mark.usefixtures("often")
-async def test_server_removed_from_dns_answers_its_requests_in_flight(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_server_removed_from_dns_answers_its_requests_in_flight(monkeypatch, caplog):
     names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
     async with Rig("dns:critic.svc:8000") as servers:
         assert await servers.take(writes=True) == "10.0.0.1:8000"
@@ -358,9 +352,7 @@ async def test_server_removed_from_dns_answers_its_requests_in_flight(
 
 
 @pytest.mark.usefixtures("often")
-async def test_dns_outage_removes_no_server_and_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_dns_outage_removes_no_server_and_is_logged_once(monkeypatch, caplog):
     names = Names(monkeypatch)
     async with Rig("dns:critic.svc:8000", "here:8000") as servers:
         with pytest.raises(RequestFailed, match=r"server address 'dns:critic\.svc:8000' cannot be resolved"):
