@@ -52,7 +52,8 @@ test-repeated:
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-# Fifty kills of server, models and sidecar (CRASH_KILLS=N, CRASH_RANKS=2, …), then a soak test of SOAK_MINUTES.
+# Fifty kills of server, models and sidecar (CRASH_KILLS=N, CRASH_RANKS=2, …), as many of a run two steps ahead with
+# vLLM, then a soak test of SOAK_MINUTES.
 crash: $(INSTALLED)
 	CRASH_KILLS=$${CRASH_KILLS:-50} SOAK_MINUTES=$${SOAK_MINUTES:-10} $(PYTEST) -s tests/crash
 

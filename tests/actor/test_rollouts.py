@@ -183,15 +183,24 @@ def simulated(
     seconds: Callable[[Prompt, int, int], float] = log_normal,
     reward: Callable[[Prompt], Sequence[float]] = lambda _: range(SIZE),
     slots: int = PER_STEP * SIZE,
+    resumed: bool = False,
+    until: int | None = None,
     **actor: Any,
 ) -> tuple[Trained, Simulation]:
-    """Run steps from the first one on; return what they took, and the collector."""
-    inputs.positions = {0: Positions()}
+    """Run steps from the first one on; return what they took, and the collector.
+
+    Args:
+        resumed: begin after the step of `inputs`.
+        until: last step, where the process ends; default: `steps`.
+    """
+    if not resumed:
+        inputs.positions = {0: Positions()}
 
     async def main() -> tuple[Trained, Simulation]:
         simulation, critic = Simulation(seconds, reward, slots), InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=steps, **actor)
-        return await trained(rollouts, critic, range(1, steps + 1)), simulation
+        taken = range(max(inputs.positions) + 1, (until or steps) + 1)
+        return await trained(rollouts, critic, taken), simulation
 
     return run_simulated(main())
 
@@ -286,23 +295,44 @@ def test_version_to_demand_never_decreases_however_many_wait_for_it():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 2}, {"max_resampled": 9}])
-def test_resumed_run_starts_the_same_groups_with_the_same_seeds(inputs, tmp_path, settings):
-    whole, simulation = simulated(inputs, 9, reward=no_spread_in_every_third, **settings)
-    state = inputs.state(7)
-    again = inputs_of(tmp_path / "prompts.jsonl")
-    again.restore(7, state)
+def restored(inputs: StepInputs, step: int, folder: Path) -> StepInputs:
+    """Return the inputs of a run that resumes from the checkpoint of `step`."""
+    again = inputs_of(folder / "prompts.jsonl")
+    again.restore(step, inputs.state(step))
+    return again
 
-    async def main() -> Simulation:
-        resumed, critic = Simulation(log_normal, no_spread_in_every_third), InstantCritic()
-        rollouts = make_rollouts(resumed, again, critic, steps=9, **settings)
-        found = await trained(rollouts, critic, range(8, 10))
-        assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in whole.groups[7:]]
-        return resumed
 
-    started = run_simulated(main()).started
-    assert len(started) >= 2 * PER_STEP
-    assert started == simulation.started[-len(started) :]
+def test_resume_skips_no_group_that_was_sampled_before_the_checkpoint(inputs, tmp_path):
+    """OpenRLHF#1322: there, a run resumes after the last prompt that was started. The groups keep their seeds."""
+    whole, undisturbed = simulated(inputs, 9, max_off_policy_steps=2)
+    first, before = simulated(inputs, 9, max_off_policy_steps=2, until=4)
+    again = restored(inputs, 4, tmp_path)
+    second, after = simulated(again, 9, max_off_policy_steps=2, resumed=True)
+    assert [ids(groups) for groups in first.groups + second.groups] == [ids(groups) for groups in whole.groups]
+    assert before.started == undisturbed.started[: 6 * PER_STEP], "steps 5 and 6 are in flight"
+    assert after.started == undisturbed.started[4 * PER_STEP :]
+
+
+def test_resume_repeats_no_group_after_a_dropped_one(inputs, tmp_path):
+    """trl#7274: there, a run resumes from the first group that did not train, although it was dropped."""
+
+    settings: dict[str, Any] = {"reward": no_spread_in_every_third, "max_resampled": 9, "max_off_policy_steps": 2}
+    whole, undisturbed = simulated(inputs, 9, **settings)
+    first, _ = simulated(inputs, 9, **settings, until=4)
+    second, after = simulated(restored(inputs, 4, tmp_path), 9, **settings, resumed=True)
+    assert [ids(groups) for groups in first.groups + second.groups] == [ids(groups) for groups in whole.groups]
+    num_done = 4 * PER_STEP + sum(first.dropped)
+    assert sum(first.dropped) > 0
+    assert [name for name, *_ in after.started] == [name for name, *_ in undisturbed.started[num_done:]]
+
+
+def test_resumed_run_resamples_with_the_same_seeds(inputs, tmp_path):
+    settings: dict[str, Any] = {"reward": no_spread_in_every_third, "max_resampled": 9}
+    whole, undisturbed = simulated(inputs, 9, **settings)
+    resumed, after = simulated(restored(inputs, 7, tmp_path), 9, **settings, resumed=True)
+    assert [ids(groups) for groups in resumed.groups] == [ids(groups) for groups in whole.groups[7:]]
+    assert len(after.started) > 2 * PER_STEP
+    assert after.started == undisturbed.started[-len(after.started) :]
 
 
 def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):

@@ -10,8 +10,8 @@ import pytest
 from crash_system import DisturbedSystem
 from live_system import Checkpoints, make_run
 
-from rlhf_triton.store.jsonl import NewLines, read_jsonl
-from rlhf_triton.store.sealed_folder import read_state, saved_steps
+from rlhf_triton.store.jsonl import NewLines
+from rlhf_triton.store.sealed_folder import saved_steps
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 2))
 SEED = int(os.environ.get("CRASH_SEED", 1))
@@ -118,20 +118,7 @@ def test_kills_lose_no_update_of_a_whole_run(tmp_path, checkpoints):
         system.stop_program("sidecar")
     finally:
         system.stop()
-    run_dir = system.config.run.dir
-    last = max(saved_steps(run_dir / "checkpoints" / "actor"))
+    last = max(saved_steps(system.config.run.dir / "checkpoints" / "actor"))
     pauses = [kill["until_s"] for kill in soak.kills]
     print(f"{last} steps, {len(pauses)} kills, the longest pause {max(pauses):.0f} s")
-
-    assert system.troubles == [], "only killed processes end"
-    assert system.leftovers() == []
-    critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
-    current = system.store.current()
-    assert current is not None
-    # A step is one optimizer step, so the critic's checkpoint counts its updates.
-    trained = (critic["step"], critic["optimizer_step"], system.store.manifest(current).step)
-    assert trained == (last, last, last), "each step trained the critic once"
-    steps = read_jsonl(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in steps] == list(range(1, last + 1))
-    assert [line for line in read_jsonl(run_dir / "critic_metrics.jsonl") if "error" in line] == []
-    assert {line["train_rollouts/masked_samples"] for line in steps} == {0}, "every response was scored"
+    system.check_run(last)

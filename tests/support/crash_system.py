@@ -1,4 +1,4 @@
-"""The system that the crash test kills and restarts: the real server with its supervisor, the sidecar, and an actor."""
+"""The system that the crash tests kill and restart: servers with their supervisors, the sidecar, and an actor."""
 
 import os
 import random
@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +15,16 @@ from live_system import Checkpoints, make_run
 
 from rlhf_triton.config import load_config
 from rlhf_triton.monitoring.log_lines import say
+from rlhf_triton.store.jsonl import read_jsonl
+from rlhf_triton.store.sealed_folder import read_state
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.serve import ensure_first_version, supervised
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, tail
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError
+from rlhf_triton.tools.server.vllm import VllmServer
 
 
 class Background(threading.Thread):
@@ -50,6 +55,7 @@ FAILED_STARTS = 3
 GONE_S = 5.0  # how long the other ranks may outlive one that was killed
 POLL_S = 0.02
 RANK = "rank "  # and its number: a victim
+VLLM = "vLLM"
 
 
 class Program(NamedTuple):
@@ -82,13 +88,15 @@ def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Pa
 
 
 class DisturbedSystem:
-    """Server and programs of a run. Call `restart_killed` from the main thread; `kill` from any thread."""
+    """Servers and programs of a run. Call `restart_killed` from the main thread; `kill` from any thread."""
 
     def __init__(self, path: Path, generator: random.Random, programs: Sequence[str] = ("sidecar",)) -> None:
-        """Start the server, wait until it is ready, and start the programs, of PROGRAMS.
+        """Start the servers, wait until they are ready, and start the programs, of PROGRAMS.
+
+        vLLM is one of the servers if `actor.generation.vllm.servers` has its address.
 
         Raises:
-            ServerStartError: the server does not start.
+            ServerStartError: a server does not start.
         """
         self.config = load_config(path)
         self.troubles: list[str] = []
@@ -100,6 +108,10 @@ class DisturbedSystem:
         self._failed_starts = 0
         ensure_first_version(self.config, path, [])
         self._supervisor = supervised(self.config, log=_say_restarts, check=lambda: None)
+        self._vllm = [
+            Supervisor(partial(VllmServer, self.config, url), log=_say_restarts, name=VLLM)
+            for url in self.config.actor.generation.vllm.servers
+        ]
         for program in programs:
             self._start(program)
 
@@ -119,6 +131,8 @@ class DisturbedSystem:
         Raises:
             ServerStartError: FAILED_STARTS restarts of the server have failed.
         """
+        for vllm in self._vllm:
+            vllm.restart_if_down()
         self._supervisor.restart_if_down()
         if self._supervisor.failed_starts > self._failed_starts:
             self._failed_starts += 1
@@ -145,6 +159,8 @@ class DisturbedSystem:
                 return [psutil.Process(self._children[victim][-1].process.pid)]
             if victim == "tritonserver":
                 return [psutil.Process(self._supervisor.server.pid)]
+            if victim == VLLM:
+                return [psutil.Process(vllm.server.pid) for vllm in self._vllm]
         except psutil.NoSuchProcess:
             return []
         return self._supervisor.server.processes()[victim]
@@ -184,9 +200,11 @@ class DisturbedSystem:
             self.troubles.append(f"when stopped at the end, {child.exit_message()}")
 
     def stop(self) -> None:
-        """Stop programs and server."""
+        """Stop programs and servers."""
         for child in self._newest():
             child.stop(signal.SIGTERM, STOP_S)
+        for vllm in self._vllm:
+            vllm.stop()
         self._supervisor.stop()
 
     def leftovers(self) -> list[str]:
@@ -202,6 +220,23 @@ class DisturbedSystem:
         ]
         return regions + unfinished + processes
 
+    def check_run(self, last: int) -> None:
+        """Check a run that has been stopped after step `last`: only killed processes ended, and none is left; each step
+        has trained the critic once and has its line of metrics, and every response was scored.
+        """
+        assert self.troubles == [], "only killed processes end"
+        assert self.leftovers() == []
+        run_dir, current = self.config.run.dir, self.store.current()
+        critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
+        assert current is not None
+        # A step is one optimizer step, so the critic's checkpoint counts its updates.
+        trained = (critic["step"], critic["optimizer_step"], self.store.manifest(current).step)
+        assert trained == (last, last, last), "each step trained the critic once"
+        steps = read_jsonl(run_dir / "metrics.jsonl")
+        assert [line["step"] for line in steps] == list(range(1, last + 1))
+        assert [line for line in read_jsonl(run_dir / "critic_metrics.jsonl") if "error" in line] == []
+        assert {line["train_rollouts/masked_samples"] for line in steps} == {0}, "every response was scored"
+
     @property
     def store(self) -> WeightsStore:
         """The critic's versions."""
@@ -213,6 +248,7 @@ class DisturbedSystem:
             is_stub
             or ({program.module for program in PROGRAMS.values()} & set(command) and str(self._path) in command)
             or f"--model-repository={run}" in command
+            or (bool(self._vllm) and self.config.actor.generation.vllm.command in command)
         )
 
     def _newest(self) -> list[Child]:

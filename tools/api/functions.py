@@ -159,11 +159,11 @@ def _source_of(inner: Any) -> str:
         return inspect.getsource(inner)
     code = methods[0].__code__  # of a cell of a notebook, in which `inspect` finds functions alone
     lines = linecache.getlines(code.co_filename)
-    for each in ast.walk(ast.parse("".join(lines))):
-        if isinstance(each, ast.ClassDef) and each.name == inner.__name__:
-            start = min(node.lineno for node in (each, *each.decorator_list))
-            if start <= code.co_firstlineno <= (each.end_lineno or 0):
-                return "".join(lines[start - 1 : each.end_lineno])
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.ClassDef) and node.name == inner.__name__:
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if start <= code.co_firstlineno <= (node.end_lineno or 0):
+                return "".join(lines[start - 1 : node.end_lineno])
     raise OSError(f"{code.co_filename} does not define {inner.__name__}")
 
 
