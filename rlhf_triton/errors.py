@@ -12,11 +12,13 @@ RlhfError                    the user can fix it; the message names what is wron
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that is unusable for conversations
     HistoryChanged           ... because it changes earlier messages
+  TurnFailed                 a turn that the policy's engine could not sample
   Unavailable                a request that cannot be served now (503)
   RequestFailed              a request that is no longer retried
     RequestRefused           the server would reject any repetition
     ServerFailed             the server executed it, and it failed
       ServersDiffer            no server has the expected configuration
+    ResponseLost             ... because the response did not arrive
   HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane

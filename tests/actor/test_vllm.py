@@ -233,7 +233,7 @@ async def test_response_that_does_not_arrive_in_time_fails_alone(setup, monkeypa
         await asyncio.to_thread(here.generation.run_rows, dict(enumerate(PROMPTS)), found.__setitem__, seed=0)
         assert [found[index][0].error for index in (0, 2)] == ["", ""]
         assert found[1][0].error == f"vLLM at {server.url} did not respond within 3 s"
-        (scored,) = add_environment_rewards((replace(found[1][0], score=Score(1.0)),))
+        (scored,) = add_environment_rewards((replace(found[1][0], score=Score(reward=1.0)),))
         assert (scored.score.failure, scored.sampled.any()) == (scored.error, False)
         assert sum(request["token_ids"] == [5] for request in server.requests) == 1
 

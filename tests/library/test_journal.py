@@ -548,10 +548,11 @@ def test_request_that_cannot_be_processed_now_fails_with_the_cause_and_stays_in_
     missing = "UNAVAILABLE: no sidecar follows the journal: start `python -m rlhf_triton.trainer`; "
     assert str(ask(model, "", dummy_var=0, step=0)().error).startswith(missing + kept)
     with journal.lock():
-        blocked = Heartbeat(1, 2, 0, "publishing step 2", time.time(), trouble="No space left on device")
+        now = time.time()
+        blocked = Heartbeat(epoch=1, step=2, micro_batch=0, state="publishing step 2", time=now, trouble="No space left")
         journal.write_heartbeat(blocked)
         error = str(ask(model, "", dummy_var=0, step=0)().error)
-        assert f"the sidecar cannot continue (publishing step 2): No space left on device; {kept}" in error
+        assert f"the sidecar cannot continue (publishing step 2): No space left; {kept}" in error
     assert [entry.kind for entry in journal.entries()] == ["save"]
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     error = str(ask(model, "", rewind_to=0)().error)
