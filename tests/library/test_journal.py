@@ -549,7 +549,9 @@ def test_request_that_cannot_be_processed_now_fails_with_the_cause_and_stays_in_
     assert str(ask(model, "", dummy_var=0, step=0)().error).startswith(missing + kept)
     with journal.lock():
         now = time.time()
-        blocked = Heartbeat(epoch=1, step=2, micro_batch=0, state="publishing step 2", time=now, trouble="No space left")
+        blocked = Heartbeat(
+            epoch=1, step=2, micro_batch=0, state="publishing step 2", time=now, trouble="No space left"
+        )
         journal.write_heartbeat(blocked)
         error = str(ask(model, "", dummy_var=0, step=0)().error)
         assert f"the sidecar cannot continue (publishing step 2): No space left; {kept}" in error
