@@ -125,11 +125,24 @@ class Generation:
         self._jobs = []
         self._added = queue.SimpleQueue()
 
-    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Generate the responses to prompts, given by index; arguments as in `SamplingJob`."""
+    def run_rows(
+        self,
+        prompts: Mapping[int, Prompt],
+        finished: Finished,
+        is_over: Callable[[], bool] = lambda: False,
+        *,
+        seed: int,
+        greedy: bool = False,
+    ) -> None:
+        """Generate the responses to prompts, given by index, or drop them once `is_over`, which `decode` calls.
+
+        Other arguments as in `SamplingJob`.
+        """
         if prompts:
             self.add(SamplingJob(dict(prompts), finished, seed, greedy))
-            self.decode()
+            self.decode(is_over)
+            if self.has_jobs:
+                self.abandon()
 
     def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
         """Generate until all jobs are done, or until `is_paused`, which is called before each forward pass."""

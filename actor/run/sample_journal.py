@@ -28,11 +28,11 @@ from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.recorded_steps import SAMPLED, STEP, find_sampled, first_segment, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import SAMPLED, STEP, find_sampled, first_segment, samples_of
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import DamagedRecord, RecordLog, StoredRecord
+from rlhf_triton.store.record_log import DamagedRecord, RecordLog, StoredRecord, openings_of
 from rlhf_triton.store.sealed_folder import saved_steps
 
 logger = logging.getLogger(__name__)

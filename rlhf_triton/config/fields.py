@@ -76,6 +76,14 @@ class Section(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject `true` and `false` in place of a number, which pydantic would take for 1 and 0."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError("must be a number")
+        return value
+
     @field_validator("*")
     @classmethod
     def _home(cls, value: Any) -> Any:
