@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf_triton.actor.run.settings import actor_checkpoints, flat_settings, started_with, write_settings
-from rlhf_triton.config import RunConfig, parse_config
+from rlhf_triton.actor.run.settings import (
+    KEPT,
+    SETTINGS_FILE,
+    actor_checkpoints,
+    flat_settings,
+    started_with,
+    write_settings,
+)
+from rlhf_triton.config import PolicySection, RunConfig, TrainerSection, parse_config
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
+from rlhf_triton.config.live_models import reward_is_live
+from rlhf_triton.config.trained_model import Resume, resume_marks
 from rlhf_triton.errors import REPORTED, RlhfError, reason_of
 from rlhf_triton.store.run_lock import in_progress
+from rlhf_triton.store.sealed_folder import saved_steps, verify_folder
+from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse, program
 
 if TYPE_CHECKING:
@@ -49,54 +60,102 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> int:
-    """Write a new run in `folder`, with the policy of `run_dir` before `step` and changed settings; return as `main`.
+    """Write a new run in `folder` that continues `run_dir` before `step` with changed settings; return as `main`.
 
     Raises:
-        RlhfError: `folder` exists, the run has a critic, its steps up to `step` are not kept, or a setting is wrong.
+        RlhfError: `folder` exists, a setting is wrong, or policy or critic before `step` are not kept.
     """
     old = started_with(run_dir)
     if old is None:
-        raise RlhfError(f"{run_dir} is not the folder of a run: it has no settings.json")
-    if old.serves_critic:
-        raise RlhfError(f"--fork: {run_dir} trains a critic, whose state a fork cannot take over; start a new run")
+        raise RlhfError(f"{run_dir} is not the folder of a run: it has no {SETTINGS_FILE}")
     if folder.exists():
         raise RlhfError(f"--fork: {folder} exists; choose another folder")
-    sections = old.model_dump(mode="json", exclude_defaults=True)
+    sections = sections_of(old)
     sections["run"] = {**sections["run"], "dir": str(folder), "run_id": None}
     config = parse_config(sections, "--fork", overrides)
-    checkpoint = actor_checkpoints(run_dir) / str(step - 1)
-    if checkpoint.exists():
-        shutil.copytree(checkpoint, actor_checkpoints(folder) / checkpoint.name)
-    elif step > 1 and replay(run_dir, step - 1, step - 1, new=config):
-        return 1
-    folder.mkdir(exist_ok=True)
+    if config.run.dir != folder:
+        raise RlhfError(f"run.dir: {config.run.dir}, but --fork names the folder, {folder}; remove run.dir")
     was, now = flat_settings(old), flat_settings(config)
-    write_settings(config, {key: [was.get(key), now[key]] for key in now if was.get(key) != now[key]})
-    sections = config.model_dump(mode="json", exclude_defaults=True)
-    if not config.actor.kl.serves_reference:
-        sections.pop("reference", None)  # filled in when settings are read, and without effect
-    written = folder / "run.yaml"
-    written.write_text(yaml.safe_dump(sections))
+    changed = {key: [was.get(key), now[key]] for key in now if was.get(key) != now[key]}
+    if step > 1:
+        _check_fork(run_dir, old, config, changed)
+    try:
+        checkpoint = actor_checkpoints(run_dir) / str(step - 1)
+        if checkpoint.exists():
+            critic = _critic_of(old, run_dir, step - 1, required=True) if config.serves_critic else None
+            verify_folder(checkpoint)
+            shutil.copytree(checkpoint, actor_checkpoints(folder) / checkpoint.name)
+            if critic is not None:
+                critic.save(config)
+        elif step > 1 and replay(run_dir, step - 1, step - 1, new=config):
+            return 1
+        folder.mkdir(parents=True, exist_ok=True)
+        write_settings(config, changed)
+        sections = sections_of(config)
+        if not config.actor.kl.serves_reference:
+            sections.pop("reference", None)  # filled in when settings are read, and without effect
+        written = folder / "run.yaml"
+        written.write_text(yaml.safe_dump(sections))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     print(f"{program()} run --config {written} continues with step {step}")
     return 0
+
+
+def sections_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that are not defaults, or that are although the algorithm was published with others."""
+    sections = config.model_dump(mode="json", exclude_defaults=True)
+    settings = flat_settings(config)
+    for key, published in config.actor.algorithm.defaults.recipe.items():
+        *path, name = key.split(".")
+        if settings[key] != published:
+            section = sections
+            for part in path:
+                section = section.setdefault(part, {})
+            section[name] = settings[key]
+    return sections
+
+
+def _check_fork(run_dir: Path, old: RunConfig, new: RunConfig, changed: Mapping[str, object]) -> None:
+    """Raise RlhfError if a fork after the first step cannot start with these settings."""
+    if new.serves_critic and not old.serves_critic:
+        raise RlhfError(
+            f"--fork: actor.algorithm.name: {new.actor.algorithm.name} needs a critic, and {run_dir} has none; choose "
+            "an algorithm without one, or fork with --step 1"
+        )
+    marks = resume_marks("actor.policy", PolicySection) | resume_marks("trainer", TrainerSection)
+    fixed = [key for key in changed if marks.get(key) is Resume.FIXED or key.startswith((*KEPT, "critic.pretrain"))]
+    if fixed:
+        raise RlhfError(f"--fork: {fixed[0]} cannot change after the first step; remove it, or fork with --step 1")
+    versions = WeightsStore(old.run.model_copy(update={"dir": run_dir}).reward_weights_dir).versions()
+    if reward_is_live(old) and versions[1:]:
+        raise RlhfError(
+            f"--fork: {run_dir} has published versions of its reward model, which a fork does not take over; fork with "
+            "--step 1, or start a new run from such a version"
+        )
 
 
 def replay(run_dir: Path, first: int, last: int, new: RunConfig | None = None) -> int:
     """Replay the steps from the newest checkpoint before `first` to `last`; print and return as `main`.
 
-    `new`: settings of a new run, which gets a checkpoint of the last step if all are identical.
+    `new`: settings of a new run, which gets checkpoints of the last step if all are identical.
     """
     from rlhf_triton.actor.run.replay import Replay  # torch: slow to import
     from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()
     run = Replay(run_dir, first, last)
-    print(f"from {f'the checkpoint of step {run.start}' if run.start else 'the start of the run'}", flush=True)
+    print(run.origin, flush=True)
     critic: CriticReplay | None = None
+    settings: RunConfig | None = None
     for step in run.run():
-        if step.payload is not None and step.step == run.start + 1:
-            critic = _critic_of(run.config, run_dir, run.start)
         difference = step.difference
+        if step.payload is not None and step.step == run.start + 1:
+            critic = _critic_of(run.config, run_dir, run.start, required=new is not None and new.serves_critic)
+        elif critic is not None and run.config is not settings:
+            critic = critic.resumed(_in_folder(run.config, run_dir))
+        settings = run.config
         if critic is not None and step.payload is not None and not difference:
             difference = critic.train(step.step, step.payload)
         result = difference or f"identical{', the critic too' if critic else ''}"
@@ -109,16 +168,29 @@ def replay(run_dir: Path, first: int, last: int, new: RunConfig | None = None) -
             return 1
     if new is not None:
         run.save(new)
+        if critic is not None and new.serves_critic:
+            critic.save(new)
     return 0
 
 
-def _critic_of(config: RunConfig, run_dir: Path, step: int) -> CriticReplay | None:
-    """Return the critic after `step`; None, with a line that says why, if it is not kept."""
+def _critic_of(config: RunConfig, run_dir: Path, step: int, *, required: bool = False) -> CriticReplay | None:
+    """Return the critic after `step`; None, with a line that says why, if it is not kept.
+
+    Raises RlhfError if it is `required`.
+    """
     from rlhf_triton.trainer.critic_replay import CriticReplay
 
-    here = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
     try:
-        return CriticReplay(here, step)
+        return CriticReplay(_in_folder(config, run_dir), step)
     except REPORTED as error:  # the policy is replayed without it
+        if required:
+            steps = saved_steps(actor_checkpoints(run_dir).with_name("critic"))
+            kept = f"its checkpoints are of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
+            raise RlhfError(f"--fork: the critic after step {step} is not kept: {reason_of(error)}; {kept}") from error
         print(f"the critic is not replayed: {reason_of(error)}", flush=True)
         return None
+
+
+def _in_folder(config: RunConfig, run_dir: Path) -> RunConfig:
+    """Return the settings of a run whose folder may have been moved."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})

@@ -1,16 +1,19 @@
 """Trains the critic of a run that has ended again, and compares it with the run's journal and checkpoints."""
 
+import shutil
+import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.store.journal import JournalState
-from rlhf_triton.store.journal_entry import Entry, read_training_file
+from rlhf_triton.store.journal import Journal, JournalState
+from rlhf_triton.store.journal_entry import Entry, Result, read_training_file
 from rlhf_triton.store.record_log import first_difference
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.checkpoint import CheckpointFolder
+from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.training_engine.ranks import ALONE
 from rlhf_triton.training_engine.slices import read_tensors
@@ -24,17 +27,52 @@ class CriticReplay:
         """Load the critic after `step`. Raises RlhfError if it has no intact checkpoint of it."""
         self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
         self._journal = JournalState(config.run.journal_dir, config.run.identity)
+        self._store = WeightsStore(config.run.weights_dir)
         self._threads = config.trainer.threads
-        folder = WeightsStore(config.run.weights_dir).folder(0)
+        self._step = step
+        folder = self._store.folder(0)
         self._update = load_update(folder, config.trainer, seed=config.run.seed, dtype=config.critic.dtype)
         if step:
             self._checkpoints.load(step, self._update)
+
+    def resumed(self, config: RunConfig) -> "CriticReplay":
+        """Return the same critic with the settings with which the run has resumed."""
+        again = CriticReplay(config, 0)
+        with tempfile.TemporaryDirectory() as folder:
+            self._update.trained.save(folder)
+            again._update.trained.load(folder, self._update.trained.optimizer_step)
+        return again
+
+    def save(self, new: RunConfig) -> None:
+        """Write the critic into the folder of a new run, so that its sidecar goes on from the same step.
+
+        Its version 0 is that of this run. The step counts as trained, as it would after a rewind to it.
+        """
+        store, trained = WeightsStore(new.run.weights_dir), self._update.trained
+        shutil.copytree(self._store.folder(0), store.folder(0))
+        store.set_current(0)
+        done = Entry(self._step, 0, "train")
+        result = Result(entry=done.name, weights_version=0)
+        Journal(new.run.journal_dir, new.run.identity).finish(done, result)
+        state = CheckpointState(
+            run_id=new.run.identity,
+            step=self._step,
+            optimizer_step=trained.optimizer_step,
+            version=0,
+            epoch=0,
+            asked=True,
+            settings=trained.settings,
+            base_digest=store.manifest(0).digest,
+            results=[asdict(result)],
+        )
+        CheckpointFolder(new.run.dir / "checkpoints" / "critic").save(self._update, state)
 
     def train(self, step: int, payload: TrainPayload) -> str:
         """Train on the payload of `step`; return the first difference from the run, "" if there is none.
 
         What the run no longer has is not compared: the journal's entry, its result, or a checkpoint of the step.
         """
+        self._step = step
         entry = Entry(step, 0, "train")
         for path in self._journal.training_files():
             if path.name == entry.name:

@@ -54,7 +54,7 @@ class RolloutRow:
     truncated: str = ""  # the limit that ended the conversation, such as `environment.max_turns`
     error: str = ""  # why the environment failed, or the policy could not be sampled
     restarts: int = 0  # how often the conversation restarted because its environment was lost
-    policy_logprobs: np.ndarray | None = None  # float32 [n], from a forward pass of the policy that sampled
+    policy_logprobs: np.ndarray | None = None  # float32 [n], see `Policy.sampled_logprobs`
     ref_logprobs: np.ndarray | None = None  # float32 [n], under the reference
     score: Score = UNSCORED
 

@@ -93,10 +93,12 @@ def group_of(record: StoredRecord) -> Group:
 
 
 def describe_damage(payload: bytes) -> str:
-    """Return which field of which sample is damaged in a record's payload; "" if that cannot be told."""
+    """Return which field of which sample is damaged in a record's payload, or of which step it is; "" if neither."""
+    where = ""
     with contextlib.suppress(ValueError, LookupError, TypeError):  # the header is damaged
         record = decode(payload)
         header, arrays = record.header, record.arrays
+        where = f"step {header['step']}" + (f", group {header['number']}" if "number" in header else "")
         digests = iter(arrays[DIGESTS].tolist())
         for name, column in header["columns"].items():
             having = column["rows"]
@@ -104,8 +106,8 @@ def describe_damage(payload: bytes) -> str:
             for i, part in zip(having, parts, strict=False):
                 if short_digest(part) != next(digests):
                     prompt = header["prompts"][header["rows"][i]["prompt"]]["prompt_id"]
-                    return f"step {header['step']}, group {header['number']}, sample {i} (prompt {prompt}): `{name}`"
-    return ""
+                    return f"{where}, sample {i} (prompt {prompt}): `{name}`"
+    return where
 
 
 def _fields_of(row: RolloutRow) -> dict[str, Any]:

@@ -29,11 +29,24 @@ class Generation(ABC):
         if self.runner is not None:
             self.runner.check_prompts(prompts)
 
-    def run_rows(self, prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Generate the responses to prompts, given by index; arguments as in `SamplingJob`."""
+    def run_rows(
+        self,
+        prompts: Mapping[int, Prompt],
+        finished: Finished,
+        is_over: Callable[[], bool] = lambda: False,
+        *,
+        seed: int,
+        greedy: bool = False,
+    ) -> None:
+        """Generate the responses to prompts, given by index, or drop them once `is_over`, which `decode` calls.
+
+        Other arguments as in `SamplingJob`.
+        """
         if prompts:
             self.add(SamplingJob(dict(prompts), finished, seed, greedy))
-            self.decode()
+            self.decode(is_over)
+            if self.has_jobs:
+                self.abandon()
 
     def _new_source(self) -> RowSource:
         """Return a source of rows, prompts or conversations with environments, without jobs."""

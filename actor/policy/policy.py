@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ class Policy:
         self.settings, self.ranks = settings, ranks
         self._samplers = OtherSamplers(ranks) if ranks.shards else None
         self._jobs = deque[SamplingJob]()  # on several ranks
+        self._responding = threading.Lock()  # held by the thread that generates on ranks other than 0
         self.temperature = generation.temperature
         self.tokenizer = load_tokenizer(folder)
         model = load_model(settings, as_stored=ranks.size > 1)
@@ -190,14 +192,18 @@ class Policy:
         """Drop all jobs; call in the thread of `decode`."""
         self._jobs.clear()
         self.generation.abandon()
+        if self._samplers is not None:
+            self._samplers.abandon()
 
     def follow_sampling(self) -> None:
         """Execute the sampler operations that rank 0 announces; call on every other rank. Ends only by an exception."""
         assert self._samplers is not None
 
-        def respond(prompts: Mapping[int, Prompt], finished: Finished, *, seed: int, greedy: bool) -> None:
-            with self.computing(), self._stream.running():
-                self.generation.run_rows(prompts, finished, seed=seed, greedy=greedy)
+        def respond(
+            prompts: Mapping[int, Prompt], finished: Finished, is_over: Callable[[], bool], *, seed: int, greedy: bool
+        ) -> None:
+            with self._responding, self.computing(), self._stream.running():
+                self.generation.run_rows(prompts, finished, is_over, seed=seed, greedy=greedy)
 
         self._samplers.follow(respond, self._own_logprobs)
 
@@ -231,7 +237,7 @@ class Policy:
 
         Generation returns log-probs with the responses. For the first rows of the current policy they are compared with
         a forward pass over whole rows. If they differ, and always in bfloat16, forward passes compute the log-probs of
-        all rows.
+        all rows: under the current policy, also where an older one has sampled.
         """
         generated = [row.logprobs for row in rows if row.logprobs is not None]
         if len(generated) < len(rows) or not self.generation.has_policy_logprobs:
@@ -264,8 +270,9 @@ class Policy:
         Unfinished conversations continue with the new weights. `version`: the last step whose update they contain.
         """
         self.ranks.announce("renew_sampler", version=version)
-        self._models.renew_sampler()
-        self.generation.renew(version)
+        with self._responding:  # other ranks may still be ending what rank 0 has given up
+            self._models.renew_sampler()
+            self.generation.renew(version)
         self.ranks.gather(None)  # no rank may generate before its sampler has the new weights
 
     def save(self, folder: Path) -> None:

@@ -95,8 +95,9 @@ class OtherSamplers:
         return [results[i] for i in range(len(rows))]
 
     def follow(self, respond: Callable[..., None], compute: OwnLogprobs) -> None:
-        """Execute what rank 0 announces with `respond(prompts, finished, seed=, greedy=)` and `compute`.
+        """Execute what rank 0 announces with `respond(prompts, finished, is_over, seed=, greedy=)` and `compute`.
 
+        Rank 0 waits for responses before its next announcement, so `is_over` returns True once it has given them up.
         Call on every rank except 0; ends only by an exception.
         """
 
@@ -108,7 +109,7 @@ class OtherSamplers:
                 self._reply(number, {"conversation": as_tensor([index, conversation])})
 
             with self._reported():
-                respond(prompts, send, seed=seed, greedy=greedy)
+                respond(prompts, send, self._lane.has_next, seed=seed, greedy=greedy)
 
         def answer_rows(*, number: int, reference: bool) -> None:
             message = self._message_of_rank_0()
@@ -121,7 +122,7 @@ class OtherSamplers:
             with self._reported():
                 self._reply(number, {"logprobs": _concatenated(compute(rows, reference=reference), np.float32)})
 
-        self._lane.follow({"respond": answer_prompts, "logprobs": answer_rows})
+        self._lane.follow({"respond": answer_prompts, "logprobs": answer_rows, "abandon": lambda **_: None})
 
     def _announce(self, name: str, **arguments: Any) -> None:
         self._number += 1
@@ -129,6 +130,10 @@ class OtherSamplers:
 
     def _reply(self, number: int, message: Mapping[str, Tensor]) -> None:
         self._mail.send(0, {**message, "number": torch.tensor(number)})
+
+    def abandon(self) -> None:
+        """End the responses of the other ranks that rank 0 has given up. Rank 0 only."""
+        self._announce("abandon")
 
     def close(self) -> None:
         """Make calls in other threads that wait for other ranks raise CancelledError."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.record_log import StoredRecord, read_records, record_at, segments
+from rlhf_triton.store.record_log import StoredRecord, openings_of, read_records, record_at
 
 GROUP = "group"
 STEP = "step"
@@ -39,12 +39,6 @@ def samples_of(run_dir: Path) -> Path:
     return run_dir / "samples"
 
 
-def openings_of(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the opening of each segment. Raises DamagedRecord, or RlhfError for another format."""
-    found = {number: record_at(folder, number) for number in segments(folder)}
-    return {number: record.header for number, record in found.items() if record is not None}
-
-
 def first_segment(openings: Mapping[int, Mapping[str, Any]], step: int) -> int:
     """Return the first segment with records after `step` that are not void; 0 if all segments are needed."""
     marks = {number: (opening["session"], opening["step"]) for number, opening in openings.items()}
@@ -57,11 +51,17 @@ def describe_samples(folder: Path, step: int) -> str:
     openings = openings_of(folder)
     if not openings:
         return "none are kept"
-    first, last = min(openings), max(openings)
-    numbers = [record.header["number"] for _, record in read_records(folder, last) if record.header["kind"] == GROUP]
-    num_groups = max(numbers, default=openings[last]["first"] - 1) + 1 - openings[first]["first"]
-    oldest = openings[first]["step"] + 1
+    first = openings[min(openings)]
+    end = first["first"]
+    for segment in sorted(openings, reverse=True):  # the newest may have no groups yet
+        headers = [record.header for _, record in read_records(folder, segment)]
+        numbers = [header["number"] for header in headers if header["kind"] == GROUP]
+        if numbers:
+            end = max(numbers) + 1
+            break
+    oldest = first["step"] + 1
     steps = f"steps {oldest} to {step}" if oldest < step else f"step {oldest}"
+    num_groups = end - first["first"]
     return f"{num_groups} groups, each a prompt with its responses, of {steps}; `rlhf-triton replay` reads them"
 
 
@@ -73,17 +73,15 @@ class RecordedSteps:
     openings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by step
     steps: dict[int, Place] = field(default_factory=dict)
     groups: dict[tuple[int, int], Place] = field(default_factory=dict)  # by step and number
+    damage: list[RlhfError] = field(default_factory=list)  # what was skipped, and may be why a step is missing
 
     def step(self, step: int) -> StoredRecord:
         """Return the record of a step."""
         return self._read(self.steps[step])
 
     def group(self, step: int, number: int) -> StoredRecord:
-        """Return the record of a group. Raises RlhfError if it is missing."""
-        place = self.groups.get((step, number))
-        if place is None:
-            raise RlhfError(f"{self.folder} lacks group {number} of step {step}; restore its segments (*.log)")
-        return self._read(place)
+        """Return the record of a group."""
+        return self._read(self.groups[step, number])
 
     def _read(self, place: Place) -> StoredRecord:
         record = record_at(self.folder, *place)
@@ -92,19 +90,24 @@ class RecordedSteps:
 
 
 def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
-    """Find the complete steps from `first` to `last`. Raises DamagedRecord, or RlhfError for another format."""
-    found, openings = RecordedSteps(folder), openings_of(folder)
+    """Find the steps from `first` to `last` whose records are complete; skip damaged records and foreign segments."""
+    found, numbers = RecordedSteps(folder), dict[int, list[int]]()
+    openings = openings_of(folder, found.damage.append)
     start = first_segment(openings, first - 1)
     for number, opening in openings.items():
         later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
-        for position, record in read_records(folder, number) if number >= start else ():
+        for position, record in read_records(folder, number, found.damage.append) if number >= start else ():
             step = record.header["step"]
             if record.header["kind"] in ("opening", SAMPLED) or not first <= step <= min([last, *later]):
                 continue
             if record.header["kind"] == STEP:
                 found.steps[step], found.openings[step] = (number, position), opening
+                numbers[step] = record.header["groups"]
             else:
                 found.groups[step, record.header["number"]] = (number, position)
+    for step, groups in numbers.items():
+        if any((step, group) not in found.groups for group in groups):
+            del found.steps[step]
     return found
 
 

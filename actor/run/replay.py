@@ -1,6 +1,6 @@
 """Replays steps of a run, without its servers, and compares each with the journal of samples."""
 
-import itertools
+import re
 import sys
 import tempfile
 import time
@@ -23,12 +23,12 @@ from rlhf_triton.actor.data.sample_records import describe_damage, group_of
 from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, reference_fingerprint, save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, openings_of, samples_of
+from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
 from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, state_of, step_record
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
-from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
+from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference, openings_of, segments
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -56,46 +56,64 @@ class Replay:
         """Find the steps to replay.
 
         Raises:
-            RlhfError: the run has no journal of samples, or it is damaged, has another format, or lacks a step.
+            RlhfError: the run has no journal of samples, or a record that the steps need is missing or damaged.
         """
-        self._checkpoints, folder = actor_checkpoints(run_dir), samples_of(run_dir)
+        self._checkpoints, self._folder = actor_checkpoints(run_dir), samples_of(run_dir)
         if not run_dir.is_dir():
             raise RlhfError(f"{run_dir} is missing: name the folder of a run")
-        if not openings_of(folder):
-            raise RlhfError(f"{folder} has no samples, so no step of this run can be replayed")
-        self.start = max((step for step in saved_steps(self._checkpoints) if step < first), default=0)
+        if not segments(self._folder):
+            raise RlhfError(f"{self._folder} has no samples, so no step of this run can be replayed")
+        self.start = max((saved for saved in saved_steps(self._checkpoints) if saved < first), default=0)
         self._steps = range(self.start + 1, last + 1)
-        try:
-            self._found = find_steps(folder, self.start + 1, last)
-        except DamagedRecord as error:
-            raise DamagedRecord(error.path, error.position, describe_damage(error.payload) or error.problem) from error
+        self._found = find_steps(self._folder, self.start + 1, last)
         missing = [step for step in self._steps if step not in self._found.steps]
         if missing:
-            raise RlhfError(
-                f"{folder} lacks step {missing[0]}, which a replay of step {first} needs (from the checkpoint of step "
-                f"{self.start}): it was never complete, or is no longer kept; {self._choice(folder)}"
+            raise self._damage_to(missing[0]) or RlhfError(
+                f"{self._folder} lacks step {missing[0]}, which a replay of step {first} needs "
+                f"({_origin(self.start)}): it was never complete, or actor.keep_checkpoints{self._num_kept()} no "
+                f"longer keeps it; {self._choice()}"
             )
 
-    def _choice(self, folder: Path) -> str:
-        """Return which steps can be replayed: those behind a checkpoint, or from the first, without a gap."""
-        kept = find_steps(folder, 1, sys.maxsize).steps
-        starts = [step for step in (0, *sorted(saved_steps(self._checkpoints))) if step + 1 in kept]
-        if not starts:
-            return "no step can be replayed"
-        last = next(step for step in itertools.count(starts[0] + 1) if step + 1 not in kept)
-        return f"steps {starts[0] + 1} to {last} can be replayed"
+    def _damage_to(self, step: int) -> RlhfError | None:
+        """Return the damage to a record of `step`, or to one of unknown content; None if there is none."""
+        found = None
+        for error in self._found.damage:
+            where = describe_damage(error.payload) if isinstance(error, DamagedRecord) else ""
+            if isinstance(error, DamagedRecord) and re.match(rf"step {step}\b", where):
+                return DamagedRecord(error.path, error.position, where)
+            if not where:
+                found = found or error
+        return found
+
+    def _num_kept(self) -> str:
+        """Return the value of `actor.keep_checkpoints` in parentheses; "" if all openings are damaged."""
+        openings = openings_of(self._folder, lambda _: None)
+        newest = max(openings, default=None)
+        return "" if newest is None else f" ({openings[newest]['settings']['actor']['keep_checkpoints']})"
+
+    def _choice(self) -> str:
+        """Return which steps can be replayed: those after a checkpoint, or after the start, without a gap."""
+        starts = {0, *saved_steps(self._checkpoints)}
+        whole = set[int]()
+        for step in sorted(find_steps(self._folder, 1, sys.maxsize).steps):
+            if step - 1 in starts or step - 1 in whole:
+                whole.add(step)
+        begins = sorted(step for step in whole if step - 1 not in whole)
+        ends = sorted(step for step in whole if step + 1 not in whole)
+        spans = [f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True)]
+        return f"steps {' and '.join(spans)} can be replayed" if spans else "no step can be replayed"
 
     def run(self) -> Iterator[ReplayedStep]:
         """Replay step by step; end after the first one that differs."""
         opening = self._found.openings[self._steps[0]]
         checkpoint = self._checkpoints / str(self.start) if self.start else None
-        self._load(RunConfig.model_validate(opening["settings"]), checkpoint)
+        self._load(_settings_of(opening), checkpoint)
         for step in self._steps:
             if self._found.openings[step]["settings"] != opening["settings"]:  # the run has resumed with others
                 opening = self._found.openings[step]
                 with tempfile.TemporaryDirectory() as folder:
                     self._policy.trained.save(folder)
-                    self._load(RunConfig.model_validate(opening["settings"]), Path(folder), self._state())
+                    self._load(_settings_of(opening), Path(folder), self._state())
             self.environment = opening["environment"]
             start = time.monotonic()
             recorded = self._found.step(step)
@@ -108,6 +126,11 @@ class Replay:
             yield ReplayedStep(step, difference, packed, has_weights, time.monotonic() - start)
             if difference:
                 return
+
+    @property
+    def origin(self) -> str:
+        """Where the replay starts, for a line of the report."""
+        return _origin(self.start)
 
     def save(self, config: RunConfig) -> None:
         """Write the state after the last step as a checkpoint of a new run, whose settings are `config`."""
@@ -190,6 +213,21 @@ class Replay:
         results = StepResults(batch, header["num_dropped"], payload, update, self._update.old_logprobs)
         about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": self._state()}
         return step_record(self._policy, step, results, **about), rows, payload
+
+
+def _origin(step: int) -> str:
+    return f"from the checkpoint of step {step}" if step else "from the start of the run"
+
+
+def _settings_of(opening: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of an opening. Raises RlhfError if this version does not know them."""
+    try:
+        return RunConfig.model_validate(opening["settings"])
+    except ValueError as error:
+        raise RlhfError(
+            f"the run was recorded with settings that are invalid here: {reason_of(error)}; replay it with the version "
+            "that wrote it"
+        ) from error
 
 
 def difference_of(

@@ -64,7 +64,7 @@ class Rollouts:
         self._truncated = truncated
         # On several ranks other calls wait until the job in decoding is done, so there is one, during the update.
         self._is_interruptible = settings.ranks == 1
-        self._most_ahead = min(settings.max_off_policy_steps, settings.steps if self._is_interruptible else 1)
+        self._most_ahead = min(settings.max_off_policy_steps, settings.steps)
         self._in_flight = deque[tuple[GroupInFlight, Positions]]()  # with the positions after its prompt
         self._taken = list[GroupInFlight]()
         self._demands = dict[int, asyncio.Task[VersionRange | None]]()  # by the critic update that is waited for

@@ -35,13 +35,12 @@ from rlhf_triton.actor.run.recorded_steps import (
     STEP,
     find_sampled,
     first_segment,
-    openings_of,
     samples_of,
 )
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import DamagedRecord, RecordLog, StoredRecord
+from rlhf_triton.store.record_log import DamagedRecord, RecordLog, StoredRecord, openings_of
 from rlhf_triton.store.sealed_folder import saved_steps
 
 logger = logging.getLogger(__name__)

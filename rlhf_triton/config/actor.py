@@ -409,6 +409,11 @@ def check_actor(actor: ActorSection) -> None:
             "such as '1', or running servers in actor.generation.vllm.servers"
         )
     _check_ratios(actor)
+    if actor.ranks > 1 and actor.max_off_policy_steps > 1:
+        raise ValueError(
+            f"actor.max_off_policy_steps ({actor.max_off_policy_steps}): several ranks (actor.ranks: {actor.ranks}) "
+            "generate at most one step ahead; set one of the two to 1"
+        )
     _check_critic_settings(algorithm)
     if algorithm.critic_warmup_steps >= actor.steps:
         raise ValueError(

@@ -48,6 +48,10 @@ class DamagedRecord(RlhfError):
         self.path, self.position, self.problem, self.payload = path, position, problem, payload
 
 
+def _refuse(error: RlhfError) -> None:
+    raise error
+
+
 @dataclass(frozen=True)
 class StoredRecord:
     """A record of a log. Arrays have one of the types in DTYPES."""
@@ -198,36 +202,61 @@ def path_of(folder: Path, number: int) -> Path:
     return folder / f"{number}{SUFFIX}"
 
 
-def read_records(folder: Path, number: int) -> Iterator[tuple[int, StoredRecord]]:
+def read_records(
+    folder: Path, number: int, damaged: Callable[[DamagedRecord], None] = _refuse
+) -> Iterator[tuple[int, StoredRecord]]:
     """Yield (position, record) of a segment; the first record is its opening.
 
     Ends before what a crash has left at the end of the newest segment.
 
+    Args:
+        damaged: receives each record without the content that was written, which is skipped; default: raise it.
+
     Raises:
-        DamagedRecord: a record does not have the content that was written.
+        DamagedRecord: from `damaged`.
         RlhfError: the file is not a log of this format.
     """
     path = path_of(folder, number)
     is_newest = number == segments(folder)[-1]  # first: the writer may begin another one meanwhile
-    for position, payload in _payloads(path, path.read_bytes(), is_newest=is_newest):
+    for position, payload in _payloads(path, path.read_bytes(), damaged, is_newest=is_newest):
         if payload:
             yield position, decode(payload)
 
 
-def record_at(folder: Path, number: int, position: int = len(START)) -> StoredRecord | None:
+def openings_of(folder: Path, damaged: Callable[[RlhfError], None] = _refuse) -> dict[int, Mapping[str, Any]]:
+    """Return the header of the first record of each segment that has one.
+
+    Args:
+        damaged: receives the error of each segment whose opening is damaged or not of this format; default: raise it.
+    """
+    numbers = segments(folder)
+    found = dict[int, Mapping[str, Any]]()
+    for number in numbers:
+        try:
+            record = record_at(folder, number, is_newest=number == numbers[-1])
+            if record is None:  # raises if later records say that it was on disk
+                next(read_records(folder, number), None)
+        except RlhfError as error:  # its kind is for the caller to judge
+            damaged(error)
+            continue
+        if record is not None:
+            found[number] = record.header
+    return found
+
+
+def record_at(folder: Path, number: int, position: int = len(START), *, is_newest: bool = False) -> StoredRecord | None:
     """Return the record at a position of a segment, by default its opening; None if a crash has left none.
 
     Raises as `read_records`.
     """
     path = path_of(folder, number)
-    is_newest = number == segments(folder)[-1]
     with path.open("rb") as file:
         data = file.read(len(START))
         file.seek(position)
         data += file.read(PREFIX.size)
         frame = _frame_at(data, len(START))
         data += file.read(0 if frame is None else frame.end - len(data))
-    for _, payload in _payloads(path, data, is_newest=is_newest):
+    for _, payload in _payloads(path, data, _refuse, is_newest=is_newest):
         return decode(payload)
     return None
 
@@ -286,10 +315,13 @@ def _frame_at(data: bytes, position: int) -> Frame | None:
     return Frame(begin, begin + size, synced, digest) if marker == MARKER else None
 
 
-def _payloads(path: Path, data: bytes, *, is_newest: bool) -> Iterator[tuple[int, bytes]]:
+def _payloads(
+    path: Path, data: bytes, damaged: Callable[[DamagedRecord], None], *, is_newest: bool
+) -> Iterator[tuple[int, bytes]]:
     """Yield (position, payload) of each intact frame in the content of a segment; the mark of its end is empty.
 
     In the newest segment, a crash may have left unreadable frames that were not on disk: it ends before them.
+    `damaged`: as in `read_records`.
     """
     if data[: len(START)] != START and not (is_newest and START.startswith(data)):
         if data.startswith(START[:-1]):
@@ -306,22 +338,22 @@ def _payloads(path: Path, data: bytes, *, is_newest: bool) -> Iterator[tuple[int
         if frame is not None and Hasher(payload).bytes() == frame.digest:
             yield position, payload
             position = frame.end
-        elif is_newest and not _was_synced(data, position):
+        elif is_newest and not any(later.synced > position for _, later in _frames_after(data, position)):
             return
-        elif is_whole:
-            raise DamagedRecord(path, position, "a record does not match its digest", payload)
+        elif frame is not None and is_whole:
+            damaged(DamagedRecord(path, position, "a record does not match its digest", payload))
+            position = frame.end
         else:
-            raise DamagedRecord(path, position, "a record is incomplete")
+            damaged(DamagedRecord(path, position, "a record is incomplete"))
+            position = next((found for found, _ in _frames_after(data, position)), len(data))
 
 
-def _was_synced(data: bytes, position: int) -> bool:
-    """Return whether a later frame says that the bytes at `position` were on disk."""
-    found = position
-    while (found := data.find(MARKER, found + 1)) >= 0:
-        frame = _frame_at(data, found)
-        if frame is not None and frame.synced > position:
-            return True
-    return False
+def _frames_after(data: bytes, position: int) -> Iterator[tuple[int, Frame]]:
+    """Yield (position, frame) of each frame with an intact prefix that begins after a position."""
+    while (position := data.find(MARKER, position + 1)) >= 0:
+        frame = _frame_at(data, position)
+        if frame is not None:
+            yield position, frame
 
 
 def _cut_torn_end(folder: Path) -> None:
@@ -330,7 +362,7 @@ def _cut_torn_end(folder: Path) -> None:
         path = path_of(folder, number)
         data = path.read_bytes()
         end = 0
-        for position, payload in _payloads(path, data, is_newest=True):
+        for position, payload in _payloads(path, data, _refuse, is_newest=True):
             end = position + PREFIX.size + len(payload)
         if not end:
             path.unlink()

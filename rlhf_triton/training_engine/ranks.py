@@ -266,6 +266,10 @@ class Operations:
             except (RlhfError, OSError) as error:
                 logger.warning("rank %d: %s: %s", self._rank, name, error)
 
+    def has_next(self) -> bool:
+        """Return whether rank 0 has announced an operation after the one in progress."""
+        return bool(self._store.check([str(self._number)]))
+
     def _next_operation(self) -> tuple[str, dict[str, Any]]:
         key = str(self._number)
         try:

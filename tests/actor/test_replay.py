@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -15,30 +16,31 @@ from typing import Any
 import numpy as np
 import pytest
 from live_system import Checkpoints, make_run
-from samples import groups_of, scored_samples
+from safetensors.torch import load_file
+from sidecar_rig import Instance
+from simulated_journal import simulate
 from test_loop import PPO, Server, go, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import PPORun
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.actor.run.recorded_steps import (
-    OLD_LOGPROBS,
-    describe_samples,
-    find_steps,
-    openings_of,
-    samples_of,
-)
+from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, describe_samples, find_steps, samples_of
 from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import find_changes, write_settings
-from rlhf_triton.config import load_config
+from rlhf_triton.client.client import TrainAnswer
+from rlhf_triton.config import RunConfig, load_config, parse_config
 from rlhf_triton.store import record_log
-from rlhf_triton.store.durable import make_folder
+from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
-from rlhf_triton.tools.replay import main, replay
+from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.tools.replay import main, replay, sections_of
 from rlhf_triton.tools.report.data import load_run
 from rlhf_triton.tools.report.samples import shown_steps
+from rlhf_triton.trainer.sidecar import run_sidecar
+from rlhf_triton.wire.contract import Limits
+from rlhf_triton.wire.training_payload import train_payload
 
 SETTINGS: dict[str, Any] = {
     "algorithm_name": "grpo",
@@ -141,7 +143,7 @@ def test_steps_before_a_resume_are_void(tmp_path):
     for session, resumed, steps in ((1, 0, (1, 2, 3)), (2, 1, (2,))):
         log = RecordLog(tmp_path, {"kind": "opening", "session": session, "resumed": resumed, "step": resumed})
         for step in steps:
-            log.append(lambda step=step: StoredRecord({"kind": "step", "step": step}))
+            log.append(lambda step=step: StoredRecord({"kind": "step", "step": step, "groups": []}))
         log.close()
     assert {step: segment for step, (segment, _) in find_steps(tmp_path, 1, 3).steps.items()} == {1: 1, 2: 2}
 
@@ -212,6 +214,34 @@ def flip_a_bit(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "part", "told"),
+    [
+        ("step", "end", "step 2; restore the file"),
+        ("step", "prefix", "a record is incomplete; restore the file"),
+        ("step", "header", "a record does not match its digest; restore the file"),
+        ("group", "end", r"step 2, group 2, sample \d \(prompt \d\): `\S+`; restore the file"),
+    ],
+)
+def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, capsys):
+    path = path_of(samples_of(copy), 1)
+    data = bytearray(path.read_bytes())
+    places = [(position, record.header) for position, record in read_records(samples_of(copy), 1)]
+    mark_of_the_end = len(data) - record_log.PREFIX.size
+    (begin, _), (end, _) = next(
+        pair
+        for pair in itertools.pairwise([*places, (mark_of_the_end, {})])
+        if (pair[0][1]["kind"], pair[0][1]["step"]) == (kind, 2)
+    )
+    data[{"prefix": begin + 9, "header": begin + record_log.PREFIX.size + 9, "end": end - 1}[part]] ^= 1
+    path.write_bytes(bytes(data))
+    assert main([str(copy), "--step", "1"]) == 0
+    assert main([str(copy), "--step", "2"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(f"{path} is damaged at byte {begin}: {told}", error), error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "prepare", "told"),
     [
         ("--step 0", None, "--step 0: steps are counted from 1"),
@@ -221,11 +251,13 @@ def flip_a_bit(run: Path) -> None:
         (
             "--step 9 --fork {run}/new",
             None,
-            "lacks step 5, which a replay of step 8 needs (from the checkpoint of step 4)",
+            "lacks step 5, which a replay of step 8 needs (from the checkpoint of step 4): it was never complete, or",
         ),
         ("--step 2 --fork {run}/new actor.stps=2", None, "unknown key actor.stps"),
         ("--step 5", None, "lacks step 5, which a replay of step 5 needs (from the checkpoint of step 4)"),
-        ("--step 5", None, "or is no longer kept; steps 1 to 4 can be replayed"),
+        ("--step 5", None, "or actor.keep_checkpoints (3) no longer keeps it; steps 1 to 4 can be replayed"),
+        ("--step 2 --fork {run}/new actor.policy.lora_rank=4", None, "actor.policy.lora_rank cannot change after the"),
+        ("--step 2 --fork {run}/new actor.algorithm.name=ppo", None, "ppo needs a critic, and {run} has none; choose"),
         ("--step 1", lambda run: path_of(samples_of(run), 1).unlink(), "lacks step 1, which a replay of step 1 needs"),
         (
             "--step 1",
@@ -253,41 +285,14 @@ def test_run_in_progress_is_not_replayed(copy, capsys):
     assert "is the folder of a run in progress; stop it" in capsys.readouterr().err
 
 
-def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path, checkpoints, monkeypatch):
+def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path, monkeypatch):
     """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept; segments of any size."""
     monkeypatch.setattr(record_log, "SEGMENT_BYTES", 20_000)
-    config = make_run(tmp_path, checkpoints, actor={"keep_checkpoints": 2}).config
-    moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
-    state: Any = SimpleNamespace(
-        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
-        shaper=SimpleNamespace(moments=moments),
-        kl=SimpleNamespace(coef=0.0),
-        inputs=SimpleNamespace(
-            seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step), fingerprints={}
-        ),
-    )
-    groups = groups_of(scored_samples(), 2)
-    sizes = []
-    for session in range(3):
-        samples = SampleJournal(config, state)
-        samples.resume(session * 100)
-        for step in range(session * 100 + 1, session * 100 + 101):
-            samples.add_groups(step, groups)
-            samples._append(lambda step=step: StoredRecord({"kind": "step", "step": step}))
-            if step % 10 == 0:
-                asyncio.run(samples.durable())
-                for kept in range(max(10, step - 10), step + 1, 10):
-                    make_folder(tmp_path / "checkpoints" / "actor" / str(kept))
-                    (tmp_path / "checkpoints" / "actor" / str(kept) / "state.json").touch()
-                shutil.rmtree(tmp_path / "checkpoints" / "actor" / str(step - 20), ignore_errors=True)
-                samples.prune(step)
-                sizes.append(sum(path.stat().st_size for path in samples_of(tmp_path).iterdir()))
-        samples.close()
+    first, *later = simulate(tmp_path, 300, starts=3)
+    assert all(start.most_bytes < 1.1 * first.most_bytes for start in later)
     folder = samples_of(tmp_path)
-    assert max(sizes) < 3 * sizes[0], sizes
-    assert [*find_steps(folder, 1, 300).steps] == [*range(291, 301)]
-    assert min(opening["step"] for opening in openings_of(folder).values()) == 290
-    of_both = "20 groups, each a prompt with its responses, of steps 291 to 300; `rlhf-triton replay` reads them"
+    assert [*find_steps(folder, 1, 300).steps] == [*range(281, 301)], "from two steps before the oldest checkpoint"
+    of_both = "40 groups, each a prompt with its responses, of steps 281 to 300; `rlhf-triton replay` reads them"
     assert describe_samples(folder, 300) == of_both
 
 
@@ -309,6 +314,85 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(step, grpo, tmp
     if step < 3:  # the run's own third step was repeated with another learning rate
         assert same[: 3 - step] == old[step - 1 : 2]
     assert other != same
+
+
+class WithSidecar(Server):
+    """A critic that a real sidecar trains, from a journal as a server would write it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self._journal = Journal(config.run.journal_dir, config.run.identity)
+        self._instance = Instance(WeightsStore(config.run.weights_dir))
+        self._stop = threading.Event()
+        self._sidecar = threading.Thread(target=run_sidecar, args=(config, self._stop))
+
+    def start(self) -> None:
+        self._sidecar.start()
+        self._instance.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._sidecar.join()
+        self._instance.close()
+
+    async def _result(self, entry: Entry) -> Result:
+        while (result := self._journal.result(entry)) is None:
+            await asyncio.sleep(0.01)
+        assert result.error is None
+        return result
+
+    async def train(self, payload: Any, *, run_id: str, step: int) -> TrainAnswer:
+        entry = self._journal.accept_training(train_payload(payload, Limits(1000)), run_id=run_id, step=step)
+        result = await self._result(entry)
+        return TrainAnswer(result.loss_mean or 0.0, result.weights_version)
+
+    async def save(self, **given: Any) -> int:
+        return (await self._result(self._journal.accept_save(**given))).weights_version
+
+    async def rewind(self, *, run_id: str, step: int) -> int:
+        return (await self._result(self._journal.accept_rewind(run_id=run_id, target=step))).weights_version
+
+
+def train_with_critic(config: RunConfig) -> list[dict[str, Any]]:
+    """Train a run to its end; return the tensors of its last checkpoints, of policy and critic."""
+    server = WithSidecar(config)
+    run = PPORun(config, server)  # type: ignore[arg-type]
+    server.tokenizer = run.policy.tokenizer
+    write_settings(config, {})
+    server.start()
+    try:
+        go(run)
+    finally:
+        server.close()
+    files = config.run.dir.glob(f"checkpoints/*/{config.actor.steps}/*.safetensors")
+    return [{name: tensor.tolist() for name, tensor in load_file(file).items()} for file in sorted(files)]
+
+
+def test_fork_of_a_run_with_a_critic_goes_on_with_the_critic_of_its_step(tmp_path, checkpoints, capsys):
+    """From a checkpoint, and from a step without one; unchanged, it trains both models as the run did."""
+    folder = tmp_path / "run"
+    policy, critic = train_with_critic(make_run(folder, checkpoints, actor={**SETTINGS, **PPO, "steps": 4}).config)
+    assert main([str(folder), "--step", "1", "--to", "4"]) == 0
+    assert capsys.readouterr().out.count(": identical, the critic too (") == 4
+    for step, change in ((3, []), (4, []), (3, ["trainer.optimizer.lr=0.1"])):
+        fork = tmp_path / f"fork {step} {change}"
+        assert main([str(folder), "--step", str(step), "--fork", str(fork), *change]) == 0
+        forked = train_with_critic(load_config(fork / "run.yaml"))
+        assert forked[0] == policy, "the values of the server are always 0"
+        assert (forked[1] == critic) == (not change)
+        assert replay(fork, 4, 4) == 0
+    shutil.rmtree(folder / "checkpoints" / "critic" / "2")
+    assert main([str(folder), "--step", "3", "--fork", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "--fork: the critic after step 2 is not kept: " in error
+    assert error.endswith("; its checkpoints are of steps 4\n")
+    assert not (tmp_path / "new").exists()
+
+
+def test_fork_keeps_a_default_that_replaces_a_published_value():
+    actor = {"algorithm": {"name": "sao"}, "kl": {"coef": 0.01}}
+    config = RunConfig.model_validate({"actor": actor})
+    assert parse_config(sections_of(config), "run.yaml", []).actor.kl == config.actor.kl
 
 
 def test_damaged_samples_are_set_aside_at_a_resume(copy, caplog):

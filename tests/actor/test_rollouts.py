@@ -360,7 +360,7 @@ def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(i
 
     async def main() -> None:
         simulation, critic = Simulation(log_normal), InstantCritic()
-        rollouts = make_rollouts(simulation, inputs, critic, steps=3, max_off_policy_steps=2, ranks=2)
+        rollouts = make_rollouts(simulation, inputs, critic, steps=3, max_off_policy_steps=1, ranks=2)
         for step in (1, 2, 3):
             await rollouts.take(step)
             assert len(simulation.started) == step * PER_STEP

@@ -16,9 +16,9 @@ from rlhf_triton.store.record_log import (
     DamagedRecord,
     RecordLog,
     StoredRecord,
+    openings_of,
     path_of,
     read_records,
-    record_at,
     segments,
 )
 
@@ -65,8 +65,7 @@ def test_appended_records_are_read_in_order_from_segments_of_bounded_size(tmp_pa
     assert len(segments(tmp_path)) > 3
     write(tmp_path, 20, 21)
     assert numbers_in(tmp_path) == [*range(22)]
-    openings = [record_at(tmp_path, number) for number in segments(tmp_path)]
-    assert [opening and opening.header for opening in openings][-2:] == [{"opening": 0}, {"opening": 20}]
+    assert [*openings_of(tmp_path).values()][-2:] == [{"opening": 0}, {"opening": 20}]
     log = RecordLog(tmp_path, {})
     log.remove_before(segments(tmp_path)[-1])
     log.close()
@@ -96,7 +95,7 @@ def test_segment_whose_opening_a_crash_has_cut_is_removed(size, tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2)
     path_of(tmp_path, 2).write_bytes(path_of(tmp_path, 2).read_bytes()[:size])
-    assert record_at(tmp_path, 2) is None
+    assert [*openings_of(tmp_path)] == [1]
     write(tmp_path, 3)
     assert numbers_in(tmp_path) == [1, 3]
 
@@ -113,6 +112,18 @@ def test_every_flipped_bit_of_a_record_on_disk_is_an_error_that_names_file_and_p
             numbers_in(tmp_path)
     with pytest.raises(DamagedRecord):
         RecordLog(tmp_path, {})
+
+
+@pytest.mark.parametrize("at", [9, record_log.PREFIX.size + 9], ids=["prefix", "payload"])
+def test_records_after_a_damaged_one_are_read(at, tmp_path):
+    write(tmp_path, 1, 2, 3)
+    (_, _, position, _) = [position for position, _ in read_records(tmp_path, 1)]
+    data = bytearray(path_of(tmp_path, 1).read_bytes())
+    data[position + at] ^= 1
+    path_of(tmp_path, 1).write_bytes(bytes(data))
+    damage: list[DamagedRecord] = []
+    found = [record.header.get("number") for _, record in read_records(tmp_path, 1, damage.append)]
+    assert (found, [error.position for error in damage]) == ([None, 1, 3], [position])
 
 
 @pytest.mark.parametrize(

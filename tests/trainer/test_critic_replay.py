@@ -35,3 +35,38 @@ def test_critic_replays_identically_from_a_checkpoint(make):
     )
     critic._update.trained.optimizer_step += 10
     assert re.fullmatch(r"the critic's loss: \S+ in the run, \S+ here", critic.train(3, payload(3)))
+
+
+def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):
+    """Its sidecar accepts the actor's rewind to that step, serves the critic, and trains as the run did."""
+    rig = make(threads=1)
+    rig.serve()
+    rig.start().train(1, 2)
+    rig.save()
+    rig.train(3)
+    rig.stop()
+    new = make("new", threads=1)
+    critic = CriticReplay(rig.config, 2)
+    critic.save(new.config)
+    new.serve()
+    new.start()
+    rewound = new.answer(new.journal.accept_rewind(run_id="run", target=2))
+    assert rewound.error is None
+    assert new.store.manifest(rewound.weights_version).step == 2
+    new.train(3)
+    new.stop()
+    assert new.store.manifest(new.store.current() or 0).files == rig.store.manifest(rig.store.current() or 0).files
+
+
+def test_critic_of_a_resumed_run_replays_with_its_new_settings(make):
+    rig = make(threads=1, lr=1e-2)
+    rig.serve()
+    rig.start().train(1)
+    rig.stop()
+    critic = CriticReplay(rig.config, 0)
+    assert critic.train(1, payload(1)) == ""
+    again = make(threads=1, lr=5e-2)
+    again.start().train(2)
+    again.stop()
+    assert critic.resumed(again.config).train(2, payload(2)) == ""
+    assert critic.train(2, payload(2)) != ""

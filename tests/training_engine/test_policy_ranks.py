@@ -2,6 +2,7 @@
 
 import asyncio
 import string
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,12 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import padded, rows_of
+from rlhf_triton.actor.generation.row_sources import SamplingJob
+from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
 from rlhf_triton.config import RunConfig
@@ -32,7 +36,7 @@ from rlhf_triton.errors import RankFailed
 from rlhf_triton.models import adapters
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
-from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
+from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Operations, Ranks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
@@ -175,6 +179,46 @@ def spoil_the_last_sampler(ranks: Ranks) -> None:
     Policy.follow_sampling = spoiled  # type: ignore[method-assign]
 
 
+def gives_up(ranks: AnyRanks, folder: Path) -> Any:
+    """Give up a job that rank 1 responds to slowly; return the next one's tokens, or the jobs that rank 1 answers."""
+    config = RunConfig(actor=settings_of(folder, "ppo"))
+    if isinstance(ranks, Ranks) and ranks.rank:
+        answered, lanes = list[int](), list[Operations]()
+        follow, decode, reply = OtherSamplers.follow, Decoder._decode_step, OtherSamplers._reply
+
+        def followed(samplers: OtherSamplers, *given: Any) -> None:
+            lanes.append(samplers._lane)
+            follow(samplers, *given)
+
+        def decode_after_rank_0(decoder: Decoder) -> None:
+            while lanes and not lanes[0].has_next():
+                time.sleep(0.01)
+            lanes.clear()
+            decode(decoder)
+
+        def replied(samplers: OtherSamplers, number: int, message: Any) -> None:
+            answered.append(number)
+            reply(samplers, number, message)
+
+        OtherSamplers.follow = followed  # type: ignore[method-assign]
+        Decoder._decode_step = decode_after_rank_0  # type: ignore[method-assign]
+        OtherSamplers._reply = replied  # type: ignore[method-assign]
+        follow_rank_0(config, ranks)
+        return answered
+    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
+
+    def give_up(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    if isinstance(ranks, Ranks):
+        policy.add(SamplingJob(dict(enumerate(PROMPTS)), give_up, 1, False))
+        with pytest.raises(asyncio.CancelledError):
+            policy.decode()
+        policy.abandon()
+    policy.renew_sampler()
+    return [row.tokens.tolist() for row in rows_of(policy.generate(PROMPTS, seed=2))]
+
+
 def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> list[list[dict[str, Any]]] | None:
     """Return the rows of conversations with an environment, some of which fail."""
     settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
@@ -238,6 +282,13 @@ def test_policy_update_on_ranks_matches_one_process(folder, size, cases):
             assert found["stats"] == [pytest.approx(stats, rel=1e-11, abs=1e-12) for stats in one["stats"]]
             assert largest(found["gradients"], one["gradients"]) <= 1e-12
             assert found["distance"] <= 1e-12
+
+
+def test_other_ranks_end_the_responses_that_rank_0_gives_up(folder):
+    """A run that `actor.max_minutes` ends renews the samplers for its validation while they still respond."""
+    tokens, answered = on_ranks(2, gives_up, folder)
+    assert tokens == gives_up(ALONE, folder)
+    assert {*answered} == {3}, "the first operation was given up by the second"
 
 
 @pytest.mark.slow

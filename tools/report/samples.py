@@ -56,12 +56,13 @@ class ShownStep:
 
 
 def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:
-    """Return the newest steps in the run's journal, and why there are none if it cannot be read."""
+    """Return the newest steps in the run's journal, and what of it cannot be read."""
     last = run.steps[-1]["step"] if run.steps else 0
     try:
         found = find_steps(samples_of(run.folder), max(1, last - MOST_STEPS + 1), last)
         tokenizer = _tokenizer_of(run) if found.steps else None
-        return [_shown_step(found, step, tokenizer) for step in sorted(found.steps)], ""
+        problem = reason_of(found.damage[0]) if found.damage else ""
+        return [_shown_step(found, step, tokenizer) for step in sorted(found.steps)], problem
     except REPORTED as error:  # the rest of the page does not depend on it
         return [], reason_of(error)
 

@@ -1,0 +1,103 @@
+"""A run that only writes its journal of samples, over many steps and several starts, and what this costs.
+
+PYTHONPATH=tests/support .venv/bin/python -m simulated_journal 100000
+"""
+
+import asyncio
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from samples import groups_of, scored_samples
+
+from rlhf_triton.actor.data.prompts import Positions
+from rlhf_triton.actor.run.recorded_steps import samples_of
+from rlhf_triton.actor.run.sample_journal import SampleJournal
+from rlhf_triton.config import RunConfig
+from rlhf_triton.store.durable import make_folder
+from rlhf_triton.store.record_log import StoredRecord
+
+EVERY, KEEP, AHEAD, NUM_TENSORS = 10, 2, 2, 100
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run, and the steps until its next one."""
+
+    first: int
+    start_s: float
+    step_ms: float
+    most_bytes: int  # of the folder, at a checkpoint
+    resident_mib: float  # the largest so far
+
+
+def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
+    """Record steps of two groups of two samples, with a checkpoint after every 10th, and the next ones in flight."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": folder},
+            "critic": {"model": "none"},
+            "rewards": {"verdict": {"function": "verdict.py:verdict"}},
+            "actor": {
+                "keep_checkpoints": KEEP,
+                "max_off_policy_steps": AHEAD,
+                "rollout_size": 4,
+                "algorithm": {"name": "grpo", "responses_per_prompt": 2, "correction": {"mode": "none"}},
+            },
+        }
+    )
+    moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
+    state: Any = SimpleNamespace(
+        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
+        shaper=SimpleNamespace(moments=moments),
+        kl=SimpleNamespace(coef=0.0),
+        inputs=SimpleNamespace(
+            seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step), fingerprints={}
+        ),
+    )
+    checkpoints = folder / "checkpoints" / "actor"
+    groups = groups_of([*scored_samples()][:4], 2)
+    digests = np.zeros(NUM_TENSORS, np.uint64)
+
+    async def session(first: int, last: int) -> Start:
+        begin = time.monotonic()
+        samples = SampleJournal(config, state)
+        samples.sampled(first - 1)
+        samples.resume(first - 1)
+        start_s = time.monotonic() - begin
+        sizes = [0]
+        for step in range(first, last + 1):
+            for number, group in enumerate(groups, 2 * (step + AHEAD)):
+                samples.add_sampled(number, step, group)
+            samples.add_groups(step, groups)
+            await samples.durable()
+            header = {"kind": "step", "step": step, "groups": samples._numbers}
+            samples._append(lambda header=header: StoredRecord(header, {"weights": digests}))
+            if step % EVERY == 0:
+                await samples.durable()
+                make_folder(checkpoints / str(step))
+                (checkpoints / str(step) / "state.json").touch()
+                shutil.rmtree(checkpoints / str(step - KEEP * EVERY), ignore_errors=True)
+                samples.prune(step)
+                sizes.append(sum(path.stat().st_size for path in samples_of(folder).iterdir()))
+        samples.close()
+        step_ms = 1e3 * (time.monotonic() - begin - start_s) / (last - first + 1)
+        return Start(first, start_s, step_ms, max(sizes), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+    size = steps // starts
+    for number in range(starts):
+        yield asyncio.run(session(number * size + 1, (number + 1) * size))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        for found in simulate(Path(temporary), int(sys.argv[1]), starts=10):
+            print(found, flush=True)
