@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -103,6 +104,9 @@ class Policy:
         skip_inspections(self.sampler)
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
+        self._published_generation: dict[str, Any] = json.loads(causal.generation_config.to_json_string())
+        for model in (self.model, self.sampler):  # some versions refuse to save a published one that warns
+            self.causal(model).generation_config = GenerationConfig()
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         if special.template_end is not None and ranks.rank == 0:
             logger.info(
@@ -282,11 +286,10 @@ class Policy:
         """
         self._save_model(folder)
         self.tokenizer.save_pretrained(folder)
-        # Edited in the file: transformers refuses to save a changed GenerationConfig if it warns about other settings.
-        file = folder / GENERATION_CONFIG_NAME
         ends = [token for token in self.eos_ids if token < self.vocab_size] or self.eos_ids
         named = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.pad_id}
-        file.write_text(json.dumps({**json.loads(file.read_text()), **named}, indent=2) + "\n")
+        file = folder / GENERATION_CONFIG_NAME
+        file.write_text(json.dumps({**self._published_generation, **named}, indent=2) + "\n")
 
     def _save_model(self, folder: Path) -> None:
         """Save the policy with its adapters merged in, one tensor at a time.

@@ -1,6 +1,7 @@
 """Runs asyncio code in simulated time: when all tasks sleep, the clock jumps to the first one that wakes."""
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -21,5 +22,5 @@ def run_simulated(main: Coroutine[Any, Any, T]) -> T:
     selector = _Jump()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now  # type: ignore[method-assign]
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(main)
+    with contextlib.closing(loop):
+        return loop.run_until_complete(main)

@@ -50,7 +50,7 @@ class RequestLog:
 
         async def noted(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            status = int(message.get("status", status))  # an HTTPStatus has another text in Python 3.10
             await send(message)
 
         state = scope.setdefault("state", {})
