@@ -13,7 +13,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SHARED = {
-    "servers": r"\blive: System\b",
+    "servers": r"^(async )?def test_\w+\([^)]*\blive\b",
     "ranks": r"^from ranks import\b",
 }
 
