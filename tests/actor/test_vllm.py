@@ -246,7 +246,7 @@ async def test_timeouts_of_a_vllm_server_that_is_not_ready_are_an_outage(setup, 
         server.is_hanging = True
         running = asyncio.create_task(run(here))
         await until(lambda: len(server.requests) == 3)
-        server.silent = {"/version"}
+        server.silent = {"/version", "/weight_info"}
         await until(lambda: "no healthy server" in caplog.text)
         server.silent, server.is_hanging = set(), False
         assert await running == [PolicyTurn(END, True, [-0.5] * 4)] * 3
