@@ -146,6 +146,9 @@ class DisturbedSystem:
     def is_whole(self) -> bool:
         """Whether server and programs run, every model has its process, and no rank is missing."""
         server = self._supervisor.server
+        pids = {server.pid, *(child.process.pid for child in self._newest()), *(vllm.server.pid for vllm in self._vllm)}
+        if pids & self._killed:  # even if it is not seen to have ended yet
+            return False
         if server.poll() is not None or any(child.poll() is not None for child in self._newest()):
             return False
         return all(server.processes().values()) and len(self.ranks()) == self.config.trainer.ranks
@@ -224,7 +227,7 @@ class DisturbedSystem:
         """Check a run that has been stopped after step `last`: only killed processes ended, and none is left; each step
         has trained the critic once and has its line of metrics, and every response was scored.
         """
-        assert self.troubles == [], "only killed processes end"
+        assert self.troubles == [], f"only killed processes end: {self.troubles}"
         assert self.leftovers() == []
         run_dir, current = self.config.run.dir, self.store.current()
         critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
