@@ -28,7 +28,9 @@ def check_prompts(config: RunConfig) -> list[Prompt]:
     Returns the prompts of these rows, without those for validation. Raises ConfigError if a row or length is refused.
     """
     check_lengths(config)
-    policy, prompts, validation = config.actor.policy.model.absolute(), config.actor.prompts, config.actor.validation
+    policy = config.actor.policy.model.absolute()
+    prompts = config.actor.prompts
+    validation = config.actor.validation
     reader = PromptReader.from_config(config, load_tokenizer(policy), num_embeddings(policy))
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     paths = {key: path for key, path in {**prompts.paths, **held_out}.items() if path is not None}

@@ -111,7 +111,9 @@ class Steps:
 
 def disturb(system: DisturbedSystem, generator: random.Random, kills: int) -> Counter[str]:
     """Kill processes at random moments until there were `kills`, and steps after them; return how often each was."""
-    steps, killed, victims = Steps(system), Counter[str](), list[str]()
+    steps = Steps(system)
+    killed = Counter[str]()
+    victims = list[str]()
     while killed.total() < kills:
         steps.wait_for_another()
         time.sleep(generator.uniform(0.0, LONGEST_PAUSE_S))

@@ -184,7 +184,9 @@ def gives_up(ranks: AnyRanks, folder: Path) -> Any:
     config = RunConfig(actor=settings_of(folder, "ppo"))
     if isinstance(ranks, Ranks) and ranks.rank:
         answered, lanes = list[int](), list[Operations]()
-        follow, decode, reply = OtherSamplers.follow, Decoder._decode_step, OtherSamplers._reply
+        follow = OtherSamplers.follow
+        decode = Decoder._decode_step
+        reply = OtherSamplers._reply
 
         def followed(samplers: OtherSamplers, *given: Any) -> None:
             lanes.append(samplers._lane)
