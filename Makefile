@@ -47,7 +47,7 @@ gpu-check:
 test-repeated:
 	$(PYTHON) tests/repeat.py $(if $(PYTHONS),--pythons $(PYTHONS))
 
-# Breaks the code in 350 ways (tests/mutations.toml), for each of which a test must fail.
+# Breaks the code in each of the ways of tests/mutations.toml, which a test must notice.
 # ONLY="PART ...": the faults whose name or path has one of these parts.
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants.py $(ONLY)

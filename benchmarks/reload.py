@@ -179,7 +179,9 @@ class ReloadService:
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
         self._step = 0
-        found = sorted(os.sched_getaffinity(0))  # of server, clients and trainer; with two, the last two share one
+        found = sorted(
+            os.sched_getaffinity(0)
+        )  # for server, clients and trainer; with two cores the last two share one
         self.client_core = found[:2][-1]
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.

@@ -21,7 +21,7 @@ def share_of_e(completions, **_):  # or, of a served model, rt.RewardClient(url)
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 
-def gae(values, reward):  # of a response, with gamma 1 and lambda 0.95; its last token has the reward
+def gae(values, reward):  # gamma 1, lambda 0.95; the response's last token has the reward
     gains = np.append(values[1:], reward) - values
     for t in reversed(range(len(gains) - 1)):
         gains[t] += 0.95 * gains[t + 1]

@@ -56,7 +56,7 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
     """
     places = {place.key.removesuffix(".policy.device").removesuffix(".device"): place for place in config.places}
     rows = [["role", "device", *COLUMNS, "sum"]]
-    parts: dict[str, dict[str, int]] = {}  # of each device, by role
+    parts: dict[str, dict[str, int]] = {}  # device -> role -> bytes
     for role, held in _roles(config, served_only):
         place = places[role]
         gpus = {gpu for other in config.places for gpu in other.gpus if other.machine == place.machine}

@@ -25,7 +25,9 @@ from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
 from rlhf_triton.tools.trials import environment_problems, function_problems
 
 PROBE_S = 30.0
-COPIES = 6  # of a trained model on the disk: two versions, and a checkpoint of weights and two moments twice as large
+# A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
+# twice as large.
+COPIES = 6
 
 
 class CheckedRun:

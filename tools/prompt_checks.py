@@ -19,7 +19,7 @@ from rlhf_triton.tools.input_checks import template_problem
 from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.wire.contract import ContractError, Limits
 
-CHECKED_ROWS = 1000  # of each prompt file
+CHECKED_ROWS = 1000  # in each prompt file
 
 
 def check_prompts(config: RunConfig) -> list[Prompt]:

@@ -79,7 +79,7 @@ class Drift:
 
     path: Path
     diff: str
-    text: str | None  # of the file as it should be; None: it should not be there
+    text: str | None  # the file's expected content; None: there should be no file
 
 
 def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str, str]:
@@ -179,7 +179,9 @@ def _rewards(config: RunConfig, place: Place, render: Render) -> dict[str, str]:
         return {contract.REWARD_MODEL: checkpoint(contract.REWARD_MODEL)}
     meaning = ServedModel.of(parameters).meaning
     declared = {
-        **{name: value for name, value in meaning.items() if name != contract.LABELS},  # of the model alone
+        **{
+            name: value for name, value in meaning.items() if name != contract.LABELS
+        },  # LABELS describe the model alone
         "functions_fingerprint": _functions_fingerprint(config),
         **{name: value for name, value in reward_parameters(config).items() if value is not None},
     }

@@ -26,7 +26,7 @@ from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import server_urls
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
-TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
+TAIL_BYTES = 1 << 16  # read from the end of a log or JSONL file; a line of metrics has some kilobytes
 
 
 @reporting

@@ -24,7 +24,7 @@ from rlhf_triton.checkpoints.tensor_file import STORED_AS, write_tensors
 from rlhf_triton.process import die_with_parent
 
 SHARD_BYTES = 5_000_000_000
-SPARE_BYTES = 512 << 20  # of the process itself, and of small files
+SPARE_BYTES = 512 << 20  # for the process itself and for small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
 TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|hparams\w*|loops|callbacks")
 """Keys of the state of a training, which is no part of the model."""

@@ -207,7 +207,7 @@ def importance_factors(
 # token.
 
 
-K3_RANGE = (-11.0, 2.61)  # of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
+K3_RANGE = (-11.0, 2.61)  # range of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
 MOST_DPPO_RATIO = 20.0  # as in verl
 HORIZON = 10_000  # time constant of the controller, in responses
 MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout

@@ -25,7 +25,7 @@ EMPTY: tuple[Any, ...] = (None, "", [])
 JSONL_HINT = "; a JSONL file has one object per line, as written by df.to_json(path, orient='records', lines=True)"
 NO_SOURCE = "must have a text, messages or prompt column"
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
-MAX_DEPTH = MAX_NESTING - 1  # of a column, which is within the metadata
+MAX_DEPTH = MAX_NESTING - 1  # columns are one level down, in the metadata
 EXACT = 2**53  # integers below it convert to float without rounding
 CACHED_BYTES = 2**30  # limit for decoded row groups of Parquet files
 FINGERPRINT_BYTES = 64 * 1024

@@ -37,7 +37,7 @@ class ShuffledFile:
 
     def __init__(self, path: Path, reader: PromptReader, seed: Sequence[int]) -> None:
         self.rows, self._reader, self._seed = open_rows(path), reader, seed
-        self.fingerprint = fingerprint(path)  # of the opened file; another one may replace it during the run
+        self.fingerprint = fingerprint(path)  # identifies the opened file, which may be replaced during the run
         if not len(self.rows):
             raise PromptError(f"{path} has no prompts")
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # current epoch and its permutation

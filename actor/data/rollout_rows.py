@@ -32,7 +32,7 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)  # terms of the reward; NaN: failed or not applicable
     reward_version: int | None = None  # version of a live reward model
     failure: str = ""  # why the row cannot be trained on; empty if it can
-    weights: Mapping[str, float] = field(default_factory=dict)  # of the components in the reward; 0: only charted
+    weights: Mapping[str, float] = field(default_factory=dict)  # a component's weight in the reward; 0: only charted
 
 
 UNSCORED = Score(failure="it was not scored")

@@ -174,7 +174,7 @@ def _is_defect(error: BaseException, given: str) -> bool:
     """Return whether user code would fail for every policy, not only for the row and the action in `given`."""
     if isinstance(error, KeyError):  # such as a missing column; a command of the policy is in its action
         return str(next(iter(error.args), "")) not in given
-    if isinstance(error, AttributeError):  # of None, an action may not match a pattern
+    if isinstance(error, AttributeError):  # `re.match` gives None for an action that does not match
         return error.obj is not None
     return isinstance(error, (BadScore, NameError, ImportError))
 

@@ -74,7 +74,7 @@ class _Place:
 
     order: int  # number of its job
     job: SamplingJob
-    index: int  # of its prompt in the job
+    index: int  # the prompt's position in the job
 
 
 class JobRows:

@@ -41,7 +41,7 @@ class OtherSamplers:
         connection = ranks.connection("sampling")
         self._lane, self._mail = Operations(ranks.rank, connection), Mailbox(ranks.rank, connection)
         self._closed = threading.Event()
-        self._number = 0  # of the current operation; other ranks may still answer an earlier one that rank 0 gave up
+        self._number = 0  # the current operation; other ranks may still answer an earlier one, which rank 0 gave up
 
     def respond(self, generation: Generation, job: SamplingJob) -> None:
         """Generate rank 0's share of the responses with `generation`; receive other ranks' responses as they end.

@@ -59,7 +59,7 @@ class PolicyUpdate:
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
-            scale = 1.0  # of the loss; metrics stay means over tokens
+            scale = 1.0  # scales the loss only; metrics stay means over tokens
             if self._method.loss_mean == "constant":
                 scale = total * rows_per_conversation / (len(rows) * self._max_new_tokens)
             sums = self._gradients(batch, rows, total, kl_coef, scale=scale)

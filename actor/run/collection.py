@@ -28,7 +28,7 @@ from rlhf_triton.config import ActorSection, AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
 T = TypeVar("T")
-MAX_RESCORES = 3  # of a group; each one follows a swap during the scoring before, so more than one is rare
+MAX_RESCORES = 3  # per group; a swap during scoring causes one, so more than one is rare
 
 
 @dataclass

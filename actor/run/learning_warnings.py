@@ -34,7 +34,7 @@ class LearningWarnings:
     def check(
         self, step: int, line: Mapping[str, Any], conversations: Sequence[Conversation], contributing: set[int]
     ) -> None:
-        """Check a step.
+        """Warn if the metrics of a step show that the policy learns little or nothing.
 
         Args:
             line: the step's line of metrics.jsonl.

@@ -36,11 +36,11 @@ from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What the replay of a step has found."""
+    """The differences between a recorded step and its replay."""
 
     step: int
     difference: str  # the first difference from the run; "" if there is none
-    payload: TrainPayload | None  # of the critic's update; None without a critic
+    payload: TrainPayload | None  # the critic's update; None without a critic
     has_weights: bool  # whether the trained weights were compared
     seconds: float
 

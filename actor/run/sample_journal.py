@@ -50,13 +50,13 @@ VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN
 
 @dataclass(frozen=True)
 class StepResults:
-    """What a step has computed."""
+    """The results of one training step."""
 
-    batch: PPOBatch  # of the rows that the policy learned from
+    batch: PPOBatch  # the rows that the policy learned from
     num_dropped: int  # groups at the end that only the critic learned from
     payload: Mapping[str, np.ndarray] | None  # from `critic_payload`; None without a critic
     update: Mapping[str, float]  # metrics of the policy's update; {} if only the critic was trained
-    old_logprobs: Tensor | None = None  # of `PolicyUpdate`
+    old_logprobs: Tensor | None = None  # as `PolicyUpdate` returns them
 
 
 class SampleJournal:

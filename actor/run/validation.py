@@ -29,7 +29,7 @@ class Validation:
 
     conversations: list[Conversation]
     kl: float | None  # `sequence_kl`
-    explained_variance: float | None  # of the scores' Monte-Carlo returns; None without a critic
+    explained_variance: float | None  # with the scores' Monte-Carlo returns; None without a critic
 
     @property
     def reward(self) -> float:

@@ -36,7 +36,7 @@ from rlhf_triton.store.durable import (
 
 FULL, ADAPTERS = "weights-", "adapters-"  # prefixes of versions' names
 KEPT = 2  # the current version, and the one that a server may still be loading
-KEPT_NAMES = 1000  # of versions; responses were sampled by recent ones
+KEPT_NAMES = 1000  # versions whose names are kept; recent ones sampled the responses
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class VllmGeneration(Generation):
         return bool(self._serving)
 
     def add(self, job: SamplingJob) -> None:
-        """As the interface says; call `renew` first."""
+        """See `Generation`; call `renew` first."""
         with self._adding:
             self._added.put(job)
             if not self._is_serving:
@@ -196,7 +196,7 @@ class VllmGeneration(Generation):
                 attempts = Attempts(MODEL, self._client, self._budget, repeats_late=False, session=session)
                 try:
                     turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
-                except ResponseLost as error:  # of this response alone: counted and masked, and the run continues
+                except ResponseLost as error:  # only this response fails: counted and masked, and the run continues
                     turn = PolicyTurn([], ended=False, logprobs=[], versions=[], error=str(error))
             row_source.deliver(row, self._check_turn(turn))
 

@@ -16,7 +16,7 @@ from examples.demo.pretrained import MINILM, build_once
 from rlhf_triton.store.jsonl import write_jsonl
 from rlhf_triton.tools.example_model import fetch, save_smollm2
 
-CRITIC_LAYERS = 12  # of the policy's 30
+CRITIC_LAYERS = 12  # the policy has 30
 TEMPERATURE = 0.7  # as in configs/smollm2.yaml
 NEW_TOKENS = 24
 PIECES_PER_REPLY = 3  # each sampled reply has this many times NEW_TOKENS tokens and is cut into pieces of NEW_TOKENS

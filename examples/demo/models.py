@@ -39,7 +39,7 @@ BATCH = 64
 LM_MUON_LR, LM_ADAMW_LR = 0.03, 5e-3
 REWARD_MUON_LR, REWARD_ADAMW_LR = 0.01, 1e-3
 ENCODER_LR, ENCODER_HEAD_LR = 2e-4, 1e-3
-FROZEN_LAYERS = 2  # of the encoder, the lowest; its embeddings are frozen, too
+FROZEN_LAYERS = 2  # the encoder's lowest; its embeddings are frozen, too
 VOCAB_SIZE = 2048
 Rows = Sequence[Sequence[int]]
 

@@ -17,7 +17,7 @@ NORM = ("weight", "bias", "running_mean", "running_var")
 class AttributeGate:
     """A gating network: layers that compute each attribute's weight in the reward from a hidden state."""
 
-    prefix: str  # of the gate's layers
+    prefix: str  # names of the gate's layers begin with it
     activation: str
     at_turn: bool = False  # True: the gate reads the start of the last answer's header; False: the scored token
     others: tuple[str, ...] = ()  # further tensors of the gate
@@ -30,7 +30,7 @@ class Form:
     """A published form of head; a row of the table in docs/your-models.md."""
 
     models: str  # checkpoints or trainers with this form, for the documentation
-    prefixes: tuple[str, ...]  # of the layers that compute the outputs; the first one that exists counts
+    prefixes: tuple[str, ...]  # prefixes of the output layers' names; the first one that exists counts
     formula: str  # for the documentation
     kind: HeadKind = "value"
     activation: str = "relu"  # between layers, unless config.json names another one
@@ -141,7 +141,7 @@ class Head:
     num_labels: int  # number of outputs; 1 with a gate
     gate: Layers | None = None
     group: int = 1  # the layers' outputs per attribute: quantiles, bins, or mean and standard deviation
-    temperature: float | None = None  # of the gate's softmax; None: no softmax
+    temperature: float | None = None  # for the gate's softmax; None: no softmax
     others: tuple[str, ...] = ()  # tensors outside the layers: of the gate, and of the standardisation constants
     pooling: Pooling = "auto"  # as in config.json; `auto`: not stated
 

@@ -105,7 +105,7 @@ def _fixed(kind: str) -> str:
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adapters
+ADAPTERS_KEY = "critic_adapters"  # in config.json of a weights version that has only adapters
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 ONLY_ADAPTER = (

@@ -34,8 +34,8 @@ REPEAT_AFTER_S = 30.0  # first repetition of a training request without a respon
 class TrainAnswer:
     """Response of critic_train; `weights_version` is served now."""
 
-    loss_mean: float  # of the update's optimizer steps
-    weights_version: int  # of the critic that the step has made
+    loss_mean: float  # mean over the update's optimizer steps
+    weights_version: int  # the critic that the step has made
 
 
 class TritonClient(AbstractAsyncContextManager["TritonClient"]):

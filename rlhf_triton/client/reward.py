@@ -38,13 +38,13 @@ class Scores(np.ndarray):
     errors: list[str]
     """For each row why it has no reward, empty if it has one."""
     versions: list[int | None]
-    """Of each row, the version of the reward model's weights that scored it; None if the reward has no versions."""
+    """Version of the reward model's weights that scored each row; None if the reward has no versions."""
     components: dict[str, np.ndarray]
-    """Of a sum of rewards: each term by its name, float32 `[n]`, NaN where it failed."""
+    """For a sum of rewards: each term by its name, float32 `[n]`, NaN where it failed."""
     steps: list[np.ndarray]
-    """Of a process reward: the rewards of each row's steps, float32 `[k_i]`; else empty."""
+    """For a process reward: the rewards of each row's steps, float32 `[k_i]`; otherwise empty."""
     step_ends: list[np.ndarray]
-    """Of a process reward: the last token of each step; of a text, the number of characters to its end."""
+    """For a process reward: index of each step's last token; for a text, the number of characters up to its end."""
 
     @classmethod
     def of(cls, results: Sequence[RowResult], served: ServedModel) -> "Scores":

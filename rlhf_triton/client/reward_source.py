@@ -45,7 +45,7 @@ from rlhf_triton.wire.contract import (
 )
 
 ROWS_PER_REQUEST = 32  # one that the server refuses does not affect the others
-ROWS_IN_FLIGHT = 256  # of one caller, at each server: more would wait there, encoded, before the rows of other callers
+ROWS_IN_FLIGHT = 256  # per caller and server: more would wait there, encoded, before the rows of other callers
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
 OUR_NAMES = {
     SENTENCES: "text",
@@ -116,12 +116,12 @@ class RowResult:
     weights_version: int | None = None
     """Version of the reward model's weights, if the server names one."""
     probabilities: tuple[float, ...] = ()
-    """Of the labels, if requested."""
+    """Probabilities of the labels, if requested."""
     steps: tuple[np.ndarray, np.ndarray] | None = None
-    """Of a process reward: the reward of each step, and its end as in the output `step_ends`."""
+    """Each step's reward and its end, as in the output `step_ends`; for process rewards only."""
     error: str | None = None
     status: HTTPStatus = HTTPStatus.OK
-    """What kind of error it is, as a status of HTTP."""
+    """The kind of the error, as an HTTP status."""
 
 
 class Room:
@@ -229,7 +229,7 @@ class RewardSource:
             try:
                 async with timeout(deadline and deadline - asyncio.get_running_loop().time()):
                     return _read(await ask(part), len(part))
-            except RecursionError:  # of JSON
+            except RecursionError:  # json raises it for deep nesting
                 raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
             except asyncio.TimeoutError:
                 cause = f": {self._client.outage}" if self._client.outage else ""

@@ -39,7 +39,7 @@ MAY_DIFFER = frozenset(
         "token_budget",
         "trace_endpoint",
         "training_key_sha256",
-        "workers",  # of a reward function
+        "workers",  # for reward functions
     }
 )
 """Parameters that may differ between servers of a run; all others affect scores or values."""

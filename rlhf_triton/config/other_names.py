@@ -249,7 +249,7 @@ _CRITICS = {  # start of our key of the policy -> of the critic, for a name unde
     "actor.rollout_size": "trainer.global_batch_size",
     "actor.update.minibatch_size": "trainer.global_batch_size",
     "actor.update.epochs": "trainer.epochs",
-    "actor.algorithm.clip_ratio": "trainer.clip_value",  # of the value; it has no upper one
+    "actor.algorithm.clip_ratio": "trainer.clip_value",  # clips the value; there is no upper bound
 }
 _OF_MODEL = {  # names elsewhere -> key in a section of a served model
     "batch_size": "token_budget",

@@ -176,7 +176,7 @@ class CriticModel:
     stored_as: torch.dtype | None = None
     """Data type of the body in versions; None: float32. The head is always in float32."""
     header: tuple[int, ...] = ()
-    """As `RewardModel.header`: every row has values."""
+    """See `RewardModel.header`; every row has values."""
 
     def __init__(
         self,

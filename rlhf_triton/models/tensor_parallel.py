@@ -31,7 +31,7 @@ MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the las
 class RankGroup:
     """This process's membership in a group of ranks."""
 
-    _depth = 0  # of nested `run_on_all_ranks`
+    _depth = 0  # nesting of `run_on_all_ranks`
     _voted_down = False
 
     def __init__(self, rank: int, size: int, device: str, rendezvous: Path) -> None:

@@ -200,7 +200,7 @@ def _check_texts(
         if is_lost((i,), alone) and not is_lost((i,), alone, last):
             continue
         is_known_reasoning = key in REASONING and THOUGHT_END in template and len(last) < len(messages)
-        if key == "name":  # of a participant: OpenAI's clients send it, but few templates write it
+        if key == "name":  # a participant's name: OpenAI's clients send it, but few templates write it
             warn_once(f"the {owner}'s chat template omits the name in messages of the role {role!r}")
             continue
         if is_lost(place, other, last) and not is_known_reasoning:

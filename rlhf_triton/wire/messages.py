@@ -131,8 +131,21 @@ def _warn_of_joined_parts() -> None:
     )
 
 
-def without_nulls(value: Any) -> Any:
-    """Return the value without null-valued keys of objects, at any depth."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def without_nulls(value: Any, is_nested: bool = False) -> Any:
+    """Return the value without null-valued keys of objects, at any depth; those of nested objects are logged once."""
+    if isinstance(value, list):
+        return [without_nulls(inner, is_nested=True) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: without_nulls(inner, is_nested=True) for key, inner in value.items() if inner is not None}
+    if is_nested and len(kept) < len(value):
+        _warn_of_nulls()
+    return kept
+
+
+@functools.cache
+def _warn_of_nulls() -> None:
+    logger.warning(
+        "null-valued keys inside tool calls and tools are left out, because Arrow gives every object the keys of all; "
+        "a template would have written them: to keep those of a call, send its arguments as JSON text"
+    )

@@ -10,7 +10,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.wire.chats import render_chat, template_options
-from rlhf_triton.wire.messages import BadMessages, _warn_of_joined_parts, plain_messages
+from rlhf_triton.wire.messages import BadMessages, _warn_of_joined_parts, _warn_of_nulls, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
 TOOL = {"role": "tool", "content": '{"a": 1}'}
@@ -244,3 +244,17 @@ def test_several_text_parts_are_joined_with_a_warning(caplog):
     for texts, joined, warnings in ((["a"], "a", 0), (["a", "b"], "a\nb", 1), (["c", "d"], "c\nd", 1)):
         (message,) = plain_messages([{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}])
         assert (message["content"], len(caplog.records)) == (joined, warnings)
+
+
+def test_nulls_inside_tool_calls_are_left_out_with_a_warning(caplog):
+    """Arrow adds such nulls, and templates write them; arguments sent as JSON text keep theirs."""
+    _warn_of_nulls.cache_clear()
+    for arguments, read, warnings in (
+        ({"at": "Rome"}, {"at": "Rome"}, 0),
+        ('{"at": null}', {"at": None}, 0),
+        ({"at": None, "in": ["x", None]}, {"in": ["x", None]}, 1),
+    ):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        (message,) = plain_messages([{"role": "assistant", "content": None, "name": None, "tool_calls": [call]}])
+        assert message["tool_calls"][0]["function"]["arguments"] == read
+        assert len(caplog.records) == warnings

@@ -183,7 +183,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"run": {"dir": "elsewhere"}}, "^run.dir: '/.*train-1' and 'elsewhere' are given"),
     ({"reward": functools.partial(print, 1)}, "reward: partial is a partial, which cannot be written into the run's"),
     ({"prompts": []}, "prompts: there are no prompts; give texts"),
-    ({"prompts": {"train": []}}, "prompts: a dictionary of train; give one of its data sets"),
+    (
+        {"prompts": {"train": []}},
+        "prompts: a dictionary with the splits train; give one of them, such as prompts['train']",
+    ),
     ({"validation": 3}, "validation: 3, must be texts, chats"),
     ({"reward": ["a", "b"]}, "reward: .*/a and b are two models, but a server has one reward model"),
     ({"reward": [("a", "b")]}, "reward: the weight of 'a' is 'b', must be a number"),

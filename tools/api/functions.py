@@ -25,12 +25,12 @@ INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pure
 def function_spec(function: Callable[..., Any], folder: Path, files: dict[Path, str]) -> str:
     """Return the `file.py:name` by which another process imports a function or a class.
 
-    A function of a module that is a file has one already. For another a file in `folder` is added to `files`,
-    {path: text}: one that imports it from its package, or, for one of a script, a notebook, or another function, its
-    source, with the imports, constants and functions of its module that it uses.
+    A function of a module outside packages is imported from the module's file. For any other function a file in
+    `folder` is added to `files`, {path: text}. It imports a function of a package; of a function that a script, a
+    notebook or another function defines it has the source, with the imports, constants and functions that this uses.
 
-    Raises FunctionError for a lambda, a closure, a method or another object, and for a name that cannot be written
-    down.
+    Raises FunctionError for a lambda, a closure, a method or another object, and for one that uses a value without
+    source code.
     """
     name = str(getattr(function, "__name__", type(function).__name__))
     module = _module_of(function)
@@ -57,7 +57,7 @@ def _module_of(value: Any) -> ModuleType | None:
 
 
 class _Source:
-    """The source of a function and of all that it uses of its module, in an order in which it can be executed."""
+    """The source of a function and of everything in its module that it uses, ordered so that it can be executed."""
 
     def __init__(self, name: str, function: Any) -> None:
         self._name = name
@@ -157,7 +157,7 @@ def _source_of(inner: Any) -> str:
     """Return the source of a function or a class. Raises OSError, TypeError or SyntaxError if it cannot be read."""
     if hasattr(sys.modules.get(inner.__module__), "__file__") or not (methods := _methods(inner)):
         return inspect.getsource(inner)
-    code = methods[0].__code__  # of a cell of a notebook, in which `inspect` finds functions alone
+    code = methods[0].__code__  # `inspect` finds only functions in a notebook's cell
     lines = linecache.getlines(code.co_filename)
     for node in ast.walk(ast.parse("".join(lines))):
         if isinstance(node, ast.ClassDef) and node.name == inner.__name__:
@@ -178,7 +178,7 @@ def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
 def _free_names(inner: Any) -> set[str]:
     functions = [inner] if isinstance(inner, FunctionType) else vars(inner).values()
     names = {name for each in functions if isinstance(each, FunctionType) for name in each.__code__.co_freevars}
-    return names - {"__class__"}  # of `super()`
+    return names - {"__class__"}  # `super()` refers to it
 
 
 def _literal(value: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs of Python's callers: `train` starts one, and `Run` is one, running or not, as its folder has it."""
+"""Starts a run from Python (`train`), or opens the folder of an existing one (`Run`)."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ WARNINGS = ("  | actor: ", "  | critic sidecar: ", "  | warning: ", "  | error: 
 STOPPED = (0, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes of a run that has done its work, or was stopped
 FolderPath: TypeAlias = str | os.PathLike[str]
 Table: TypeAlias = dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]
-TRL_NAMES = {  # of TRL's metrics that a step of ours has: (our metric, whether TRL's is 1 minus it)
+TRL_NAMES = {  # TRL's name: (our metric, whether TRL's is 1 minus ours)
     "reward": ("train_rollouts/rewards", False),
     "reward_std": ("train_rollouts/rewards_std", False),
     "frac_reward_zero_std": ("train_rollouts/useful_prompts", True),
@@ -71,16 +71,17 @@ def train(
     Args:
         policy: folder of the model to train, or its name on the Hugging Face hub.
         prompts: a file, a `datasets.Dataset`, or a list of texts, chats (lists of messages), or dictionaries.
-        reward: a reward function, `"file.py:name"`, the folder of a reward model, or a list of these; (which, weight)
-            instead of one gives its weight in the sum. A function may have TRL's signature. One of a notebook or a
-            script is written into the run's folder with what it uses; it cannot be a lambda or a closure.
+        reward: a reward function, `"file.py:name"`, the folder of a reward model, or a list of these, in which
+            `(reward, weight)` sets a weight in the sum. A function may have TRL's signature. A function that a notebook
+            or script defines is copied into the run's folder with what it uses; lambdas and closures are refused.
         algorithm: a name, or the settings of `actor.algorithm`.
         steps: number of steps of the whole run (`actor.steps`).
         critic: the model that the critic starts from; default: the policy, if the algorithm has a critic.
         validation: prompts to which the policy responds before and after the training (`samples`), as `prompts`.
         dir: folder of the run; default: the first free `runs/train-N`.
-        wait: return when the run has ended; Ctrl-C stops it with a checkpoint, and it ends with this process. False:
-            return when it has passed its checks; it goes on, also when this process ends, and `Run(dir)` finds it.
+        wait: if True, return when the run has ended; Ctrl-C saves a checkpoint and stops it, and it ends with this
+            process. If False, return once the run has passed its checks; it continues even if this process exits, and
+            `Run(dir)` opens it.
         settings: further keys of the YAML, such as `**{"actor.optimizer.lr": 1e-5}`, or sections. Functions may stand
             where the YAML has `file.py:name`.
 
@@ -120,7 +121,7 @@ def train(
 
 
 class Run:
-    """A run, in progress or not, read from its folder; `train` returns one, and `Run(folder)` finds it again."""
+    """A run, in progress or ended, read from its folder. `train` returns one; `Run(folder)` opens it again."""
 
     def __init__(self, path: FolderPath) -> None:
         """Raises RlhfError if the folder is not that of a run."""
@@ -161,7 +162,7 @@ class Run:
 
     @property
     def metrics(self) -> Table:
-        """The steps so far, as {name: float array `[steps]`}, NaN where a step has no such number.
+        """The steps so far, as {name: float array `[steps]`}; NaN for a step without that metric.
 
         `step` has the numbers of the steps. Beside the names of metrics.jsonl there are those of TRL: `reward`,
         `reward_std` (over all responses of the step), `frac_reward_zero_std`, `kl`, `entropy`,
@@ -182,7 +183,7 @@ class Run:
         return table
 
     def samples(self, when: Literal["before", "after", "training"] = "after") -> list[dict[str, Any]]:
-        """Return the responses to the validation prompts before or after training, or some of the training's.
+        """Return the responses to the validation prompts before or after training, or some of those trained on.
 
         Each has `prompt`, `response`, `reward` and more. The list is empty as long as there are none.
         """
@@ -270,14 +271,16 @@ class Run:
     def stop(self) -> None:
         """Stop the run as Ctrl-C does, with a checkpoint and the policy, and return when it has ended.
 
-        Raises RlhfError if it runs on another host, or its actor was started without `rlhf-triton run`.
+        Raises RlhfError if it was not started by `rlhf-triton run` on this host.
         """
         if not self.is_running:
             return
         process = _started.get(self.path)
         number = process.pid if process is not None and process.poll() is None else run_process(self.path)
         if number is None:
-            raise RlhfError(f"{self.path} is in progress, but not by `rlhf-triton run` on this host; stop it there")
+            raise RlhfError(
+                f"{self.path} was not started by `rlhf-triton run` on this host; stop it where it was started"
+            )
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(number, signal.SIGINT)
         while self.is_running:
@@ -314,7 +317,7 @@ class Run:
             api = HfApi()
             api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=str(folder))
-        except Exception as error:  # of the library, its transport, or its absence
+        except Exception as error:  # huggingface_hub is missing, or the upload failed
             raise RlhfError(f"{folder} cannot be uploaded as {name}: {reason_of(error)}") from error
         return f"https://huggingface.co/{name}"
 

@@ -1,4 +1,4 @@
-"""The sections of a YAML from Python's values, and the files that they name: functions, prompts, models of the hub."""
+"""Builds a configuration from Python values, and the files that it names: functions, prompts, downloaded models."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # no pic
 
 
 class Sections:
-    """The sections of a configuration, as they are set one after the other, and the files of its folder."""
+    """Sections of a configuration, set one by one, and the files to write beside them."""
 
     def __init__(self, folder: Path, data: dict[str, Any] | None = None) -> None:
         """`data`: initial sections; default: `run.dir` and a server on free ports."""
@@ -39,7 +39,7 @@ class Sections:
         self._tables: dict[Path, Any] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Set `section.key`. A dictionary is merged into the section; a function becomes a file that has it.
+        """Set `section.key`. A dictionary is merged into the section; a function is copied into a file.
 
         Raises RlhfError for a value that cannot be written into a YAML.
         """
@@ -51,7 +51,7 @@ class Sections:
         self.set(key, value)
 
     def get(self, key: str) -> Any:
-        """Return what `section.key` was set to, None if it was not."""
+        """Return the value of `section.key`; None if it is not set."""
         value: Any = self.data
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -80,7 +80,7 @@ class Sections:
         self.set_once(key, folder.absolute())
 
     def set_rewards(self, rewards: Any) -> None:
-        """Set `reward` and `rewards` to a model's folder, a function, or a list of these and of (which, weight).
+        """Set `reward` and `rewards` to a model's folder, a function, or a list of these and of `(reward, weight)`.
 
         Raises RlhfError for more than one model, and FunctionError for a function that cannot be written down.
         """
@@ -105,16 +105,19 @@ class Sections:
             self.set("rewards", terms)
 
     def set_prompts(self, key: str, prompts: Any, *, name: str) -> None:
-        """Set prompts to a file, or to rows, which become one: a data set, texts, chats, or dictionaries.
+        """Set prompts to a file, or write rows into one: a data set, texts, chats, or dictionaries.
 
-        `name`: of the argument. Raises RlhfError for a row that is none, or that JSON cannot express.
+        `name`: the argument, for messages. Raises RlhfError for a row that is no prompt or that JSON cannot express.
         """
         if prompts is None:
             return
         if isinstance(prompts, (str, os.PathLike)):
             path = Path(prompts).expanduser().absolute()
         elif isinstance(prompts, Mapping):
-            raise RlhfError(f"{name}: a dictionary of {', '.join(map(str, prompts))}; give one of its data sets")
+            raise RlhfError(
+                f"{name}: a dictionary with the splits {', '.join(map(str, prompts))}; give one of them, such as "
+                f"prompts[{next(iter(prompts), 'train')!r}]"
+            )
         elif hasattr(prompts, "to_parquet") and getattr(prompts, "format", {}).get("type") != "custom":  # a transform
             path = self.folder / f"{name}.parquet"
             self._tables[path] = prompts
@@ -128,7 +131,7 @@ class Sections:
         self.set_once(key, path)
 
     def check(self, source: str) -> RunConfig:
-        """Return the configuration. Raises ConfigError; `source` stands before its sentences."""
+        """Return the configuration. Raises ConfigError, whose message starts with `source`."""
         config = parse_config(copy.deepcopy(self.data), source)
         for key, value in self._fixed.items():
             if (other := self.get(key)) != value:
@@ -144,7 +147,7 @@ class Sections:
         for file, table in self._tables.items():
             try:
                 table.to_parquet(str(file))
-            except Exception as error:  # of Arrow, which may be absent
+            except Exception as error:  # pyarrow is missing, or cannot express a value
                 raise RlhfError(f"{file.stem}: {reason_of(error)}; give rows that Parquet can express") from error
 
     def _plain(self, key: str, value: Any) -> Any:
@@ -154,7 +157,7 @@ class Sections:
             return [self._plain(key, inner) for inner in value]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        if hasattr(value, "tolist"):  # of NumPy
+        if hasattr(value, "tolist"):  # a NumPy array or scalar
             return value.tolist()
         if callable(value):
             return self._function(key, value)
@@ -246,7 +249,7 @@ def _download(key: str, name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
-    except Exception as error:  # of the library, its transport, or its absence
+    except Exception as error:  # huggingface_hub is missing, or the download failed
         raise RlhfError(
             f"{key}: {name} is no folder here, and cannot be downloaded from the hub: "
             f"{reason_of(error.__cause__ or error)}; give the folder of a model"

@@ -1,4 +1,4 @@
-"""`serve`: a reward and a critic in processes of their own, and the clients that talk to them."""
+"""Serves a reward and a critic in processes of their own (`serve`), with clients for them."""
 
 import os
 import signal
@@ -31,14 +31,14 @@ STOP_S = 90.0
 def serve(
     reward: Any = None, critic: FolderPath | None = None, *, dir: FolderPath | None = None, **settings: Any
 ) -> "Services":
-    """Serve a reward, a critic or both, and return when they are ready. They end with this process.
+    """Serve a reward, a critic or both; return when they are ready. The servers stop when this process ends.
 
     Args:
         reward: the folder of a reward model, or its name on the Hugging Face hub; a reward function; or a list, as in
             `train`.
         critic: the folder of the model that the critic starts from; a sidecar trains it.
-        dir: folder of the logs and weights; default: the first free `runs/serve-N`. One that has served before goes on
-            with its critic.
+        dir: folder of the logs and weights; default: the first free `runs/serve-N`. A folder that has served before
+            resumes its critic.
         settings: further keys of the YAML, such as `**{"critic.token_budget": 4096}`, or sections. Ports are free ones
             by default.
 
@@ -61,7 +61,7 @@ def serve(
 
 
 class Services:
-    """What `serve` has started, and its `url`, `config_path` and `log_path`: a context manager, which stops it."""
+    """The processes that `serve` has started. Leaving the context stops them."""
 
     config_path: Path
     """The YAML, for `rlhf-triton serve --config`."""
@@ -80,7 +80,7 @@ class Services:
         self._starter = ThreadPoolExecutor(1, "services")  # a child ends with the thread that has started it
         journal = Journal(config.run.journal_dir, config.run.identity)
         state = config.server_dir / "server.json"
-        before = read_json(state)  # of one that was killed
+        before = read_json(state)  # left by a server that was killed
         try:
             with LiveLine() as line:
                 line.show("starting the server")

@@ -10,8 +10,8 @@ from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens_in
 from rlhf_triton.config.sections import ServedPolicySection
 
-MAX_TOKENS = 1024  # of a reply whose request sets no limit
-MAX_SESSION_TOKENS = 1_000_000  # of a session; a history that several calls share counts once
+MAX_TOKENS = 1024  # for a request without a limit
+MAX_SESSION_TOKENS = 1_000_000  # per session; a history that several calls share counts once
 MAX_SESSIONS = 1024  # that are open; beyond it, new ones get 429
 IDLE_S = 3600.0  # without a request, after which a session is dropped, without an export
 REPLY_LIMIT_S = 600.0

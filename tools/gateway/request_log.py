@@ -59,7 +59,7 @@ class RequestLog:
             with self._metrics["requests_in_flight"].track_inprogress():
                 await self._app(scope, receive, noted)
         except Exception:
-            status = 500  # of Starlette, around this
+            status = 500  # Starlette answers it, outside this middleware
             raise
         finally:
             causes = [state["cause"]] if "cause" in state else state.get("errors", [])

@@ -252,7 +252,7 @@ class PoolingRequest(VllmRequest):
 
 
 class ClassifyRequest(PoolingRequest):
-    """As of `/pooling`."""
+    """The same body as `/pooling`."""
 
     def reply(self, found: Results) -> dict[str, Any]:
         """Return scores, and the name of the most likely label if there is one score for each."""

@@ -12,8 +12,8 @@ from rlhf_triton.client.reward_source import Row, RowResult
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.wire.messages import plain_messages
 
-MAX_ROWS = 4096  # of one request
-MAX_BODY_BYTES = 16_000_000  # of a request, of the texts of its rows, and of all large bodies in memory
+MAX_ROWS = 4096  # per request
+MAX_BODY_BYTES = 16_000_000  # limit of a request, of the texts of its rows, and of all large bodies in memory
 
 
 def check_number(number: int) -> None:
@@ -25,7 +25,7 @@ def check_number(number: int) -> None:
 def check_rows(rows: Sequence[Row], served: ServedModel) -> None:
     """Raise HttpError if there is no row, or there are too many or too long ones."""
     check_number(len(rows))
-    size = sum(row.num_characters for row in rows)  # of /score, far more than its body
+    size = sum(row.num_characters for row in rows)  # for /score far more than its body
     if size > MAX_BODY_BYTES:
         raise HttpError(413, f"{size} characters in all rows, must be at most {MAX_BODY_BYTES}: send fewer")
     if (longest := max(row.num_characters for row in rows)) > served.max_request_bytes:

@@ -160,7 +160,7 @@ def sections_of(spec: str | None, run: object) -> list[ReportSection]:
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
-COMPONENT = "train_rollouts/reward_"  # of a metric: the mean of one of several rewards
+COMPONENT = "train_rollouts/reward_"  # prefix of the metric with the mean of one of several rewards
 # Timer -> label
 PHASES = {
     "timers/generate": "generate",

@@ -17,9 +17,9 @@ from rlhf_triton.tools.report.data import RunRecord
 
 # Bounds of the page.
 MOST_STEPS = 3
-MOST_SAMPLES = 4  # of a step
-MOST_TOKENS = 128  # of a sample
-MOST_CHARACTERS = 500  # of a prompt
+MOST_SAMPLES = 4  # per step
+MOST_TOKENS = 128  # per sample
+MOST_CHARACTERS = 500  # per prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ShownToken:
     logprob: float | None = None  # nats, when it was sampled
     value: float | None = None  # the critic's, before the token
     advantage: float = 0.0
-    ratio: float | None = None  # of its probability under the policy before the update to that when it was sampled
+    ratio: float | None = None  # its probability under the policy before the update / when it was sampled
     version: int | None = None  # last update in the weights that sampled it
 
 
@@ -52,7 +52,7 @@ class ShownStep:
 
     step: int
     samples: Sequence[ShownSample]
-    num_samples: int  # of the whole step
+    num_samples: int  # in the whole step
 
 
 def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:

@@ -38,13 +38,15 @@ PULSE_S = 1.0  # a model's process has a thread that wakes up every 0.3 s, unles
 PULSE_POLL_S = 0.02
 SILENT_S = 60.0  # no answer, no forward pass, and its process hardly uses the CPU: the model hangs
 COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process computes, perhaps on one very long row
-COMPUTING_CPU_SHARE = 0.2  # of one core, since the model stopped answering; above it, the process counts as computing
+COMPUTING_CPU_SHARE = (
+    0.2  # share of a core since the model stopped answering above which the process counts as computing
+)
 STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
 LOST = "rlhf_lost_processes_total"
 GPU_BYTES = "rlhf_gpu_bytes"  # only models on a GPU have it
-PROGRESS = ("nv_inference_exec_count", "nv_inference_request_success")  # of a model that counts no forward passes
+PROGRESS = ("nv_inference_exec_count", "nv_inference_request_success")  # for models that count no forward passes
 _SWITCHES = re.compile(r"ctxt_switches:\s*(\d+)")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 

@@ -28,7 +28,7 @@ class SupervisedServer(Protocol):
 
 
 class ServerWatch(Protocol):
-    """What watches a running server."""
+    """Watches a running server."""
 
     restart_reason: str | None
     """Why the server must be restarted."""

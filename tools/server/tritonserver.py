@@ -158,9 +158,11 @@ def _load_in_parallel(
 
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
-PLAIN_EXIT_TIMEOUT_S = 10  # of one that no supervisor stops: models need seconds to unload, else it ends with code 1
+PLAIN_EXIT_TIMEOUT_S = 10  # without a supervisor; models need seconds to unload, else it ends with code 1
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
-UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
+UNTRACED = (
+    1_000_000_000  # requests without a trace context for each that Triton traces; requests with one are always traced
+)
 
 
 class TritonServer:
@@ -384,7 +386,7 @@ class TritonServer:
         ]
 
     def raise_if_dying(self) -> None:
-        """As `raise_if_dead`, for a server whose connections have just broken."""
+        """Like `raise_if_dead`, for a server whose connections have just broken."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # the connection breaks a moment before the exit code is available
