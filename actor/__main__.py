@@ -86,7 +86,7 @@ def _run(config: RunConfig, *, accepts_changes: bool = False) -> int:
 
 def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
     with long_lived_imports():
-        from rlhf_triton.actor.loop import PPORun
+        from rlhf_triton.actor.loop import TrainingRun
         from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
         from rlhf_triton.actor.run.stopping import INTERRUPTED, STOP_GRACE_S, Stopped, stop_on_signals
         from rlhf_triton.client.client import TritonClient
@@ -99,7 +99,7 @@ def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
             if config.needs_server:
                 model = REWARD_MODEL if config.serves_rewards else CRITIC if config.serves_critic else REFERENCE
                 await client.describe(model)  # fails before models are loaded if no server answers
-            run = PPORun(config, client, ranks)
+            run = TrainingRun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, STOP_GRACE_S, stop_signals())
             await run.run()

@@ -39,7 +39,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 
 
-class PPORun:
+class TrainingRun:
     """One run of the actor: its parts, and its steps."""
 
     def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:

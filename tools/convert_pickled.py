@@ -25,7 +25,7 @@ from rlhf_triton.workers.pool import interpreter
 
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
-KEPT = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+COPIED_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 TEMPLATES = "additional_chat_templates"
 
 
@@ -119,7 +119,7 @@ def _kept(folder: Path, weights: list[Path]) -> list[Path]:
     """Return the files to copy: configuration files, and heads that are safetensors already."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file()]
     return [
-        *(file for file in files if file.suffix in KEPT and not file.name.endswith(".index.json")),
+        *(file for file in files if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")),
         *(file for file in head_files(folder) if file not in weights),
     ]
 

@@ -42,7 +42,7 @@ def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         convert_pickled(source, arguments.convert)
         setattr(arguments, role, arguments.convert)
     models = (arguments.reward, arguments.critic, arguments.policy)
-    text = sections_of(*models, arguments.overrides, try_out=not arguments.no_load)
+    text = model_sections(*models, arguments.overrides, try_out=not arguments.no_load)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:
@@ -66,7 +66,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> di
     return given
 
 
-def sections_of(
+def model_sections(
     reward: Path | None, critic: Path | None, policy: Path | None, overrides: Sequence[str] = (), *, try_out: bool
 ) -> str:
     """Inspect the models, report on them, and return the YAML of their sections, which is validated.

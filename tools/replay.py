@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf_triton.actor.run.settings import (
-    KEPT,
+    FIXED_KEYS,
     SETTINGS_FILE,
     actor_checkpoints,
     flat_settings,
@@ -125,7 +125,9 @@ def _check_fork(run_dir: Path, old: RunConfig, new: RunConfig, changed: Mapping[
             "an algorithm without one, or fork with --step 1"
         )
     marks = resume_marks("actor.policy", PolicySection) | resume_marks("trainer", TrainerSection)
-    fixed = [key for key in changed if marks.get(key) is Resume.FIXED or key.startswith((*KEPT, "critic.pretrain"))]
+    fixed = [
+        key for key in changed if marks.get(key) is Resume.FIXED or key.startswith((*FIXED_KEYS, "critic.pretrain"))
+    ]
     if fixed:
         raise RlhfError(f"--fork: {fixed[0]} cannot change after the first step; remove it, or fork with --step 1")
     versions = WeightsStore(old.run.model_copy(update={"dir": run_dir}).reward_weights_dir).versions()

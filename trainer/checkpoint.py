@@ -33,7 +33,7 @@ class CheckpointState:
     version: int  # weights version served when the checkpoint was written
     epoch: int  # journal epoch of the sidecar process that wrote the checkpoint
     asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
-    settings: dict[str, Any]  # settings that affect training, see `Trained.settings`
+    settings: dict[str, Any]  # settings that affect training, see `TrainedModel.settings`
     base_digest: str  # digest of version 0's weights, from which training started
     results: list[dict[str, Any]]  # results of the last steps, with digests and losses
 

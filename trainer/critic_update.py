@@ -30,7 +30,7 @@ from rlhf_triton.trainer.trained_critic import TrainedCritic, build_critic
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.training_engine.sharding import all_finite
-from rlhf_triton.training_engine.trained import Trained, operations
+from rlhf_triton.training_engine.trained import TrainedModel, operations
 from rlhf_triton.wire.training_payload import TrainPayload
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CriticUpdate:
         use_gpu(torch.device(critic.model.device))  # for kernels outside torch
         self.critic, self.settings = critic, settings
         steps = settings.optimizer.max_steps
-        self.trained = Trained(
+        self.trained = TrainedModel(
             critic.model, settings, settings.optimizer, self.ranks, section="trainer", total_steps=steps
         )
 

@@ -48,7 +48,7 @@ from rlhf_triton.models.mapped_tensors import map_tensors
 from rlhf_triton.models.output_head import head_logprobs, linear_head
 from rlhf_triton.models.precision import computing, in_float32
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
-from rlhf_triton.training_engine.trained import Trained, operations
+from rlhf_triton.training_engine.trained import TrainedModel, operations
 
 logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
@@ -123,7 +123,7 @@ class Policy:
             banned_ids=self.banned_ids,
             token_budget=settings.token_budget,
         )
-        self.trained = Trained(
+        self.trained = TrainedModel(
             causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
         self.generation: Generation = decoding

@@ -21,7 +21,7 @@ from rlhf_triton.store.record_log import StoredRecord, openings_of, read_records
 GROUP = "group"
 STEP = "step"
 SAMPLED = "sampled"
-KEPT = "advantages"  # the batch's tensor whose values are in the record of a step, besides its digests
+STORED_TENSOR = "advantages"  # the batch's tensor whose values are in the record of a step, besides its digests
 OLD_LOGPROBS = "old_logprobs"  # as many values, if the update recomputed them: see `PolicyUpdate`
 SAMPLING = (
     ("settings", "actor", "generation"),
@@ -31,7 +31,7 @@ SAMPLING = (
     ("sources",),
 )
 """Entries of an opening that decide how responses are sampled."""
-Place = tuple[int, int]  # segment and position of a record
+RecordPosition = tuple[int, int]  # segment and position of a record
 
 
 def samples_of(run_dir: Path) -> Path:
@@ -71,8 +71,8 @@ class RecordedSteps:
 
     folder: Path
     openings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by step
-    steps: dict[int, Place] = field(default_factory=dict)
-    groups: dict[tuple[int, int], Place] = field(default_factory=dict)  # by step and number
+    steps: dict[int, RecordPosition] = field(default_factory=dict)
+    groups: dict[tuple[int, int], RecordPosition] = field(default_factory=dict)  # by step and number
     damage: list[RlhfError] = field(default_factory=list)  # what was skipped, and may be why a step is missing
 
     def step(self, step: int) -> StoredRecord:
@@ -83,7 +83,7 @@ class RecordedSteps:
         """Return the record of a group."""
         return self._read(self.groups[step, number])
 
-    def _read(self, place: Place) -> StoredRecord:
+    def _read(self, place: RecordPosition) -> StoredRecord:
         record = record_at(self.folder, *place)
         assert record is not None, "`find_steps` has read it"
         return record

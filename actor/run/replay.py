@@ -186,7 +186,7 @@ class Replay:
     def _train(self, header: Mapping[str, Any]) -> tuple[StoredRecord, list[RolloutRow], dict[str, np.ndarray] | None]:
         """Train on the groups of a step; return its record, the rows that the policy learned from, and the payload.
 
-        `header`: of the recorded step. As `PPORun.one_step`.
+        `header`: of the recorded step. As `TrainingRun.one_step`.
         """
         step, before, environment = header["step"], self._state(), self.config.environment
         groups = [group_of(self._found.group(step, number)) for number in header["groups"]]

@@ -29,10 +29,10 @@ from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.recorded_steps import (
-    KEPT,
     OLD_LOGPROBS,
     SAMPLED,
     STEP,
+    STORED_TENSOR,
     find_sampled,
     first_segment,
     samples_of,
@@ -203,7 +203,7 @@ def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -
         "optimizer": _digests_of(trained.state()),
     }
     arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
-    arrays[KEPT] = np.concatenate(rows[KEPT])
+    arrays[STORED_TENSOR] = np.concatenate(rows[STORED_TENSOR])
     if results.update and results.old_logprobs is not None:
         recomputed = replace(batch, logprobs=results.old_logprobs)
         arrays[OLD_LOGPROBS] = np.concatenate(rows_of_tensor(recomputed, "logprobs"))

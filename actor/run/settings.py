@@ -35,7 +35,7 @@ PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
-KEPT = ("critic.model", "critic.standardization")
+FIXED_KEYS = ("critic.model", "critic.standardization")
 DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
@@ -68,7 +68,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         for key in {**before, **now}
         if _differs(key, before.get(key), now.get(key))
     }
-    kept = KEPT if (config.run.weights_dir / "CURRENT").exists() else ()  # the critic's version 0 was made before
+    kept = FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()  # the critic's version 0 was made before
     if config.actor.kl.target is not None:
         kept = (*kept, "actor.kl.coef")  # checkpoints have the adapted one
     changed = {f"{key} (without effect)" if key.startswith(kept) else key: values for key, values in changed.items()}

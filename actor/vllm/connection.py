@@ -35,7 +35,7 @@ from rlhf_triton.store.durable import (
 
 
 FULL, ADAPTERS = "weights-", "adapters-"  # prefixes of versions' names
-KEPT = 2  # the current version, and the one that a server may still be loading
+VERSIONS_KEPT = 2  # the current version, and the one that a server may still be loading
 KEPT_NAMES = 1000  # versions whose names are kept; recent ones sampled the responses
 
 
@@ -67,7 +67,7 @@ class PolicyVersions:
         number = max(numbers_in(self._root), default=0) + 1
         write_folder(self._root / str(number), write, durable=False)  # the next actor publishes its own
         self._set_current(number, f"{self._prefix}-{number}", step)
-        for old in numbers_in(self._root)[:-KEPT]:
+        for old in numbers_in(self._root)[:-VERSIONS_KEPT]:
             remove_folder(self._root / str(old))
 
     def keep(self, step: int) -> None:

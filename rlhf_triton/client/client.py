@@ -257,7 +257,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         )
         deadline_s = TRAIN_DEADLINE_S if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
-        with span(model), self._calling(), self._servers.turns.join() if writes else nullcontext() as turn:
+        with span(model), self._calling(), self._servers.training_queue.join() if writes else nullcontext() as queued:
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
@@ -268,7 +268,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
                     lambda connection: connection.answer(
                         lambda this: this.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None
                     ),
-                    turn=turn,
+                    queued=queued,
                 )
         self._has_trained |= writes
         return answer

@@ -19,7 +19,7 @@ from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed, Server
 from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
-from rlhf_triton.client.turns import Turn, Turns
+from rlhf_triton.client.training_queue import QueuedRequest, TrainingQueue
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 
@@ -47,7 +47,7 @@ class ServerPool(Generic[C]):
             waits_for_same: if all servers are Kind.DIFFERENT, requests wait for another one instead of failing at once.
         """
         self.servers: list[Server[C]] = []
-        self.turns = Turns()
+        self.training_queue = TrainingQueue()
         self._gone: list[Server[C]] = []  # no longer in DNS, but may have requests in flight
         self._resolving = asyncio.Lock()
         self._names = ServerNames(addresses)
@@ -57,7 +57,7 @@ class ServerPool(Generic[C]):
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
-        self._turn = 0  # number of selections so far
+        self._num_selections = 0  # so far
         self._waits_for_same = waits_for_same
         self._writer: Server[C] | None = None
 
@@ -103,19 +103,19 @@ class ServerPool(Generic[C]):
                 suspended.on_trial = False
                 self._wake_waiters()
 
-    def answered(self, server: Server[C], model: str) -> None:
+    def record_success(self, server: Server[C], model: str) -> None:
         """Record that the server has responded to a request for this model."""
         server.losses = 0 if server.down is None else server.losses
         if server.suspended.pop(model, None):
             self._wake_waiters()
 
-    async def failed(self, server: Server[C], model: str, failure: AttemptFailed) -> bool:
+    async def record_failure(self, server: Server[C], model: str, failure: AttemptFailed) -> bool:
         """Take the server out of service if it is lost, or only the model if its process died; return whether it did.
 
         A server that may only be overloaded is probed first.
         """
         if failure.kind.is_final:
-            self.answered(server, model)
+            self.record_success(server, model)
             return False
         if failure.kind is Kind.DEAD:
             self._suspend(server, model, failure)
@@ -131,35 +131,35 @@ class ServerPool(Generic[C]):
         attempts: Attempts,
         ask: Callable[[C], Awaitable[T]],
         *,
-        turn: Turn | None = None,
+        queued: QueuedRequest | None = None,
         patient: bool = True,
     ) -> T:
         """Return the result of `ask`, called with the connection to a server, after as many attempts as necessary.
 
-        `turn`: a training request's place in `turns`. `patient`: see `select`. Raises RequestFailed.
+        `queued`: a training request's place in `training_queue`. `patient`: see `select`. Raises RequestFailed.
         """
         self._counters.requests += 1
         attempts.budget.earn()
         try:
             while True:
-                if turn:
-                    await self.turns.wait_for(turn, lambda: self.writer(attempts.model))
+                if queued:
+                    await self.training_queue.wait_for(queued, lambda: self.writer(attempts.model))
                 selection = self.select(
                     attempts.model,
-                    writes=turn is not None,
+                    writes=queued is not None,
                     patient=patient,
                     avoid=attempts.outdated,
                     session=attempts.session,
                 )
                 async with selection as server:
                     try:
-                        with self.turns.in_flight(turn, server.url):
+                        with self.training_queue.in_flight(queued, server.url):
                             answer = await ask(server.connection)
-                        self.answered(server, attempts.model)
+                        self.record_success(server, attempts.model)
                         return answer
                     except AttemptFailed as failure:
-                        if turn and failure.is_out_of_order and not self.turns.is_first(turn):
-                            self.answered(server, attempts.model)
+                        if queued and failure.is_out_of_order and not self.training_queue.is_first(queued):
+                            self.record_success(server, attempts.model)
                             self._counters.retries += 1  # the previous step was lost: wait for its response
                             pause_s = 0.0
                         else:
@@ -184,7 +184,7 @@ class ServerPool(Generic[C]):
         """
         if failure.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
             return self._pause_for_version(server, attempts, failure)
-        is_lost = await self.failed(server, attempts.model, failure)
+        is_lost = await self.record_failure(server, attempts.model, failure)
         goes_elsewhere = is_lost and self.can_accept(attempts.model, excluded=server)
         pause_s = 0.0
         if goes_elsewhere or (is_lost and patient and self._settings.max_outage_s > 0):
@@ -197,7 +197,7 @@ class ServerPool(Generic[C]):
 
     def _pause_for_version(self, server: Server[C], attempts: Attempts, failure: AttemptFailed) -> float:
         """Return the pause before the next attempt: 0 unless no server has the demanded versions."""
-        self.answered(server, attempts.model)
+        self.record_success(server, attempts.model)
         pause_s = attempts.pause_for_version_s(failure, server.url)
         others = [
             other for other in self.servers if other.accepts(attempts.model) and other.url not in attempts.outdated
@@ -256,13 +256,13 @@ class ServerPool(Generic[C]):
                 server.url in avoid,
                 0 if session is None else zlib.crc32(f"{session} {server.url}".encode()),
                 server.in_flight,
-                server.last_turns.get(model, 0),
+                server.last_selected.get(model, 0),
             ),
             default=None,
         )
         if server:
-            self._turn += 1
-            server.last_turns[model] = self._turn
+            self._num_selections += 1
+            server.last_selected[model] = self._num_selections
         return server
 
     def _writing(self, model: str) -> Server[C] | None:

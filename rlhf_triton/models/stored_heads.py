@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenerationConfig
 
 from rlhf_triton.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
-from rlhf_triton.checkpoints.heads import GATES, Head, Pooling
+from rlhf_triton.checkpoints.heads import GATE_HEADERS, Head, Pooling
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, CheckpointInfo, read_config
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.models.heads import build_head
@@ -41,7 +41,7 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
     """
     if head.form.gate is None or not head.form.gate.at_turn:
         return None
-    text, ids = GATES.get(info.model_type, ("", ()))
+    text, ids = GATE_HEADERS.get(info.model_type, ("", ()))
     if info.tokenizer is not None and text:
         tokenizer = load_tokenizer(info.folder)
         header = tokenizer(text, add_special_tokens=False)["input_ids"]

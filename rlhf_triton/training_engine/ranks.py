@@ -34,7 +34,7 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(minutes=2)
 POLL_S = 0.002
 LEAVE_S = 2.0  # how long rank 0 waits for the others at the end; a dead rank never confirms that it leaves
-KEPT = 1000  # number of newest operations kept in the store; no rank is ever that far behind
+OPERATIONS_KEPT = 1000  # number of newest operations kept in the store; no rank is ever that far behind
 END = "end"
 LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
 
@@ -245,7 +245,7 @@ class Operations:
     def announce(self, name: str, **arguments: Any) -> None:
         """Make the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""
         self._store.set(str(self._number), json.dumps([name, arguments]))
-        self._store.delete_key(str(self._number - KEPT))
+        self._store.delete_key(str(self._number - OPERATIONS_KEPT))
         self._number += 1
 
     def follow(self, handlers: Mapping[str, Callable[..., object]]) -> None:

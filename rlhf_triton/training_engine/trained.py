@@ -37,7 +37,7 @@ The flag is False if the row must not count: the forward pass then only takes pa
 """
 
 
-class Trained:
+class TrainedModel:
     """A model with its optimizer and its position in the learning-rate schedule."""
 
     def __init__(
@@ -238,8 +238,8 @@ class Trained:
         return found
 
 
-def operations(current: Callable[[], Trained]) -> dict[str, Callable[..., object]]:
-    """Return the handlers of a `Trained`'s operations, by name; `current` returns this rank's `Trained`."""
+def operations(current: Callable[[], TrainedModel]) -> dict[str, Callable[..., object]]:
+    """Return the handlers of a `TrainedModel`'s operations, by name; `current` returns this rank's `TrainedModel`."""
     return {
         "trained.save": lambda **given: current().save(**given),
         "trained.verify": lambda **given: current().verify(**given),

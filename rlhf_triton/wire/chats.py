@@ -15,7 +15,7 @@ from rlhf_triton.wire.messages import BadMessages, with_arguments, without_nulls
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
-Place = tuple[int | str, ...]  # path of a text in messages: index of the message, key, …
+TextPath = tuple[int | str, ...]  # path of a text in messages: index of the message, key, …
 TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
 GENERATION_PROMPT = "add_generation_prompt"
 MARK = "qzjx"  # added to a text to detect whether the template writes it
@@ -124,10 +124,10 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
-def texts_in(messages: Messages) -> Iterator[tuple[Place, Any]]:
+def texts_in(messages: Messages) -> Iterator[tuple[TextPath, Any]]:
     """Yield place and value of all content in messages: texts and tool calls' arguments, except the keys in `LINKS`."""
 
-    def content_of(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    def content_of(value: Any, place: TextPath) -> Iterator[tuple[TextPath, Any]]:
         if isinstance(value, str) or (place[-1] == "arguments" and isinstance(value, dict)):
             if value.strip() if isinstance(value, str) else value:
                 yield place, value
@@ -180,7 +180,7 @@ def _check_texts(
     participant's name, are only logged, once.
     """
 
-    def is_lost(place: Place, value: Any, shown: Messages = messages) -> bool:
+    def is_lost(place: TextPath, value: Any, shown: Messages = messages) -> bool:
         own = options if shown is messages else {**options, GENERATION_PROMPT: False}
         before = text if shown is messages else _result(rendered, shown, own)
         return before is None or _result(rendered, _changed(shown, {place: value}), own) == before
@@ -227,7 +227,7 @@ def _with_mark(value: Any, mark: str) -> Any:
     return value.replace(THOUGHT_END, f"{mark[:-1]}t{THOUGHT_END}", 1) + mark
 
 
-def _changed(messages: Messages, values: Mapping[Place, Any]) -> list[Any]:
+def _changed(messages: Messages, values: Mapping[TextPath, Any]) -> list[Any]:
     """Return a copy of the messages with the given values at some places."""
     found: Any = copy.deepcopy([*messages])
     for (*path, key), value in values.items():

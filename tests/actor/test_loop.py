@@ -39,7 +39,7 @@ from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, row_of_response
 from rlhf_triton.actor.generation.row_sources import SamplingJob
-from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.collection import Collector
@@ -94,14 +94,14 @@ class Server:
     rewind = save
 
 
-def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, **actor: Any) -> PPORun:
+def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, **actor: Any) -> TrainingRun:
     config = make_run(folder, checkpoints, actor=actor).config
-    run = PPORun(config, server or Server())
+    run = TrainingRun(config, server or Server())
     run.critic._client.tokenizer = run.policy.tokenizer  # type: ignore[attr-defined]
     return run
 
 
-def go(run: PPORun) -> Any:
+def go(run: TrainingRun) -> Any:
     return asyncio.run(asyncio.wait_for(run.run(), PATIENCE_S))
 
 
@@ -369,7 +369,7 @@ class SlowCritic(Server):
         return self.version
 
 
-def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> PPORun:
+def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> TrainingRun:
     """A run that tells the critic what it waits for."""
     run = make_ppo(folder, checkpoints, critic, **SMALL, **actor)
     served = run.critic.wait_served
@@ -408,7 +408,7 @@ def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, che
     actor |= {"algorithm_name": "grpo", "responses_per_prompt": 2, "max_resampled": 1}
     environment = {"class": f"{classes}:Countdown", "max_tokens": 200, "max_turns": 3}
     made = make_run(tmp_path / "run", checkpoints, actor=actor, environment=environment, rewards={"model": {}})
-    run = PPORun(made.config, server := Server())
+    run = TrainingRun(made.config, server := Server())
     server.tokenizer = run.policy.tokenizer
     before = [parameter.clone() for parameter in run.policy.model.parameters()]
     go(run)
@@ -532,7 +532,7 @@ def test_steps_without_signal_are_counted(tmp_path, checkpoints):
 # ---- stops: a run that leaves in the middle of each phase of a step ----
 
 
-def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **settings: Any) -> PPORun:
+def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **settings: Any) -> TrainingRun:
     """Groups and adapters: everything that a checkpoint holds, but for a critic."""
     actor = {
         "algorithm_name": "grpo",
@@ -599,10 +599,10 @@ def rewards_of_the_first(count: int) -> Callable[[str], float]:
     return lambda text: by_text(text) if next(calls) < count else math.nan
 
 
-def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable[[PPORun], None]:
+def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable[[TrainingRun], None]:
     """Raises the error in the n-th call of a method of the run's parts."""
 
-    def prepare(run: PPORun) -> None:
+    def prepare(run: TrainingRun) -> None:
         part = getattr(run, owner) if owner else run
         original, calls = getattr(part, name), []
 
@@ -617,7 +617,7 @@ def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable
     return prepare
 
 
-def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
+def gradient_is_not_finite(run: TrainingRun, after: int = 2) -> None:
     """In the third optimizer step, or a later one."""
     step = run.policy_update._step
 
@@ -630,7 +630,7 @@ def gradient_is_not_finite(run: PPORun, after: int = 2) -> None:
 
 
 OFF_POLICY = {"max_off_policy_steps": 1, "old_logprobs": "sampler"}
-ENDS: dict[str, tuple[Callable[[PPORun], None], type[Exception], str]] = {
+ENDS: dict[str, tuple[Callable[[TrainingRun], None], type[Exception], str]] = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
     "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
@@ -669,7 +669,7 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints
         assert trained(tmp_path / "run") == whole_short
 
 
-def nan_weights(run: PPORun) -> None:
+def nan_weights(run: TrainingRun) -> None:
     """After the second step."""
     renew, calls = run.policy.renew_sampler, []
 
@@ -721,7 +721,7 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
-def watched_batches(run: PPORun) -> list[Any]:
+def watched_batches(run: TrainingRun) -> list[Any]:
     """The batches of all updates, once the run has ended."""
     batches, update = list[Any](), run.policy_update.run
 
@@ -737,7 +737,7 @@ class Crash(BaseException):
     """Ends a run where it is, without `leave`."""
 
 
-def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = False) -> str:
+def go_until(run: TrainingRun, owner: Any, name: str, call: int, *, crash: bool = False) -> str:
     """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
     original, calls, asked = getattr(owner, name), [], threading.Event()
 
@@ -828,7 +828,7 @@ AHEAD = {
 }
 
 
-def crash_in_the_fourth_update(run: PPORun) -> None:
+def crash_in_the_fourth_update(run: TrainingRun) -> None:
     """Run until then; the checkpoint of step 2 is the newest, and no response is being sampled."""
     update, calls = run.policy_update.run, []
 
@@ -910,7 +910,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints
         if awaited.count(STEPS) == 1:  # the server is away
             await rewind(run)
 
-    async def rewind(run: PPORun = again, **_: object) -> None:
+    async def rewind(run: TrainingRun = again, **_: object) -> None:
         run.stop.request()
         await asyncio.Event().wait()
 
@@ -939,7 +939,7 @@ LONG: list[tuple[Any, str]] = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
     (rlhf_triton.actor.loop, "critic_payload"),
-    (PPORun, "make_batch"),
+    (TrainingRun, "make_batch"),
     (Policy, "decode"),
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),

@@ -45,7 +45,7 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.training_engine.ranks import ALONE
-from rlhf_triton.training_engine.trained import Trained
+from rlhf_triton.training_engine.trained import TrainedModel
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -59,7 +59,9 @@ class TinyPolicy:
     def __init__(self, **settings: Any) -> None:
         self.settings = PolicySection(**settings)
         self.model = torch.nn.Linear(2, 2)
-        self.trained = Trained(self.model, self.settings, OptimizerSection(), section="actor.policy", total_steps=0)
+        self.trained = TrainedModel(
+            self.model, self.settings, OptimizerSection(), section="actor.policy", total_steps=0
+        )
         self.fingerprint = "of its start"
 
     def save(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from simulated_journal import simulate
 from test_loop import PPO, Server, go, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
-from rlhf_triton.actor.loop import PPORun
+from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, describe_samples, find_steps, samples_of
 from rlhf_triton.actor.run.sample_journal import SampleJournal
@@ -304,7 +304,7 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(step, grpo, tmp
         options = ["--step", str(step), "--fork", str(folder), "actor.steps=3", "actor.optimizer.lr=1e-2"]
         assert main([str(grpo), *options, *change]) == 0
         assert capsys.readouterr().out.endswith(f"run.yaml continues with step {step}\n")
-        run = PPORun(config := load_config(folder / "run.yaml"), Server())
+        run = TrainingRun(config := load_config(folder / "run.yaml"), Server())
         assert find_changes(config, accepted=False) == {}
         run.critic._client.tokenizer = run.policy.tokenizer
         go(run)
@@ -356,7 +356,7 @@ class WithSidecar(Server):
 def train_with_critic(config: RunConfig) -> list[dict[str, Any]]:
     """Train a run to its end; return the tensors of its last checkpoints, of policy and critic."""
     server = WithSidecar(config)
-    run = PPORun(config, server)  # type: ignore[arg-type]
+    run = TrainingRun(config, server)  # type: ignore[arg-type]
     server.tokenizer = run.policy.tokenizer
     write_settings(config, {})
     server.start()

@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SEQUENCE_CLASSES
 
-from rlhf_triton.checkpoints.heads import GATES
+from rlhf_triton.checkpoints.heads import GATE_HEADERS
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.sections import RewardSection
@@ -363,7 +363,7 @@ def rows(shape: Shape) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     found = [rng.integers(5, VOCAB, length) for length in (9, 14, 7, 20, 12)]
     if "gating.logit_scale" in shape.head:
-        header = GATES[shape.family][1]
+        header = GATE_HEADERS[shape.family][1]
         found = [np.concatenate([row[:3], header, row[3:5], header, row[5:]]) for row in found]
     return found
 
@@ -371,7 +371,7 @@ def rows(shape: Shape) -> list[np.ndarray]:
 @torch.no_grad()
 def right(shape: Shape, body: Any, tensors: Tensors) -> np.ndarray:
     t = {name: tensor.float() for name, tensor in tensors.items()}
-    header = list(GATES.get(shape.family, ("", ()))[1])
+    header = list(GATE_HEADERS.get(shape.family, ("", ()))[1])
     found = []
     for row in rows(shape):
         starts = [i for i in range(row.size) if row[i : i + len(header)].tolist() == header]

@@ -29,7 +29,7 @@ from tiny_models import tiny_server, write_repository
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.control_key import VARIABLE, control_key
-from rlhf_triton.tools.render_configs import DEFAULT_REPOSITORY, parse_config, render_repository
+from rlhf_triton.tools.render_configs import DEFAULT_REPOSITORY, parse_pbtxt, render_repository
 from rlhf_triton.tools.server.container import (
     EXIT_TIMEOUT_S,
     copy_repository,
@@ -186,7 +186,7 @@ def test_the_container_adds_the_training_key_to_a_repository_rendered_without_on
         for path in copy.glob("*/config.pbtxt"):
             model = path.parent.name
             if model in ("critic_train", "critic_save"):
-                found = parse_config(model, path.read_text()).parameters["training_key_sha256"].string_value
+                found = parse_pbtxt(model, path.read_text()).parameters["training_key_sha256"].string_value
                 assert found == hashlib.sha256(key.encode()).hexdigest()
             else:
                 assert path.read_text() == (source / model / "config.pbtxt").read_text()

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
-from rlhf_triton.tools.render_configs import parse_config, render_configs
+from rlhf_triton.tools.render_configs import parse_pbtxt, render_configs
 from rlhf_triton.wire.contract import (
     CRITIC_INFER,
     REWARD_ERRORS,
@@ -153,7 +153,7 @@ def serve_reward(live) -> Iterator[Callable[..., None]]:
         data = {**config.reward.model_dump(exclude_unset=True), **settings}
         rendered = render_configs(config.model_copy(update={"reward": type(config.reward).model_validate(data)}))
         for model in (REWARD_MODEL, CRITIC_INFER):  # Triton refuses an ensemble that does not fit its models
-            message = parse_config(model, rendered[model])
+            message = parse_pbtxt(model, rendered[model])
             new = json_format.MessageToDict(message, preserving_proto_field_name=True)
             reload_model(live.run, model, lambda config, new=new: (config.clear(), config.update(new)))
 

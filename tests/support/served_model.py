@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
+from rlhf_triton.tools.render_configs import FUNCTION_MODULE, MODULES, parse_pbtxt, render_configs
 
 
 @contextlib.contextmanager
 def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
     """Serve `model` until the block ends; `args` are further arguments that Triton passes to `initialize`."""
     interval = sys.getswitchinterval()
-    rendered = parse_config(model, render_configs(config)[model])
+    rendered = parse_pbtxt(model, render_configs(config)[model])
     parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
     module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
     served = module.TritonPythonModel()

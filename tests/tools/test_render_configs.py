@@ -50,7 +50,7 @@ TENSORS = {  # inputs and outputs
 
 def parsed(**sections: dict[str, Any]) -> dict[str, Any]:
     texts = render.render_configs(RunConfig.model_validate(sections))
-    return {model: render.parse_config(model, text) for model, text in texts.items()}
+    return {model: render.parse_pbtxt(model, text) for model, text in texts.items()}
 
 
 def parameters(config: Any) -> dict[str, str]:
@@ -177,7 +177,7 @@ def test_rendered_repositories_are_consistent(sections):
 
 def test_invalid_pbtxt_and_a_missing_tokenizer_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"critic_train/config.pbtxt is not valid for Triton"):
-        render.parse_config("critic_train", 'backand: "python"')
+        render.parse_pbtxt("critic_train", 'backand: "python"')
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} has no tokenizer")):
         parsed(critic={"model": str(tmp_path)})
@@ -224,7 +224,7 @@ def load(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def rendered(config: RunConfig) -> Any:
-    return render.parse_config(REFERENCE, render.render_configs(config)[REFERENCE])
+    return render.parse_pbtxt(REFERENCE, render.render_configs(config)[REFERENCE])
 
 
 def test_reference_config_follows_the_actors_sampling(tmp_path):

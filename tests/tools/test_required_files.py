@@ -619,7 +619,7 @@ def test_reward_labels_must_be_chosen_by_the_user(names, settings, expected, tmp
 
 
 def parameters_of(text: str) -> dict[str, str]:
-    config = render_configs.parse_config("reward_model", text)
+    config = render_configs.parse_pbtxt("reward_model", text)
     return {name: value.string_value for name, value in config.parameters.items()}
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.training_engine.ranks import KEPT, Operations, Ranks
+from rlhf_triton.training_engine.ranks import OPERATIONS_KEPT, Operations, Ranks
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def test_idle_group_runs_operations_after_its_timeout():
 def test_operation_log_is_bounded():
     store = dist.HashStore()
     operations = Operations(0, store)
-    for _ in range(KEPT + 100):
+    for _ in range(OPERATIONS_KEPT + 100):
         operations.announce("add", number=1)
-    assert store.num_keys() <= KEPT + 1
+    assert store.num_keys() <= OPERATIONS_KEPT + 1
 
 
 def errors_and_broadcasts(ranks: Ranks) -> Any:

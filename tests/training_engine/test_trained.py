@@ -14,7 +14,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import ActorSection
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained_model import TrainedSection
-from rlhf_triton.training_engine.trained import Trained
+from rlhf_triton.training_engine.trained import TrainedModel
 
 ROWS = torch.arange(15.0).reshape(5, 3)
 LENGTHS = torch.tensor([4, 2, 5, 3, 1])
@@ -48,7 +48,7 @@ def kind(request, monkeypatch) -> str:
     return request.param
 
 
-def linear(seed: int = 0, **settings: Any) -> Trained:
+def linear(seed: int = 0, **settings: Any) -> TrainedModel:
     """Return a linear layer in training, with these settings of either section."""
     torch.manual_seed(seed)
     rates = {"lr": 0.1, "min_lr": 0.01, "warmup_steps": 2, "weight_decay": 0.1}
@@ -56,10 +56,10 @@ def linear(seed: int = 0, **settings: Any) -> Trained:
         **{**rates, **{k: v for k, v in settings.items() if k in OptimizerSection.model_fields}}
     )
     section = TrainedSection(**{k: v for k, v in settings.items() if k in TrainedSection.model_fields})
-    return Trained(nn.Linear(3, 2), section, optimizer, section="trainer", total_steps=9)
+    return TrainedModel(nn.Linear(3, 2), section, optimizer, section="trainer", total_steps=9)
 
 
-def train(trained: Trained, steps: int) -> dict[str, float]:
+def train(trained: TrainedModel, steps: int) -> dict[str, float]:
     """Take optimizer steps on all rows; return the last statistics."""
     for _ in range(steps):
         statistics = trained.accumulate(LENGTHS, lambda rows, counts: loss_of(trained, rows))
@@ -67,7 +67,7 @@ def train(trained: Trained, steps: int) -> dict[str, float]:
     return statistics
 
 
-def loss_of(trained: Trained, rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_of(trained: TrainedModel, rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     return trained.model(ROWS[rows]).square().sum(), {"rows": torch.tensor(float(len(rows)))}
 
 

@@ -28,7 +28,7 @@ from rlhf_triton.tools.api.sections import PROMPT_FORMS, Sections, new_folder
 from rlhf_triton.tools.server.child import error_in, start_bound
 from rlhf_triton.tools.server.ports import server_urls
 
-CONFIG_FILE = "run.yaml"
+RUN_YAML = "run.yaml"
 POLL_S = 0.2
 ALGORITHM = "grpo"  # unless another one is given
 GROUP_SIZE = 8  # responses to a prompt, for algorithms that compare them, unless it is given
@@ -114,7 +114,7 @@ def train(
         if config.serves_critic and "critic.model" not in config.written:
             sections.set_model("critic.model", policy)
         with only_run(folder):
-            sections.write(folder / CONFIG_FILE)
+            sections.write(folder / RUN_YAML)
         run = Run(folder)
         run._start(wait=wait)
     return run
@@ -137,7 +137,7 @@ class Run:
 
         Raises RlhfError if `train` did not start it.
         """
-        path = self._folder() / CONFIG_FILE
+        path = self._folder() / RUN_YAML
         if not path.is_file():
             raise RlhfError(f"{self.path} was started by a command; resume it with the same command and YAML")
         return path

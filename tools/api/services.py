@@ -23,7 +23,7 @@ from rlhf_triton.tools.api.sections import Sections, new_folder
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, error_in
 from rlhf_triton.tools.server.ports import server_urls
 
-CONFIG_FILE = "serve.yaml"
+SERVE_YAML = "serve.yaml"
 POLL_S = 0.1
 STOP_S = 90.0
 
@@ -56,8 +56,8 @@ def serve(
             sections.set(key, value)
         config = sections.check("rlhf_triton.serve")
         with only_server(config.server_dir):
-            sections.write(folder / CONFIG_FILE)
-    return Services(folder / CONFIG_FILE)
+            sections.write(folder / SERVE_YAML)
+    return Services(folder / SERVE_YAML)
 
 
 class Services:

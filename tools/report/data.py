@@ -140,7 +140,7 @@ class ReportSection:
     """{name: (value, sentence)}: figures for summary.json and the page's table of numbers."""
 
 
-def sections_of(spec: str | None, run: object) -> list[ReportSection]:
+def user_sections(spec: str | None, run: object) -> list[ReportSection]:
     """Return the sections of the user's function `spec`, [] without one. If it raises, a section has the error."""
     if not spec:
         return []
@@ -223,7 +223,7 @@ class RunRecord:
     @cached_property
     def sections(self) -> list[ReportSection]:
         """Sections from the function that `report` names."""
-        return sections_of(self.settings.get("report"), self)
+        return user_sections(self.settings.get("report"), self)
 
     @cached_property
     def reward_gain(self) -> Gain | None:

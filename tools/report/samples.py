@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.run.recorded_steps import KEPT, OLD_LOGPROBS, RecordedSteps, find_steps, samples_of
+from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, STORED_TENSOR, RecordedSteps, find_steps, samples_of
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.errors import REPORTED, reason_of
@@ -82,7 +82,7 @@ def _shown_step(found: RecordedSteps, step: int, tokenizer: Any) -> ShownStep:
     numbers = record.header["groups"][: len(record.header["groups"]) - record.header["num_dropped"]]
     rows = rows_of(conversations_of([group_of(found.group(step, number)) for number in numbers]))
     ends = np.cumsum([len(row.tokens) - 1 for row in rows])[:-1]
-    advantages = np.split(record.arrays[KEPT], ends)
+    advantages = np.split(record.arrays[STORED_TENSOR], ends)
     old: Sequence[np.ndarray | None]
     if OLD_LOGPROBS in record.arrays:
         old = np.split(record.arrays[OLD_LOGPROBS], ends)

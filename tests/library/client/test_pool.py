@@ -15,7 +15,7 @@ from rlhf_triton.backoff import LONGEST_PAUSE_S
 from rlhf_triton.client import retry
 from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
-from rlhf_triton.client.turns import Turns
+from rlhf_triton.client.training_queue import TrainingQueue
 from rlhf_triton.config import ClientSection
 
 WRONG = AttemptFailed(Kind.WRONG, "refused", "step: 9")
@@ -102,15 +102,15 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch)
 )
 async def test_training_requests_are_sent_in_order(script):
     """Each step of the script is an event and the attempts so far, in the order in which they were sent."""
-    turns, sent, writer = Turns(), list[str](), ["one"]
+    queue, sent, writer = TrainingQueue(), list[str](), ["one"]
     orders: dict[str, asyncio.Queue[str]] = {}
     tasks: dict[str, asyncio.Task[None]] = {}
 
     async def request(name: str) -> None:
-        with turns.join() as turn:
+        with queue.join() as queued:
             while True:
-                await turns.wait_for(turn, lambda: writer[0])
-                with turns.in_flight(turn, writer[0]):
+                await queue.wait_for(queued, lambda: writer[0])
+                with queue.in_flight(queued, writer[0]):
                     sent.append(name)
                     if await orders[name].get() == "done":
                         return
@@ -243,7 +243,7 @@ async def test_dead_model_is_tried_by_one_request_at_a_time():
         assert await servers.take("reward") == "a:1"
         async with servers.select("critic", writes=False, patient=True) as server:
             assert not servers.can_accept("critic")
-            await servers.failed(server, "critic", DEAD)
+            await servers.record_failure(server, "critic", DEAD)
         assert server.suspended["critic"].losses == 2, "each failure makes the pause longer"
         async with servers.select("critic", writes=False, patient=True):
             pass  # called off: the next one may try
@@ -343,7 +343,7 @@ async def test_server_removed_from_dns_answers_its_requests_in_flight(monkeypatc
             names.hosts = ("10.0.0.2",)
             await until(lambda: leaving not in servers.servers)
             assert {await servers.take(writes=writes) for writes in (True, False)} == {"10.0.0.2:8000"}
-            assert await servers.failed(leaving, "m", LOST), "not probed: it has left"
+            assert await servers.record_failure(leaving, "m", LOST), "not probed: it has left"
             assert not leaving.connection.closed
         names.hosts = ("10.0.0.1", "10.0.0.2")  # its address is given to another server
         await until(lambda: len(servers.servers) == 2 and not any(s.down for s in servers.servers))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class Turn:
+class QueuedRequest:
     """Position of one training request in the queue, until its response arrives."""
 
     sent_to: str | None = None
@@ -17,7 +17,7 @@ class Turn:
     response, because otherwise they might arrive first."""
 
 
-class Turns:
+class TrainingQueue:
     """Queue of the training requests that have no response yet.
 
     A step may be sent while the previous one is still training. It must wait, however, if the previous request may not
@@ -25,47 +25,47 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._line: list[Turn] = []
+        self._line: list[QueuedRequest] = []
         self._changed = asyncio.Event()
 
     @contextmanager
-    def join(self) -> Iterator[Turn]:
+    def join(self) -> Iterator[QueuedRequest]:
         """Append a request to the queue for the duration of the block."""
-        turn = Turn()
-        self._line.append(turn)
+        queued = QueuedRequest()
+        self._line.append(queued)
         try:
-            yield turn
+            yield queued
         finally:
-            self._line.remove(turn)
+            self._line.remove(queued)
             self._changed.set()  # wakes all waiting requests
             self._changed = asyncio.Event()
 
-    async def wait_for(self, turn: Turn, server: Callable[[], str | None]) -> None:
-        """Wait until the request of `turn` may be sent to the server that `server()` returns.
+    async def wait_for(self, queued: QueuedRequest, server: Callable[[], str | None]) -> None:
+        """Wait until the request of `queued` may be sent to the server that `server()` returns.
 
         A request that has not been delayed waits until all earlier ones have started their first attempt at that
         server; a delayed one waits until all earlier ones have their responses.
         """
-        while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
-            turn.is_delayed = True
+        while not all(self._is_ahead(earlier, queued, server()) for earlier in self._line[: self._line.index(queued)]):
+            queued.is_delayed = True
             await self._changed.wait()
 
-    def is_first(self, turn: Turn) -> bool:
+    def is_first(self, queued: QueuedRequest) -> bool:
         """Return whether all earlier requests have their responses."""
-        return self._line[0] is turn
+        return self._line[0] is queued
 
     @contextmanager
-    def in_flight(self, turn: Turn | None, server: str) -> Iterator[None]:
-        """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""
-        if turn is None:
+    def in_flight(self, queued: QueuedRequest | None, server: str) -> Iterator[None]:
+        """Mark an attempt as in flight to `server` within the block; do nothing if `queued` is None."""
+        if queued is None:
             yield
             return
-        turn.sent_to = None if turn.is_delayed else server
-        turn.is_delayed = True
+        queued.sent_to = None if queued.is_delayed else server
+        queued.is_delayed = True
         try:
             yield
         finally:
-            turn.sent_to = None
+            queued.sent_to = None
 
-    def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
-        return not turn.is_delayed and earlier.sent_to is not None and earlier.sent_to == server
+    def _is_ahead(self, earlier: QueuedRequest, queued: QueuedRequest, server: str | None) -> bool:
+        return not queued.is_delayed and earlier.sent_to is not None and earlier.sent_to == server
