@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms import advantages as adv
 from rlhf_triton.actor.algorithms.advantages import group_standardise, leave_one_out
@@ -23,11 +22,11 @@ property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 4), "width": st.integers(1, 7)}
 
 
-def f64(rows: list) -> Tensor:
+def f64(rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def rollout(seed: int, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def rollout(seed, batch, width):
     """Return values, token_rewards and a mask with gaps, each `[B, S-1]`."""
     generator = torch.Generator().manual_seed(seed)
     values, rewards, uniform = torch.rand(3, batch, width, generator=generator, dtype=torch.float64)

@@ -8,13 +8,11 @@ DPPO's masks let a token move back, so the two masks of an advantage of either s
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from masked_loss import loss_inputs, outcome
 from samples import method_of
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, ClipRange
@@ -27,12 +25,12 @@ INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GO
 MASK = INPUTS["mask"]
 
 
-def close(found: Tensor, expected: Any, tolerance: float = 1e-6) -> None:
+def close(found, expected, tolerance=1e-6):
     """Compare to 1e-6: verl adds 1e-8 to some denominators, NeMo-RL computes lambda in float32."""
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance)
 
 
-def cases(kind: str) -> Any:
+def cases(kind):
     return pytest.mark.parametrize("case", GOLDEN[kind], ids=lambda case: case["source"])
 
 
@@ -61,7 +59,7 @@ def test_loss_and_gradient_match_peers(case):
         close(stats["clip_fraction"] / MASK.sum(), case["clip_fraction"])
 
 
-def advantage_inputs(rewards: list[float], groups: list[int], values: Tensor, **settings: Any) -> AdvantageInputs:
+def advantage_inputs(rewards, groups, values, **settings):
     scored = torch.ones(len(MASK), dtype=torch.bool)
     zeros = torch.zeros_like(MASK)
     return AdvantageInputs(

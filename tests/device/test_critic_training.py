@@ -1,8 +1,5 @@
 """A critic of each family trains on a GPU with each setting that docs/scaling.md recommends."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,14 +14,14 @@ from rlhf_triton.wire.training_payload import TrainPayload
 LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
 
 
-def payload() -> TrainPayload:
+def payload():
     rng, lengths = np.random.default_rng(0), np.array([5, 9, 3, 12])
     count = lengths.sum() - len(lengths)
     returns, prev_values = rng.normal(size=(2, count)).astype(np.float32)
     return TrainPayload(rng.integers(1, VOCAB, lengths.sum()), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def update_of(folder: Path, family: str, **settings: Any) -> CriticUpdate:
+def update_of(folder, family, **settings):
     save_tiny(folder / "critic", family, "critic")
     (folder / "version").mkdir()
     save_critic(load_critic(folder / "critic", device="cpu"), folder / "version")

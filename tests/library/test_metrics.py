@@ -10,19 +10,17 @@ import subprocess
 import sys
 import urllib.request
 import weakref
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import triton_python_backend_utils as stub
 from prometheus_client.parser import text_string_to_metric_families
-from span_collector import Collector, Span
+from span_collector import Collector
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring import log_lines, tracing
 from rlhf_triton.monitoring.log_lines import JsonFormatter, parsed, set_log_position
-from rlhf_triton.monitoring.metrics import SHARED, Exporter, MetricSpec, Values
+from rlhf_triton.monitoring.metrics import SHARED, Exporter, MetricSpec
 from rlhf_triton.monitoring.tracing import end_step, parsed_traceparent, span, traceparent
 from rlhf_triton.process import StopRequested, StopSignals, long_lived_imports
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters
@@ -30,7 +28,7 @@ from rlhf_triton.tools.server.ports import free_port
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_fresh_process() -> Iterator[None]:
+def as_in_a_fresh_process():
     """Undo what lasts until a process ends: an exporter's log handlers and the signal handlers."""
     root = logging.getLogger()
     before = list(root.handlers)
@@ -55,7 +53,7 @@ METRICS = (
 )
 
 
-def scrape(port: int) -> dict[str, float]:
+def scrape(port):
     """Return the samples of `rlhf_test_` by name and label."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
@@ -66,9 +64,9 @@ def scrape(port: int) -> dict[str, float]:
 
 
 def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
-    depth: list[float] = []
+    depth = []
 
-    def live() -> Values:
+    def live():
         if not depth:
             raise OSError("the disk is away")
         return {"depth": depth[-1]}
@@ -116,7 +114,7 @@ def test_triton_metric_families_are_never_freed(monkeypatch):
     families, metric = weakref.WeakSet[stub.MetricFamily](), stub.MetricFamily()
 
     class Family(stub.MetricFamily):
-        def Metric(self, **_: object) -> stub.MetricFamily:  # the real one does not hold its family either
+        def Metric(self, **_):  # the real one does not hold its family either
             families.add(self)
             return metric
 
@@ -131,7 +129,7 @@ def test_triton_metric_families_are_never_freed(monkeypatch):
 # ---- log lines ----
 
 
-def line(message: str = "hello", *arguments: Any, rank: int = 0, **attributes: Any) -> dict[str, Any]:
+def line(message="hello", *arguments, rank=0, **attributes):
     """Return what the formatter writes for a record."""
     record = logging.LogRecord("actor.loop", logging.WARNING, "loop.py", 1, message, arguments, None)
     vars(record).update(created=1_700_000_000.25, **attributes)
@@ -226,14 +224,14 @@ REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
 @pytest.fixture
-def received() -> Iterator[Collector]:
+def received():
     pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
     with Collector() as server:
         yield server
         server.answering.set()
 
 
-def only(spans: list[Span]) -> Span:
+def only(spans):
     (found,) = spans
     return found
 
@@ -271,13 +269,13 @@ def test_span_continues_a_remote_parents_trace(received):
 
 
 def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received):
-    async def phase(name: str, step: int) -> None:
+    async def phase(name, step):
         with span(name, of_step=step):
             await asyncio.sleep(0)
             with span("request"):
                 await asyncio.sleep(0)
 
-    async def run() -> None:
+    async def run():
         await asyncio.gather(phase("train", 1), phase("rollout", 2))
         end_step(1)
         await phase("train", 2)
@@ -414,8 +412,8 @@ def test_garbage_collection_skips_objects_of_imports():
     try:
         with long_lived_imports():
             assert not gc.isenabled()
-            lasting: list[object] = []
-        later: list[object] = []
+            lasting = []
+        later = []
         assert gc.isenabled()
         assert [any(item is each for item in gc.get_objects()) for each in (lasting, later)] == [False, True]
     finally:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from rlhf_triton.wire.training_payload import TrainPayload
 
 H, VOCAB = 16, 64
 LARGE = {"llama": 128_300, "gemma2": 2_600}  # vocabularies with the header of an answer
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": H,
     "intermediate_size": 24,
@@ -58,7 +58,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
     "t5": {"d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
@@ -82,7 +82,7 @@ Tensors = dict[str, Tensor]
 Formula = Callable[[Tensor, int, Tensors], Tensor]  # hidden states [S, H], where the gate reads, tensors -> rewards [A]
 
 
-def quick(names: Iterable[Any], *chosen: Any) -> list[Any]:
+def quick(names, *chosen):
     """Mark all but the chosen names as slow: one of each kind is enough for `make test`."""
     return [
         name
@@ -92,14 +92,14 @@ def quick(names: Iterable[Any], *chosen: Any) -> list[Any]:
     ]
 
 
-def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
+def linear(x, t, name):
     return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
 
 
-def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Formula:
+def layers(*names, activation=F.relu):
     """Return the formula of linear layers at the last token."""
 
-    def formula(h: Tensor, _: int, t: Tensors) -> Tensor:
+    def formula(h, _, t):
         x = h[-1]
         for name in names[:-1]:
             x = activation(linear(x, t, name))
@@ -108,7 +108,7 @@ def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Form
     return formula
 
 
-def armo(h: Tensor, at: int, t: Tensors) -> Tensor:
+def armo(h, at, t):
     x = h[at]
     for i in range(3):
         x = F.relu(linear(x, t, f"gating.layers.{i}"))
@@ -116,7 +116,7 @@ def armo(h: Tensor, at: int, t: Tensors) -> Tensor:
     return (gate * (linear(h[-1], t, "regression_layer") @ t["reward_transform_matrix"])).sum()[None]
 
 
-def qrm(h: Tensor, at: int, t: Tensors) -> Tensor:
+def qrm(h, at, t):
     x = h[at]
     for i in (0, 3):
         n = {part: t[f"gating.layers.{i + 2}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")}
@@ -126,25 +126,25 @@ def qrm(h: Tensor, at: int, t: Tensors) -> Tensor:
     return (gate * (quantiles.mean(1) @ t["reward_transform_matrix"])).sum()[None]
 
 
-def urm(h: Tensor, _: int, t: Tensors) -> Tensor:
+def urm(h, _, t):
     gate = layers("weights.fc.0", "weights.fc.2", "weights.fc.4", activation=F.selu)(h, 0, t)
     return (linear(h[-1], t, "score").view(5, 2)[:, 0] * gate).sum()[None]
 
 
-def ldl(h: Tensor, _: int, t: Tensors) -> Tensor:
+def ldl(h, _, t):
     names = ("regression_layer.network.0", "regression_layer.network.2", "regression_layer.network.4")
     bins = layers(*names, activation=F.leaky_relu)(h, 0, t).view(-1, 10).softmax(-1)
     gate = layers(*(f"gating_layer.network.{i}" for i in (0, 3, 6)), activation=F.leaky_relu)(h, 0, t)
     return ((gate[None] @ bins)[0] * torch.linspace(0, 1, 10)).sum()[None]
 
 
-def scaled(formula: Formula, mean: float, std: float) -> Formula:
+def scaled(formula, mean, std):
     return lambda h, at, t: (formula(h, at, t) - mean) / std
 
 
-def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str, tuple[int, ...]]:
+def mlp(prefix, *sizes, step=2, bias=True):
     """Return the shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         shapes[f"{prefix}.{step * i}.weight"] = (outputs, inputs)
         if bias:
@@ -152,7 +152,7 @@ def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str,
     return shapes
 
 
-def one(prefix: str, outputs: int = 1, *, bias: bool = False) -> dict[str, tuple[int, ...]]:
+def one(prefix, outputs=1, *, bias=False):
     return {f"{prefix}.weight": (outputs, H)} | ({f"{prefix}.bias": (outputs,)} if bias else {})
 
 
@@ -307,13 +307,13 @@ SHAPES = {
 }
 
 
-def tiny(shape: Shape, **more: Any) -> Any:
+def tiny(shape, **more):
     vocabulary = {key: value for key, value in shape.config.items() if key == "vocab_size"}
     sizes = {name: size for name, size in SIZES.items() if shape.family != "xlnet" or "position" not in name}
     return AutoConfig.for_model(shape.family, **{**sizes, **FAMILIES.get(shape.family, {}), **vocabulary, **more})
 
 
-def large(model: Any) -> Any:
+def large(model):
     """Return the model with weights ten times as large: near-initial ones hardly depend on the other tokens."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -322,7 +322,7 @@ def large(model: Any) -> Any:
     return model.eval()
 
 
-def save(folder: Path, shape: Shape) -> Any:
+def save(folder, shape):
     """Write the folder; return its body."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -346,20 +346,20 @@ def save(folder: Path, shape: Shape) -> Any:
     return model.base_model
 
 
-def stored_in(folder: Path) -> Tensors:
+def stored_in(folder):
     return load_file(folder / "model.safetensors")
 
 
-def store(folder: Path, tensors: Tensors, file: str = "model.safetensors") -> None:
+def store(folder, tensors, file="model.safetensors"):
     save_file(tensors, folder / file, metadata={"format": "pt"})
 
 
-def change_config(folder: Path, settings: dict[str, Any]) -> None:
+def change_config(folder, settings):
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
 
-def rows(shape: Shape) -> list[np.ndarray]:
+def rows(shape):
     rng = np.random.default_rng(0)
     found = [rng.integers(5, VOCAB, length) for length in (9, 14, 7, 20, 12)]
     if "gating.logit_scale" in shape.head:
@@ -369,7 +369,7 @@ def rows(shape: Shape) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def right(shape: Shape, body: Any, tensors: Tensors) -> np.ndarray:
+def right(shape, body, tensors):
     t = {name: tensor.float() for name, tensor in tensors.items()}
     header = list(GATES.get(shape.family, ("", ()))[1])
     found = []
@@ -380,7 +380,7 @@ def right(shape: Shape, body: Any, tensors: Tensors) -> np.ndarray:
     return torch.stack(found).numpy()
 
 
-def assert_scores(folder: Path, shape: Shape, expected: np.ndarray) -> None:
+def assert_scores(folder, shape, expected):
     """Compare the scores of rows that are alone, batched, and mixed with padding."""
     reward, given = load_reward(folder, **shape.settings), rows(shape)
     tolerance = 1e-5 * max(1.0, float(np.abs(expected).max()))
@@ -423,7 +423,7 @@ def test_published_head_scores_by_its_formula_and_damaged_ones_are_refused(tmp_p
             assert_scores_or_refused(tmp_path, shape, expected)
 
 
-def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -> None:
+def assert_scores_or_refused(folder, shape, expected):
     try:
         load_reward(folder, **shape.settings)
     except CheckpointError:
@@ -461,11 +461,11 @@ def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path):
 # ---- which tensors and files ----
 
 
-def renamed(folder: Path, rename: Callable[[str], str]) -> None:
+def renamed(folder, rename):
     store(folder, {rename(name): tensor for name, tensor in stored_in(folder).items()})
 
 
-def bare(name: str) -> str:
+def bare(name):
     return name.removeprefix("model.")
 
 
@@ -508,7 +508,7 @@ def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path, name):
                     load(tmp_path)
 
 
-WRAPPERS: dict[str, Callable[[str], str]] = {
+WRAPPERS = {
     "DistributedDataParallel": lambda name: f"module.{name}",
     "torch.compile": lambda name: f"_orig_mod.module.{name}",
     "Lightning": lambda name: f"model.{name}",
@@ -565,7 +565,7 @@ def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path, root, other,
         load_reward(tmp_path)
 
 
-UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
+UNKNOWN = [
     *(
         ("my_head", str, None),
         ("my_layer", bare, None),
@@ -704,7 +704,7 @@ def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path
 
 
 # Keys of config.json and what is said of them; None: the score stays.
-UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
+UNUSUAL = [
     ("llama", {"attn_implementation": "flash_attention_2"}, None),
     ("llama", {"_attn_implementation": "nonsense"}, None),
     ("llama", {"output_hidden_states": "x", "output_attentions": True, "torchscript": True}, None),
@@ -759,7 +759,7 @@ OWN_CLASSES = [
     ("jamba", AutoModelForSequenceClassification),
     ("mistral", AutoModelForSequenceClassification),
 ]
-OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of the published ones, but in no class
+OF_BASE_MODELS = {  # keys that are in config.json of the published ones, but in no class
     "deberta-v2": {"position_buckets": 64, "share_att_key": True, "norm_rel_ebd": "none", "conv_act": "gelu"},
     "modernbert": {"layer_norm_eps": 1e-5, "global_rope_theta": 160000.0},
 }
@@ -782,7 +782,7 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path,
     with torch.no_grad():
         logits = [model(input_ids=torch.from_numpy(row)[None]).logits[0] for row in given]
     expected = np.stack([(each if each.ndim == 1 else each[-1]).numpy() for each in logits])
-    settings: dict[str, Any] = {}
+    settings = {}
     if kind is AutoModelForTokenClassification:  # which has no pooling
         settings["pooling"] = "last"
         with refused(match=r"which token.*classifier.*pooling"):
@@ -805,7 +805,7 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path,
 # ---- labels ----
 
 
-def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
+def labelled(folder, *labels):
     """Write a classifier; return rows and its logits."""
     shape = Shape("llama", LLAMA, one("score", len(labels)))
     body = save(folder, shape)
@@ -834,7 +834,7 @@ def test_swap_refuses_labels_in_another_order(tmp_path):
         served.with_weights(tmp_path / "other")
 
 
-LABELS: list[tuple[tuple[str, str], int | None]] = [
+LABELS = [
     (("incorrect", "correct"), 1),
     (("correct", "incorrect"), 0),
     (("Good", "BAD"), 0),
@@ -884,7 +884,7 @@ def test_process_reward_matches_published_formulas_at_each_token(tmp_path):
 
 # ---- what has no score of one text ----
 
-UNSERVED: dict[str, tuple[Shape, list[str]]] = {
+UNSERVED = {
     "PairRM": (
         Shape("deberta-v2", "DebertaV2PairRM", {"head_layer.1.weight": (H, 2 * H)}, root="pretrained_model"),
         ["compares two candidates in one row"],
@@ -941,7 +941,7 @@ def test_checkpoints_that_give_no_score_are_refused_with_the_cause(tmp_path, nam
         load_reward(tmp_path)
 
 
-HEAD_KEYS: list[tuple[str, Any]] = [
+HEAD_KEYS = [
     ("head_activation", "tanh"),
     ("score_activation", "sigmoid"),
     ("summary_activation", "tanh"),
@@ -1086,7 +1086,7 @@ def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, nam
         np.testing.assert_array_equal(last(again, given), last(update.critic, given))
 
 
-def last(critic: Any, given: list[np.ndarray]) -> np.ndarray:
+def last(critic, given):
     return np.array([[values[-1]] for values in critic.values(given)])
 
 

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -37,11 +36,11 @@ pytestmark = [
 ROWS = [np.asarray([5, 9, 7]), np.asarray([11, 4, 8, 6, 3])]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     return init.main(["models", *arguments])
 
 
-def save_tokenizer(folder: Path, *words: str) -> None:
+def save_tokenizer(folder, *words):
     model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
 
@@ -174,14 +173,14 @@ def test_documented_adapter_merge_scores_as_in_peft(tmp_path, monkeypatch, capsy
 class Danger:
     """Creates a folder when it is unpickled without precautions."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (f"{self.file}-made",)
 
 
-def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "llama", **how: Any) -> dict[str, Any]:
+def save_pickled(folder, name, change=dict, *, family="llama", **how):
     """Save a reward model with its weights in a pickle, modified by `change`; return the original weights."""
     save_tiny(folder, family, "reward")
     tensors = load_file(folder / "model.safetensors")
@@ -190,15 +189,15 @@ def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "
     return tensors
 
 
-def convert(folder: Path, out: Path, *arguments: str, role: str = "--reward") -> int:
+def convert(folder, out, *arguments, role="--reward"):
     return main([role, str(folder), "--convert", str(out), "--no-load", *arguments])
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -277,7 +276,7 @@ def test_converted_shards_have_an_index_and_all_tied_names(tmp_path, monkeypatch
 
 
 T = torch.ones(2)
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED = {
     "code": (lambda file: torch.save({"a": T, "b": Danger(file)}, file), r"calls posix\.mkdir, which is no part"),
     "code, legacy": (
         lambda file: torch.save([Danger(file)], file, _use_new_zipfile_serialization=False),
@@ -322,7 +321,7 @@ def test_memory_bombs_and_kills_end_only_the_unpickling_process(tmp_path, capsys
     good = file.read_bytes()
     file.write_bytes(good.replace(b"cpuq\x06" + small, b"cpuq\x06" + huge))
 
-    def refused(told: str) -> None:
+    def refused(told):
         assert convert(source, out) == 2
         assert re.search(told, capsys.readouterr().err)
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -340,7 +339,7 @@ def test_memory_bombs_and_kills_end_only_the_unpickling_process(tmp_path, capsys
     refused(r"the process that read pytorch_model\.bin was killed by SIGKILL; nothing was written")
 
 
-def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+def write_index(folder, weight_map):
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -348,7 +347,7 @@ def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path, capsys):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, "a.pt")
 
-    def refused(told: str, folder: Path = source) -> None:
+    def refused(told, folder=source):
         assert convert(folder, out) == 2
         said = capsys.readouterr().err
         assert re.search(told, said), said

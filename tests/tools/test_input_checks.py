@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from live_system import make_run
@@ -13,20 +11,20 @@ from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 from rlhf_triton.actor.data.prompt_files import read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.config import ConfigError, load_config
 from rlhf_triton.tools import preflight
-from rlhf_triton.tools.checks import Finding, Level
+from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.input_checks import prompt_warnings, token_findings
 from rlhf_triton.tools.prompt_checks import check_prompts
 
 
 @pytest.fixture
-def config(tmp_path, checkpoints) -> Path:
+def config(tmp_path, checkpoints):
     """A configuration of a PPO run, on free ports."""
     return make_run(tmp_path / "run", checkpoints).path
 
 
-def prompt_findings(config: RunConfig) -> list[Finding]:
+def prompt_findings(config):
     """Return what doctor and the start of a run print about the prompts."""
     return [*preflight.prompts(preflight.CheckedRun(config))]
 
@@ -270,7 +268,7 @@ def test_prompt_text_that_ends_with_an_end_token_is_warned_about(tmp_path, confi
     assert all("prompts.jsonl:1: the text ends with what ends a response ('<|endoftext|>', " in each for each in found)
 
 
-def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
+def warnings(config, rows, *overrides):
     """Return what doctor and the start of a run report about these rows."""
     path = config.parent / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

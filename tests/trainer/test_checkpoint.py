@@ -1,7 +1,6 @@
 """Tests of `trainer.checkpoint`: a partial checkpoint is none, and it contains all that determines the weights."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,22 +16,22 @@ from rlhf_triton.trainer.trained_critic import build_critic
 
 
 @pytest.fixture(scope="module")
-def critic(tmp_path_factory) -> Path:
+def critic(tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic")
     save_tiny(folder, "llama", "critic")
     return folder
 
 
 @pytest.fixture
-def folder(tmp_path) -> CheckpointFolder:
+def folder(tmp_path):
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
-def fresh(critic: Path) -> CriticUpdate:
+def fresh(critic):
     return CriticUpdate(load_critic(critic), settings(warmup_steps=3))
 
 
-def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False) -> CheckpointState:
+def state(step, update=None, *, asked=False):
     optimizer_step = update.trained.optimizer_step if update else step
     decided = update.trained.settings if update else {}
     return CheckpointState(
@@ -48,7 +47,7 @@ def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False)
     )
 
 
-def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
+def optimizer_bits(update):
     return update.trained.state()
 
 

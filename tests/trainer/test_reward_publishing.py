@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +21,17 @@ REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     quiet_transformers()
     return make_checkpoint(tmp_path_factory.mktemp("reward"), "reward", make_tokenizer(), seed=1)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory, checkpoint) -> Path:
+def pairs(tmp_path_factory, checkpoint):
     """Return pairs that the checkpoint ranks without a mistake."""
     reward, tokenizer = load_reward(checkpoint), make_tokenizer()
 
-    def score(text: str) -> float:
+    def score(text):
         return float(reward.score([np.asarray(tokenizer(text)["input_ids"])])[0, 0])
 
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
@@ -46,7 +43,7 @@ def pairs(tmp_path_factory, checkpoint) -> Path:
 class Run:
     """The folder of a run with a live reward model, whose single instance is simulated."""
 
-    def __init__(self, folder: Path, checkpoint: Path, pairs: Path) -> None:
+    def __init__(self, folder, checkpoint, pairs):
         self.folder = folder
         self.config = RunConfig.model_validate(
             {
@@ -61,25 +58,25 @@ class Run:
         self.instance = Instance(self.store, "reward_model_0")
         self.instance.start()
 
-    def tool(self, action: str, *arguments: str, **changes: Any) -> int:
+    def tool(self, action, *arguments, **changes):
         path = self.folder / "run.yaml"
         data = json.loads(self.config.model_dump_json(exclude_none=True))
         data["reward"] |= changes
         path.write_text(json.dumps(data))
         return main([action, "--model", "reward", "--config", str(path), *arguments])
 
-    def close(self) -> None:
+    def close(self):
         self.instance.close()
 
 
 @pytest.fixture
-def run(tmp_path, checkpoint, pairs) -> Iterator[Run]:
+def run(tmp_path, checkpoint, pairs):
     run = Run(tmp_path, checkpoint, pairs)
     yield run
     run.close()
 
 
-def changed(run: Run, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+def changed(run, change):
     """Return a copy of the served checkpoint with other weights."""
     folder = run.folder / "new"
     shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
@@ -89,7 +86,7 @@ def changed(run: Run, change: Callable[[dict[str, torch.Tensor]], object]) -> Pa
     return folder
 
 
-def better(tensors: dict[str, torch.Tensor]) -> None:
+def better(tensors):
     tensors["score.weight"].mul_(1.5)
 
 
@@ -114,17 +111,17 @@ def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_b
     assert lines == [["0", "0", "-", first], ["1", "0", "0", published], ["2", "0", "0", "-"]]
 
 
-def nan(tensors: dict[str, torch.Tensor]) -> None:
+def nan(tensors):
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
 
 
-def permuted(tensors: dict[str, torch.Tensor]) -> None:
+def permuted(tensors):
     generator = torch.Generator().manual_seed(3)
     order = torch.randperm(tensors["score.weight"].shape[1], generator=generator)
     tensors["score.weight"] = tensors["score.weight"][:, order].contiguous()
 
 
-POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+POISON = {
     "not finite": (nan, r"up_proj\.weight has values that are not finite"),
     "a permuted head": (permuted, "not published: its accuracy on reward.gate, 0."),
     "a head of zeros": (

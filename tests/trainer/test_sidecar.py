@@ -2,13 +2,11 @@
 
 import time
 import urllib.request
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from sidecar_rig import PATIENCE_S, Rig, overflowing, payload, until
+from sidecar_rig import PATIENCE_S, overflowing, payload, until
 
 import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
@@ -21,7 +19,7 @@ from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
-from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
+from rlhf_triton.trainer.critic_update import CriticUpdate, split_rows
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.wire.contract import ContractError
 
@@ -88,7 +86,7 @@ def test_rewind_publishes_a_step_that_publish_every_2_held_back(make, straight):
 
 
 def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
-    settings: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
+    settings = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
     calm, rig = (
         make("calm", publish={"keep": 100}, **settings),
         make(publish={"format": "adapter", "keep": 1}, **settings),
@@ -107,7 +105,7 @@ def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
     assert rig.store.versions() == [0, 5]  # the base stays
 
 
-def assert_same_weights(rig: Rig, version: int, calm: Rig, step: int) -> None:
+def assert_same_weights(rig, version, calm, step):
     """Compare the weights that an instance computes with."""
     found, expected = (load_critic(r.store.folder(v)).model.state_dict() for r, v in ((rig, version), (calm, step)))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -135,11 +133,11 @@ def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkey
 # ---- what callers see while it works or waits ----
 
 
-def watch(rig: Rig, patch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
+def watch(rig, patch, owner, name):
     """Make each call of `owner.name` last until a heartbeat or PATIENCE_S; return for each call whether one came."""
     original, seen = getattr(owner, name), []
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args, **kwargs):
         before, give_up_at = rig.journal.heartbeat(), time.monotonic() + PATIENCE_S
         while rig.journal.heartbeat() == before and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -205,7 +203,7 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
 # ---- what cannot be trained or served ----
 
 
-def scrape(port: int) -> dict[str, float]:
+def scrape(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]
@@ -216,7 +214,7 @@ def scrape(port: int) -> dict[str, float]:
 def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, straight, lr):
     """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
 
-    def start(lr: float) -> None:
+    def start(lr):
         optimizer = rig.config.trainer.optimizer.model_copy(update={"lr": lr, "min_lr": lr})
         trainer = rig.config.trainer.model_copy(update={"optimizer": optimizer})
         rig.config = rig.config.model_copy(update={"trainer": trainer})
@@ -284,12 +282,12 @@ BATCH = 4  # sequences of an optimizer step in a rig; a step of the journal has 
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> dict[str, Any]:
+def gpu(monkeypatch):
     """Simulate a device that fits `tokens` of a micro-batch; `lacks` makes single micro-batches run out of memory."""
-    gpu: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
+    gpu = {"tokens": 10**6, "lacks": lambda rows: False}
     loss_of = CriticUpdate._loss
 
-    def limited(update: CriticUpdate, rows: list[TrainingRow], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def limited(update, rows, *args, **kwargs):
         loss = loss_of(update, rows, *args, **kwargs)
         if len(rows) * max(row.tokens.size for row in rows) > gpu["tokens"] or gpu["lacks"](rows):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
@@ -299,13 +297,13 @@ def gpu(monkeypatch) -> dict[str, Any]:
     return gpu
 
 
-def of_step(step: int, *, sequences: slice = slice(None)) -> Callable[[list[TrainingRow]], bool]:
+def of_step(step, *, sequences=slice(None)):
     """Return whether a micro-batch has one of the sequences of this step of the journal."""
     chosen = {row.tokens.tobytes() for row in list(split_rows(payload(step)))[sequences]}
     return lambda rows: any(row.tokens.tobytes() in chosen for row in rows)
 
 
-def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_trained_alike(weights, wanted):
     """Compare weights trained in micro-batches of different sizes, up to rounding.
 
     GPT-2's key biases (16 of 4481 weights) are left out: their gradient is rounding, which Adam amplifies.
