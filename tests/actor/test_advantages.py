@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import advantage_inputs
 
 from rlhf_triton.actor.algorithms import advantages as adv
 from rlhf_triton.actor.algorithms.advantages import group_standardise, leave_one_out
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.rewards.function import import_function
 
@@ -221,19 +221,7 @@ COMPARED = {
 def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name):
     """The fourth is the only one of its prompt that counts; the last one of either prompt does not."""
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0]), torch.tensor([0, 0, 0, 1, 1, 0])
-    zeros = torch.zeros(6, 2)
-    mask = torch.ones(6, 2)
-    yes = torch.ones(6).bool()
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        penalty=zeros,
-        values=zeros,
-        mask=mask,
-        groups=groups,
-        scored=yes,
-        ended=yes,
-        counted=rewards < 100,
-    )
+    inputs = advantage_inputs(rewards, groups, torch.ones(6, 2), counted=rewards < 100)
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
     assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0], abs=1e-5)
     assert returns[:, 1].tolist() == rewards.tolist()

@@ -6,7 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
+from samples import (
+    LENGTHS,
+    PROMPT_LENGTHS,
+    a_sample,
+    advantage_inputs,
+    groups_of,
+    make_batch,
+    method_of,
+    scored_samples,
+)
 from settings import actor_section
 
 from rlhf_triton.actor.algorithms import batch as batches
@@ -18,7 +27,6 @@ from rlhf_triton.actor.algorithms.batch import (
     positions,
     score_returns,
 )
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, process_metrics, rollout_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.recorded import SampledTurn
@@ -282,18 +290,9 @@ def shaped(shaper, rewards, *responses, scored=None):
     count = len(rewards)
     responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
-    groups, zeros = torch.arange(count) // 2, torch.zeros_like(mask)
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        penalty=zeros,
-        values=zeros,
-        mask=mask,
-        groups=groups,
-        scored=scored,
-        ended=torch.arange(count) == 0,
-        counted=scored,
-    )
-    return shaper.run(inputs).rewards
+    ended = torch.arange(count) == 0
+    known = {"scored": scored, "ended": ended, "counted": scored}
+    return shaper.run(advantage_inputs(rewards, torch.arange(count) // 2, mask, **known)).rewards
 
 
 @pytest.mark.parametrize(
@@ -392,19 +391,8 @@ def test_grpo_standardises_process_rewards_within_the_group():
     close(found.advantages[0], torch.tensor([0, -1.0, -1.0, 0, 0]), atol=1e-5, rtol=0)
     assert found.returns[0].tolist() == [0, 3, 3, 2, 2]
     # A step may end with the first sampled token, whose position is 0 after a prompt of one token.
-    zeros, ones, yes = torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2).bool()
-    inputs = AdvantageInputs(
-        rewards=torch.tensor([1.0, 2.0]),
-        penalty=zeros,
-        values=zeros,
-        mask=ones,
-        groups=0 * yes,
-        scored=yes,
-        ended=yes,
-        counted=yes,
-        process_rewards=zeros,
-        process_ends=torch.tensor([[True, False]] * 2),
-    )
+    steps = {"process_rewards": torch.zeros(2, 2), "process_ends": torch.tensor([[True, False]] * 2)}
+    inputs = advantage_inputs(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), torch.ones(2, 2), **steps)
     assert grpo.advantage(inputs)[1].tolist() == [[1, 0], [2, 0]]
 
 

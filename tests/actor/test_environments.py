@@ -255,14 +255,6 @@ def test_environment_section_needs_either_class_or_agent(section):
 
 
 @contextlib.asynccontextmanager
-async def giving_up(url):
-    """Yield environments whose worker gives up a server after 0.9 s; this process waits for the reason indefinitely."""
-    async with running(OPENENV, options={"url": url}, timeout_s=1.0) as environments:
-        environments.limit_s = 120.0
-        yield environments
-
-
-@contextlib.asynccontextmanager
 async def served():
     """Yield a server, its URL, and its listening site."""
     server, app = OpenEnvServer(), web.Application()
@@ -275,6 +267,13 @@ async def served():
         yield server, f"http://127.0.0.1:{runner.addresses[0][1]}", site
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def playing(**options):
+    """Yield a server and environments that are played on it."""
+    async with served() as (server, url, _), running(OPENENV, options={"url": url, **options}) as environments:
+        yield server, environments
 
 
 async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
@@ -317,7 +316,7 @@ async def test_policy_mistakes_do_not_count_as_a_lost_environment(action, is_los
 
 
 async def test_idle_openenv_session_answers_the_servers_pings():
-    async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
+    async with playing() as (server, environments):
         instance = await environments.open({})
         while server.pongs < 1:
             await asyncio.sleep(0.01)
@@ -328,13 +327,9 @@ def proxy_without_server(request):
     return web.Response(status=502)
 
 
-def wrong_path(request):
-    return web.Response(status=404)
-
-
 async def test_wrong_openenv_path_fails_without_a_retry():
-    async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
-        server.failing = [wrong_path]
+    async with playing() as (server, environments):
+        server.failing = [lambda request: web.Response(status=404)]
         with pytest.raises(EnvironmentFailed, match="404, message=") as failed:
             await environments.open({})
         assert not failed.value.is_lost
@@ -347,7 +342,7 @@ def hang_up(request):
 
 
 async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
-    async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
+    async with playing() as (server, environments):
         server.failing = [proxy_without_server, hang_up]
         assert (await environments.open({})).observation == "start"
         assert server.refused == 2
@@ -362,7 +357,8 @@ async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
     ],
 )
 async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble, cause):
-    async with served() as (server, url, _), giving_up(url) as environments:
+    async with served() as (server, url, _), running(OPENENV, options={"url": url}, timeout_s=1.0) as environments:
+        environments.limit_s = 120.0  # the worker gives up a server after 0.9 s; this process waits for its reason
         if trouble == "full":
             server.sessions = 2
         else:
@@ -373,11 +369,8 @@ async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble, ca
 
 
 async def test_openenv_action_and_observation_fields_are_configurable():
-    async with served() as (_, url, _), running(OPENENV, options={"url": url, "observation": "board"}) as environments:
+    async with playing(observation="board") as (_, environments):
         assert (await environments.open({})).observation == '[1, "é"]'
-    async with (
-        served() as (_, url, _),
-        running(OPENENV, options={"url": url, "action": "text", "observation": "b"}) as environments,
-    ):
+    async with playing(action="text", observation="b") as (_, environments):
         message = "options.observation is 'b', but the observation has echo, board, metadata"
         assert await failure(environments.open({}), OPENENV) == f"reset: ValueError: {message}"

@@ -1,6 +1,7 @@
 """Tests of `actor.generation.engine: vllm` with fake servers that fail on demand; test_vllm_run.py uses a real one."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,17 @@ async def run(here, **settings):
     """Generate in a thread; return the responses in the order of the prompts."""
     responses = await asyncio.to_thread(lambda: here.run(**settings))
     return [responses[row] for row in range(len(PROMPTS))]
+
+
+@contextlib.contextmanager
+def conversing(here):
+    """Let the generation play conversations of as many turns as their prompts' metadata say."""
+    settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
+    here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
+    try:
+        yield
+    finally:
+        here.generation.runner.close()
 
 
 async def until(condition):
@@ -254,8 +266,6 @@ async def test_conversation_ends_with_a_turn_that_could_not_be_sampled(setup, mo
     monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
     async with FakeVllm() as server:
         here = setup(server)
-        settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
-        here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
         prompts = {i: Prompt(str(i), "", np.array([5, i]), {"turns": 2}) for i in (6, 7)}
         found = {}
 
@@ -265,10 +275,8 @@ async def test_conversation_ends_with_a_turn_that_could_not_be_sampled(setup, mo
             return {}
 
         server.answer = second_turn_is_late
-        try:
+        with conversing(here):
             await asyncio.to_thread(here.generation.run_rows, prompts, found.__setitem__, seed=1)
-        finally:
-            here.generation.runner.close()
         (late,), (whole,) = found[6], found[7]
         assert (len(late.turns), late.ended, whole.ended) == (1, False, True)
         assert "did not respond within 3 s" in late.error
@@ -323,16 +331,10 @@ async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup):
     """The turns of a conversation go to one server, and the conversations to all of them."""
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
-        settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
-        here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
         prompts = [Prompt(str(i), "", np.array([5 + i % 8, 5 + i // 8]), {"turns": 2}) for i in range(24)]
         found = {}
-        try:
-            await asyncio.to_thread(
-                here.generation.run_rows, dict(enumerate(prompts)), lambda i, talk: found.update({i: talk}), seed=1
-            )
-        finally:
-            here.generation.runner.close()
+        with conversing(here):
+            await asyncio.to_thread(here.generation.run_rows, dict(enumerate(prompts)), found.__setitem__, seed=1)
         assert all(server.requests for server in (one, two)), "conversations are balanced"
         assert len(one.requests) + len(two.requests) == 2 * len(prompts)
         for (talk,) in found.values():

@@ -131,9 +131,8 @@ def test_set_aside_entries_are_synced(journal, synced):
 
 
 def test_checkpoints_and_versions_are_synced_before_their_rename(make, synced):
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.save()
     for root, staged in ((rig.checkpoints.root, 1), (rig.store.root, 2)):
         assert sum(path.parent == root and path.name.startswith(".staging-") for path in synced) == staged

@@ -41,17 +41,14 @@ def rig(make: Callable[..., Rig], straight: Rig) -> Rig:
 
     It starts after `straight` has ended: models that load at the same time share torch's random state.
     """
-    rig = make()
-    rig.serve()
-    return rig.start()
+    return make().begin()
 
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Rig]:
     """Six undisturbed steps with every version kept: the expected result of all other runs."""
     rig = Rig(tmp_path_factory.mktemp("straight"), checkpoint, publish={"keep": 100})
-    rig.serve()
-    rig.start().train(1, 2, 3, 4, 5, 6)
+    rig.begin().train(1, 2, 3, 4, 5, 6)
     rig.stop()
     yield rig
     rig.close()

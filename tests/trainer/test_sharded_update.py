@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks, whole_tensors
+from test_checkpoint import state
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
@@ -15,7 +16,7 @@ from rlhf_triton.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer import trained_critic
-from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
 from rlhf_triton.trainer.verification import holds_weights, verify_version
 from rlhf_triton.training_engine.merged_slices import MergedSlices
@@ -54,21 +55,6 @@ def payloads(count):
     # The last payload has a single row: one rank has nothing to do.
     last = train_payload({n: a[:1] for n, a in arrays(12, seed=9).items()}, Limits(VOCAB))
     return [*(payload(seed=seed) for seed in range(count - 1)), last]
-
-
-def state(step, update):
-    trained = update.trained
-    return CheckpointState(
-        run_id="run",
-        step=step,
-        optimizer_step=trained.optimizer_step,
-        version=0,
-        epoch=1,
-        asked=True,
-        settings=trained.settings,
-        base_digest="",
-        results=[],
-    )
 
 
 def everything(update):

@@ -76,9 +76,8 @@ def test_save_waits_for_its_step_and_prunes_covered_entries(rig):
 
 def test_rewind_publishes_a_step_that_publish_every_2_held_back(make, straight):
     """The resumed actor takes the answer's version for the weights of that step."""
-    rig = make(publish={"every": 2})
-    rig.serve()
-    results = rig.start().train(1, 2, 3)
+    rig = make(publish={"every": 2}).begin()
+    results = rig.train(1, 2, 3)
     assert [result.weights_version for result in results] == [0, 1, 1]
     for _ in range(2):
         assert rig.rewind(3).weights_version == 2
@@ -169,7 +168,7 @@ def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig, monkeypatch)
         assert rig.rewind(2).error is None
         assert len(loads) > loaded
         assert len(reads) > read
-        assert rig.answer(rig.journal.accept_save(run_id="run", step=2, keep_steps=[1, 2])).error is None
+        assert rig.save(2, [1, 2]).error is None
     assert prunes
     assert all((*loads, *reads, *restores, *prunes))
 
@@ -229,7 +228,7 @@ def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, strai
     results = rig.train(3, 4)
     for result in results:
         assert "non-finite; the critic of step" in str(result.error)
-    saved = rig.answer(rig.journal.accept_save(run_id="run", step=4, keep_steps=[4]))
+    saved = rig.save(4, [4])
     assert (saved.error, rig.checkpoints.steps(), rig.store.current()) == (None, [4], 2)
     rig.stop()
     start(usual)
@@ -360,8 +359,6 @@ def test_sidecar_stops_if_an_acknowledged_step_no_longer_fits_in_memory(rig, gpu
     rig.train(1, 2)
     rig.kill()
     gpu["lacks"] = of_step(2, sequences=sequences)
-    error = rig.start().ended()
-    assert isinstance(error, OutOfMemory)
-    assert "not even a single row fits" in str(error)
+    rig.assert_ends(OutOfMemory, "not even a single row fits")
     gpu["lacks"] = lambda rows: False
     assert rig.start().train(3)[0].weights_version == 3

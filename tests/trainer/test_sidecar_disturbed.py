@@ -282,26 +282,20 @@ def test_repeated_rewind_serves_its_step_after_a_refused_version(rig, straight, 
 # ---- checkpoints that are kept ----
 
 
-def save(rig, step, keep_steps=None):
-    return rig.answer(rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
-
-
 def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make, monkeypatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 1)
-    rig = make()
-    rig.serve()
-    rig.start()
+    rig = make().begin()
     for step, keep_steps in [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [2, 4])]:
         rig.train(step)
-        assert save(rig, step, keep_steps).error is None
+        assert rig.save(step, keep_steps).error is None
         assert rig.checkpoints.steps() == keep_steps
     rig.train(5)
     rig.stop()
     assert rig.checkpoints.steps() == [2, 4, 5]  # the newest of all, which was not requested
     rig.start()
     # A critic_save that is repeated after a timeout does not give up what later ones need.
-    assert save(rig, 1, [1]).error == "step: 1 cannot be reached: there are checkpoints of steps 2, 4, 5"
-    assert save(rig, 2, [1, 2]).error is None
+    assert rig.save(1, [1]).error == "step: 1 cannot be reached: there are checkpoints of steps 2, 4, 5"
+    assert rig.save(2, [1, 2]).error is None
     rig.train(6)
     assert rig.stop() is None
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
@@ -309,10 +303,9 @@ def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make, monkeypatch):
 
 def test_entries_beyond_the_rewind_limit_are_pruned(make, monkeypatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_ENTRIES", 2)
-    rig = make(checkpoint_every=1)
-    rig.serve()
-    rig.start().train(1)
-    save(rig, 1, [1])
+    rig = make(checkpoint_every=1).begin()
+    rig.train(1)
+    rig.save(1, [1])
     for step, kept in [(2, [2]), (3, [2, 3]), (4, []), (5, [])]:
         rig.train(step)
         rig.stop()
@@ -355,9 +348,8 @@ def file_of(rig, step):
 def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatch):
     for module in ("critic_state", "critic_checkpoints"):
         monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.kill()
     entries = [rig.send(2), rig.send(3)]
     flip(file_of(rig, 2))
@@ -386,10 +378,9 @@ def test_damaged_answered_entries_stop_the_sidecar(rig, straight):
     rig.kill()
     intact = file_of(rig, 2).read_bytes()
     flip(file_of(rig, 2))
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert f"{file_of(rig, 2)} is damaged" in str(error)
-    assert "step 2 has already been trained and acknowledged" in str(error)
+    rig.assert_ends(
+        CheckpointError, f"{file_of(rig, 2)} is damaged", "step 2 has already been trained and acknowledged"
+    )
     assert rig.store.current() == 3
     file_of(rig, 2).write_bytes(intact)
     assert rig.start().train(4)[0].weights_version == 4
@@ -428,9 +419,8 @@ def warnings(caplog):
 def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(make, straight, caplog, monkeypatch):
     for module in ("critic_state", "critic_checkpoints"):
         monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.save()
     rig.train(2)
     rig.stop()
@@ -467,23 +457,21 @@ def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig
     rig.send(3)
     folder = rig.checkpoints.root / "2"
     elsewhere = folder.rename(rig.config.run.dir / "elsewhere")
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert "continues with step 3, but" in str(error)
+    rig.assert_ends(CheckpointError, "continues with step 3, but")
     elsewhere.rename(folder)
     flip(folder / SHARD)
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert f"2/{SHARD} is damaged" in str(error)
-    assert "from step 0, because the journal no longer has step 1; restore the file" in str(error)
+    rig.assert_ends(
+        CheckpointError,
+        f"2/{SHARD} is damaged",
+        "from step 0, because the journal no longer has step 1; restore the file",
+    )
     flip(folder / SHARD)
     assert rig.start().train(3)[0].weights_version == 3
 
 
 def test_changed_trainer_settings_are_logged_and_applied(make, caplog):
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.stop()
     other = make(lr=2e-2, token_budget=99)
     other.start().train(2)
@@ -512,9 +500,7 @@ def test_checkpoint_of_another_run_or_initial_critic_stops_the_sidecar(rig, othe
         path.chmod(0o600)
         path.write_text(path.read_text() + "\n")
         reseal(rig.store.folder(0))
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert message in str(error)
+    rig.assert_ends(CheckpointError, message)
 
 
 def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(rig, monkeypatch):
@@ -534,14 +520,11 @@ def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(r
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["all weights", "LoRA"])
 def test_a_damaged_version_0_ends_the_sidecar(make, settings):
     """Only version 0 has the weights that training does not change."""
-    rig = make(**settings)
-    rig.serve()
-    rig.start().train(1)
+    rig = make(**settings).begin()
+    rig.train(1)
     rig.stop()
     flip(rig.store.folder(0) / "model.safetensors")
-    error = rig.start().ended()
-    assert isinstance(error, WeightsError)
-    assert "version 0: model.safetensors has digest" in str(error)
+    rig.assert_ends(WeightsError, "version 0: model.safetensors has digest")
 
 
 # ---- disks that are really full ----

@@ -123,15 +123,23 @@ def all_cases(ranks, folder, work, runs):
     return [work(ranks, folder, *run) for run in runs]
 
 
+def begin(ranks, config):
+    """Return the policy and its update on rank 0; other ranks follow rank 0 to its end, and return nothing."""
+    if isinstance(ranks, Ranks) and ranks.rank:
+        follow_rank_0(config, ranks)
+        return None, None
+    return make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
+
+
 def session(ranks, folder, case, **others):
     """Run an actor's calls on its policy: rollouts, updates, a checkpoint and the final policy in `folder/written`."""
     config = RunConfig(actor=settings_of(folder, case, **others))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
         adapters.write_tensors = None  # only rank 0 writes a file
-        follow_rank_0(config, ranks)
+    policy, update = begin(ranks, config)
+    if policy is None:
         return None
-    policy, update = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     root, ended, found = folder / f"written by {policy.ranks.size}, {case}", [], {}
     for step in (1, 2):
         policy.renew_sampler()
@@ -176,11 +184,14 @@ def spoil_the_last_sampler(ranks):
     Policy.follow_sampling = spoiled
 
 
+def give_up(*_):
+    raise asyncio.CancelledError
+
+
 def gives_up(ranks, folder):
     """Give up a job that rank 1 responds to slowly; return the next one's tokens, or the jobs that rank 1 answers."""
-    config = RunConfig(actor=settings_of(folder, "ppo"))
+    answered, lanes = [], []
     if isinstance(ranks, Ranks) and ranks.rank:
-        answered, lanes = [], []
         follow = OtherSamplers.follow
         decode = Decoder._decode_step
         reply = OtherSamplers._reply
@@ -202,12 +213,9 @@ def gives_up(ranks, folder):
         OtherSamplers.follow = followed
         Decoder._decode_step = decode_after_rank_0
         OtherSamplers._reply = replied
-        follow_rank_0(config, ranks)
+    policy, _ = begin(ranks, RunConfig(actor=settings_of(folder, "ppo")))
+    if policy is None:
         return answered
-    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
-
-    def give_up(*_):
-        raise asyncio.CancelledError
 
     if isinstance(ranks, Ranks):
         policy.add(SamplingJob(dict(enumerate(PROMPTS)), give_up, 1, False))
@@ -223,11 +231,9 @@ def conversations(ranks, folder, name="Countdown"):
     settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
     actor = actor_section(model=folder, **settings)
     environment = {"class": f"{ENVIRONMENTS}:{name}", "max_tokens": 200}
-    config = RunConfig.model_validate({"actor": actor, "environment": environment})
-    if isinstance(ranks, Ranks) and ranks.rank:
-        follow_rank_0(config, ranks)
+    policy, _ = begin(ranks, RunConfig.model_validate({"actor": actor, "environment": environment}))
+    if policy is None:
         return None
-    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     said = {"messages": [{"role": "user", "content": "Play."}]}
     prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
     try:
@@ -340,19 +346,13 @@ def test_conversations_on_ranks_match_one_process(folder, template):
 
 
 def after_an_abandoned_rollout(ranks, folder):
-    config = RunConfig(actor=settings_of(folder, "ppo", max_new_tokens=6, generation_batch_size=2))
-    if isinstance(ranks, Ranks) and ranks.rank:
-        follow_rank_0(config, ranks)
+    policy, _ = begin(ranks, RunConfig(actor=settings_of(folder, "ppo", generation_batch_size=2)))
+    if policy is None:
         return None
-    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     policy.renew_sampler()
-
-    def cancelled(*_):
-        raise asyncio.CancelledError
-
     if isinstance(ranks, Ranks):
         with pytest.raises(asyncio.CancelledError):
-            policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=cancelled)
+            policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=give_up)
     rows = rows_of(policy.generate([Prompt(str(i), "", np.asarray([5, 6, 7 + i])) for i in range(16)], seed=2))
     return [row.tokens.tolist() for row in rows]
 
