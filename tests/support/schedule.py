@@ -23,7 +23,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFileAndServer(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             return scope_of(nodeid.partition("::")[0])
 
     return ByFileAndServer(config, log)

@@ -5,7 +5,6 @@ A test module loads them with `pytest_plugins = ["sidecar_fixtures"]`.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sidecar_rig import Rig
@@ -24,9 +23,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
+    rigs = []
 
-    def new(name: str = "run", **settings: Any) -> Rig:
+    def new(name="run", **settings):
         rigs.append(Rig(tmp_path / name, checkpoint, **settings))
         return rigs[-1]
 

@@ -110,7 +110,7 @@ class Rig:
         self.error, self.stop_now = None, threading.Event()
         config, stop = self.config, self.stop_now
 
-        def run() -> None:
+        def run():
             try:
                 run_sidecar(config, stop)
             except BaseException as error:
@@ -192,7 +192,7 @@ def kill_at(patch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: 
     """Kill the sidecar before or after its `call`-th call of `owner.name`."""
     original, calls = getattr(owner, name), []
 
-    def killing(*args: Any, **kwargs: Any) -> Any:
+    def killing(*args, **kwargs):
         calls.append(None)
         if len(calls) == call and when == "before":
             raise Killed

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from samples import groups_of, scored_samples
@@ -55,7 +54,7 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
         }
     )
     moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
-    state: Any = SimpleNamespace(
+    state = SimpleNamespace(
         policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
         shaper=SimpleNamespace(moments=moments),
         kl=SimpleNamespace(coef=0.0),
@@ -67,7 +66,7 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
     groups = groups_of([*scored_samples()][:4], 2)
     digests = np.zeros(NUM_TENSORS, np.uint64)
 
-    async def session(first: int, last: int) -> Start:
+    async def session(first, last):
         begin = time.monotonic()
         samples = SampleJournal(config, state)
         samples.sampled(first - 1)

@@ -9,7 +9,6 @@ from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import RunConfig
@@ -52,9 +51,9 @@ class VllmSetup:
 
     def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:
         """Generate a response to each of PROMPTS."""
-        found: dict[int, PolicyTurn] = {}
+        found = {}
 
-        def finished(row: int, conversation: Conversation) -> None:
+        def finished(row, conversation):
             (sample,) = conversation
             logprobs = None if sample.logprobs is None else sample.logprobs[sample.sampled].tolist()
             found[row] = PolicyTurn(sample.tokens[sample.sampled].tolist(), sample.ended, logprobs)

@@ -48,9 +48,9 @@ def default_to_gpus() -> None:
     from rlhf_triton.config import RunConfig
     from rlhf_triton.config.sections import Section
 
-    done: set[type[Section]] = set()
+    done = set()
 
-    def change(section: type[Section]) -> None:
+    def change(section):
         if section in done:
             return
         done.add(section)
