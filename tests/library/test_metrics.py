@@ -8,13 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 import weakref
 from unittest import mock
 
 import pytest
 import triton_python_backend_utils as stub
-from prometheus_client.parser import text_string_to_metric_families
+from scrape import scrape
 from span_collector import Collector
 
 from rlhf_triton.errors import RlhfError
@@ -53,16 +52,6 @@ METRICS = (
 )
 
 
-def scrape(port):
-    """Return the samples of `rlhf_test_` by name and label."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-        text = answer.read().decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    ours = {s.name + "".join(s.labels.values()): s.value for s in samples if s.name.startswith("rlhf_test_")}
-    assert any(sample.name == "process_resident_memory_bytes" for sample in samples)
-    return {name.removeprefix("rlhf_test_"): value for name, value in ours.items()}
-
-
 def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
     depth = []
 
@@ -75,7 +64,7 @@ def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
     exporter = Exporter("rlhf_test_", METRICS, tmp_path, live=live)
     exporter.serve("127.0.0.1", port)
     logging.getLogger("anything").info("fine")
-    first = scrape(port)
+    first = scrape(port, "rlhf_test_")
     assert first.pop("disk_size_bytes") >= first.pop("disk_free_bytes") > 0
     assert first == {"rows_total": 0, "log_messages_totalwarning": 0, "log_messages_totalerror": 0}
     exporter.show({"step": 3, "phase_seconds": {"generate": 1.5, "score": 0.5}})
@@ -85,7 +74,8 @@ def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
     depth.append(7)
     for level in (logging.WARNING, logging.ERROR, logging.CRITICAL):
         logging.getLogger("anything").log(level, "odd")
-    found = scrape(port)
+    assert scrape(port, "process_")["resident_memory_bytes"] > 0
+    found = scrape(port, "rlhf_test_")
     last = [found.pop(f"last_problem_timestamp_seconds{level}") for level in ("warning", "error")]
     assert 0 < last[0] <= last[1]
     assert {name: value for name, value in found.items() if "disk" not in name} == {

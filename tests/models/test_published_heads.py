@@ -19,6 +19,7 @@ import torch
 from loaders import load_critic, load_process_reward, load_reward
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
+from tiny_checkpoints import change_config
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -342,7 +343,7 @@ def save(folder, shape):
     store(folder, body if shape.file else {**body, **head})
     if shape.file is not None:
         store(folder, head, shape.file)
-    change_config(folder, {"architectures": [shape.architecture], **shape.config})
+    change_config(folder, architectures=[shape.architecture], **shape.config)
     return model.base_model
 
 
@@ -352,11 +353,6 @@ def stored_in(folder):
 
 def store(folder, tensors, file="model.safetensors"):
     save_file(tensors, folder / file, metadata={"format": "pt"})
-
-
-def change_config(folder, settings):
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
 
 def rows(shape):
@@ -453,7 +449,7 @@ def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path):
     assert np.isnan(scores[1:]).all()
     with refused(match="pooling: mean needs a linear head"):
         load_reward(tmp_path, pooling="mean")
-    change_config(tmp_path, {"vocab_size": VOCAB})
+    change_config(tmp_path, vocab_size=VOCAB)
     with refused(match=r"gating.layers reads at the header of an answer.*has no tokens for it"):
         load_reward(tmp_path)
 
@@ -480,7 +476,7 @@ def test_value_head_prefix_selects_one_of_two_heads(tmp_path, pair, rename):
         load_reward(tmp_path)
     assert all(name in str(caught.value) for name in pair)
     for name in pair:
-        change_config(tmp_path, {"value_head_prefix": name})
+        change_config(tmp_path, value_head_prefix=name)
         chosen = Shape("llama", LLAMA, {}, layers(name))
         assert_scores(tmp_path, chosen, right(chosen, body, stored))
     for extra in ("my_head.weight", "normalizer.mean"):  # no heads, which it would leave out
@@ -493,7 +489,7 @@ def test_value_head_prefix_selects_one_of_two_heads(tmp_path, pair, rename):
 def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path, name):
     save(tmp_path, SHAPES[name])
     for prefix in ("value_hed", "score.weight", "model"):
-        change_config(tmp_path, {"value_head_prefix": prefix})
+        change_config(tmp_path, value_head_prefix=prefix)
         for load in (load_reward, load_critic):
             if name == "OpenRLHF":  # without the prefix, no head is known
                 with pytest.raises(
@@ -592,7 +588,7 @@ def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, re
         load_reward(tmp_path)
     with refused(match=name):
         load_critic(tmp_path)
-    change_config(tmp_path, {"value_head_prefix": name})
+    change_config(tmp_path, value_head_prefix=name)
     assert_scores(tmp_path, shape, right(shape, body, stored))
 
 
@@ -600,7 +596,7 @@ def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, re
 def test_pooler_layers_of_a_classifier_are_never_ignored(tmp_path, family):
     model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}), num_labels=1))
     large(model).save_pretrained(tmp_path)
-    change_config(tmp_path, {"architectures": ["RewardModel"]})
+    change_config(tmp_path, architectures=["RewardModel"])
     for pooling, message in (("auto", r"how its head .* pools is unknown"), ("last", "does not use")):
         with refused(match=message):
             load_reward(tmp_path, pooling=pooling)
@@ -688,7 +684,7 @@ def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path
         shape = replace(shape, head=one("score_head"), values={}, config={**shape.config, "mean": 0.5, "var": [4.0]})
     save(tmp_path, shape)
     if name == "LDL":
-        change_config(tmp_path, {"softmax": True})
+        change_config(tmp_path, softmax=True)
     given = rows(shape) if "gating.logit_scale" in shape.head else [row[:5] for row in rows(shape)]  # 5 positions
     expected = load_reward(tmp_path, **shape.settings).score(given)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -735,7 +731,7 @@ def test_unusual_config_key_changes_no_score_or_is_refused_by_name(tmp_path, fam
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
     monkeypatch.setattr(transformers_classes, "OWN_PATHS", {})
-    change_config(tmp_path, config)
+    change_config(tmp_path, **config)
     if told is None:
         np.testing.assert_allclose(load_reward(tmp_path).score(rows(shape)), expected, rtol=1e-5)
         return
@@ -777,7 +773,7 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path,
         model = kind.from_config(tiny(shape, num_labels=1, **OF_BASE_MODELS.get(family, {}))).eval()
     model = large(model) if scale == "as trained" else model
     model.save_pretrained(tmp_path)
-    change_config(tmp_path, OF_BASE_MODELS.get(family, {}))
+    change_config(tmp_path, **OF_BASE_MODELS.get(family, {}))
     given = rows(shape)
     with torch.no_grad():
         logits = [model(input_ids=torch.from_numpy(row)[None]).logits[0] for row in given]
@@ -809,7 +805,7 @@ def labelled(folder, *labels):
     """Write a classifier; return rows and its logits."""
     shape = Shape("llama", LLAMA, one("score", len(labels)))
     body = save(folder, shape)
-    change_config(folder, {"id2label": dict(enumerate(labels))})
+    change_config(folder, id2label=dict(enumerate(labels)))
     return rows(shape), right(shape, body, stored_in(folder))
 
 
@@ -864,7 +860,7 @@ def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(tmp_path, l
     steps = load_process_reward(tmp_path, score="logit", attribute_weights=None if good is not None else weights)
     odds = [scores[-1] for scores in steps.launch_token_scores(given)()]
     np.testing.assert_allclose(odds, logits @ np.float32(weights), atol=1e-4)
-    change_config(tmp_path, {"label2id": {labels[0]: 1, labels[1]: 0}})
+    change_config(tmp_path, label2id={labels[0]: 1, labels[1]: 0})
     with refused(match=r"id2label .* and label2id .* contradict each other"):
         load_process_reward(tmp_path)
 
@@ -982,7 +978,7 @@ HEAD_KEYS = [
 def test_head_settings_in_config_json_are_applied_or_refused(tmp_path, family, key, value):
     shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"))
     save(tmp_path, shape)
-    change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
+    change_config(tmp_path, **{key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
     with refused(match=rf"has {key}: {re.escape(repr(value))}, which the head score"):
         load_reward(tmp_path)
     if "pool" in key or key == "summary_type":
@@ -991,7 +987,7 @@ def test_head_settings_in_config_json_are_applied_or_refused(tmp_path, family, k
         with refused(match=key):
             load_reward(tmp_path, pooling="mean")
     silent = {"pooling": "last", "pooling_type": "last_token", "use_mean_pooling": False, "summary_type": "last"}
-    change_config(tmp_path, {key: silent.get(key)})
+    change_config(tmp_path, **{key: silent.get(key)})
     load_reward(tmp_path)
 
 
@@ -1002,11 +998,11 @@ UNREAD = json.loads(Path(__file__).with_name("published_keys.json").read_text())
 @pytest.mark.parametrize("family", quick(UNREAD["of a family"], "llama", "gptj", "bloom", "gemma3_text"))
 def test_irrelevant_config_keys_are_accepted_silently(tmp_path, family, caplog):
     save(tmp_path, Shape(family, "", one("score")))
-    change_config(tmp_path, {**UNREAD["read by nothing"], **UNREAD["of a family"][family]})
+    change_config(tmp_path, **(UNREAD["read by nothing"] | UNREAD["of a family"][family]))
     load_reward(tmp_path)
     assert "keys that nothing reads" not in caplog.text
     for _ in range(2):
-        change_config(tmp_path, {"use_deep_thought": True, "reading": "backwards"})
+        change_config(tmp_path, use_deep_thought=True, reading="backwards")
         load_reward(tmp_path)
     assert caplog.text.count(f"keys that nothing reads, for a {family} model: reading, use_deep_thought;") == 1
 
@@ -1016,9 +1012,9 @@ def test_config_keys_without_effect_on_scores_are_accepted(tmp_path, config):
     shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
-    change_config(tmp_path, config)
+    change_config(tmp_path, **config)
     np.testing.assert_array_equal(load_reward(tmp_path).score(rows(shape)), expected)
-    change_config(tmp_path, {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}})
+    change_config(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.activation.Sigmoid"})
     with refused(match=r"has activation_fn: 'torch\.nn\.modules\.activation\.Sigmoid'"):
         load_reward(tmp_path)
 
@@ -1027,7 +1023,7 @@ def test_model_type_that_transformers_remaps_is_remapped(tmp_path):
     """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
     shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
-    change_config(tmp_path, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4})
+    change_config(tmp_path, layer_types=["full_attention", "sliding_attention"], sliding_window=4)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
     assert theirs.config.model_type == "ministral"
     with torch.no_grad():

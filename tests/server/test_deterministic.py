@@ -177,7 +177,3 @@ def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm, tmp
     actor = start("whole", "actor.ranks=2", f"actor.steps={STEPS + 1}")
     finish(actor)
     assert "resuming with another setting: actor.ranks: 1 -> 2" in actor.log_path.read_text()
-    actor = start("whole", "actor.policy.lora_rank=4", f"actor.steps={STEPS + 2}")
-    assert actor.process.wait(300) == 2
-    log = actor.log_path.read_text()
-    assert (log.count("error: "), "Traceback" in log) == (1, False)

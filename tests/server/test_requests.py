@@ -191,22 +191,6 @@ def test_a_bad_scoring_request_fails_alone(live):
     assert_scores(live, rows, answers[len(bad) : -len(bad)])
 
 
-def test_critic_infer_applies_min_version_to_the_critic_only(live):
-    """Although Triton gives the parameters to all models of an ensemble."""
-    served = live.run.store.current() or 0
-    assert served > 0, "else the reward model, whose version is 0, would have it, too"
-    for model in (CRITIC, CRITIC_INFER):
-        demands = [{"exact_version": served}, {"min_version": served + 1}, {"min_version": -1}]
-        answer, behind, wrong = ask_all(live.run.url, [(model, ROW, (), None, each) for each in demands])
-        assert isinstance(answer, dict)
-        assert answer["weights_version"].tolist() == [[served]]
-        assert isinstance(behind, Refused)
-        assert behind.code == "503"
-        assert f"serves version {served}, but the request demands version {served + 1} or newer" in behind.message
-        assert isinstance(wrong, Refused)
-        assert wrong.code == "400"
-
-
 GOOD = training_inputs(seed=1)
 NAN = np.float32("nan")
 

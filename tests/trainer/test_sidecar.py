@@ -1,11 +1,10 @@
 """`trainer.sidecar`: steps are trained exactly once, in order, and answered when served; failures are errors."""
 
 import time
-import urllib.request
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
+from scrape import scrape
 from sidecar_rig import PATIENCE_S, overflowing, payload, until
 
 import rlhf_triton.trainer.critic_checkpoints
@@ -202,13 +201,6 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
 # ---- what cannot be trained or served ----
 
 
-def scrape(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    samples = [sample for family in families for sample in family.samples]
-    return {s.name.removeprefix("rlhf_trainer_") + "".join(s.labels.values()): s.value for s in samples}
-
-
 @pytest.mark.parametrize("lr", [1e30, 1e38], ids=["values overflow", "weights overflow"])
 def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, straight, lr):
     """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
@@ -255,9 +247,8 @@ def test_rejected_versions_and_bad_gradients_fail_only_their_step(make, straight
     assert rig.train(5)[0].error is None
     after = rig.weights()
     rig.stop()  # the last numbers are shown after the answer
-    found = scrape(port)
-    counts = {name: value for name, value in found.items() if name.endswith("_total") and "log" not in name}
-    assert {name: value for name, value in counts.items() if not name.startswith("process")} == {
+    found = scrape(port, "rlhf_trainer_")
+    assert {name: value for name, value in found.items() if name.endswith("_total") and "log" not in name} == {
         "updates_total": 4,
         "failed_updates_total": 2,
         "rejected_versions_total": 1,
