@@ -376,6 +376,13 @@ def right(shape, body, tensors):
     return torch.stack(found).numpy()
 
 
+def saved(folder, shape):
+    """Write the folder; return its tensors, and the scores of `rows` by the formula."""
+    body = save(folder, shape)
+    stored = stored_in(folder)
+    return stored, right(shape, body, stored)
+
+
 def assert_scores(folder, shape, expected):
     """Compare the scores of rows that are alone, batched, and mixed with padding."""
     reward, given = load_reward(folder, **shape.settings), rows(shape)
@@ -429,13 +436,12 @@ def assert_scores_or_refused(folder, shape, expected):
 
 def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path):
     shape = SHAPES["LDL"]
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     for module in ("regression_layer", "gating_layer"):
         own = {name.removeprefix(f"{module}."): tensor for name, tensor in stored.items() if name.startswith(module)}
         store(tmp_path, own, f"{module}.safetensors")
     store(tmp_path, {name: tensor for name, tensor in stored.items() if "_layer.network" not in name})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
     store(tmp_path, {"scale": torch.ones(1)}, "calibration.safetensors")
     with refused(match=r"calibration\.scale"):
         load_reward(tmp_path)
@@ -527,8 +533,7 @@ QUICK = [
 @pytest.mark.parametrize(("name", "wrapper"), quick(WRAPPED, *QUICK))
 def test_prefix_around_all_tensor_names_changes_no_score(tmp_path, wrapper, name):
     shape = SHAPES[name]
-    body = save(tmp_path, shape)
-    expected = right(shape, body, stored_in(tmp_path))
+    _, expected = saved(tmp_path, shape)
     renamed(tmp_path, WRAPPERS[wrapper])
     assert_scores(tmp_path, shape, expected)
     again = load_reward(tmp_path).with_weights(tmp_path)
@@ -543,13 +548,12 @@ COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "r
 @pytest.mark.parametrize("name", ["v_head", "score"])
 def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path, root, other, name):
     shape = Shape("llama", "GPTRewardModel", one(name), root=root, language=name == "v_head")
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     inside = {key.removeprefix(f"{root}."): each for key, each in stored.items() if key.startswith(f"{root}.")}
     again = {f"{other}.{key}": each.clone() for key, each in inside.items() if "lm_head" not in key}
     again |= {} if root == "reward_model" else {f"{root}.{name}.weight": stored[f"{name}.weight"].clone()}
     store(tmp_path, {**stored, **again})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
     assert load_critic(tmp_path).note == f"the value head is {name}"
     for changed in (min(again), max(again)):
         store(tmp_path, {**stored, **again, changed: 2 * again[changed]})
@@ -579,8 +583,7 @@ UNKNOWN = [
 @pytest.mark.parametrize(("name", "rename", "given"), UNKNOWN)
 def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, rename, given):
     shape = given or Shape("llama", "X", one(name))
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     beside = {} if name == "lm_head" else {"lm_head.bias": torch.ones(VOCAB)}
     store(tmp_path, {**{rename(key): each for key, each in stored.items()}, **beside})
     message = f"{name}.*value_head_prefix: {name} in config.json"
@@ -589,7 +592,7 @@ def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, re
     with refused(match=name):
         load_critic(tmp_path)
     change_config(tmp_path, value_head_prefix=name)
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
 
 
 @pytest.mark.parametrize("family", ["distilbert", "electra"])
@@ -645,10 +648,9 @@ COUNTERS = {"global_step": [12], "module.steps": 3, "v_head.num_updates": 7, "ep
 @pytest.mark.parametrize("name", COUNTERS)
 def test_counter_tensors_beside_the_weights_change_no_score(tmp_path, name):
     shape = SHAPES["Skywork-Reward"]
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     store(tmp_path, {**stored, name: torch.tensor(COUNTERS[name])})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
     store(tmp_path, {**stored, "scale": torch.tensor(2)})
     with refused(match="does not use scale"):
         load_reward(tmp_path)
@@ -804,9 +806,9 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path,
 def labelled(folder, *labels):
     """Write a classifier; return rows and its logits."""
     shape = Shape("llama", LLAMA, one("score", len(labels)))
-    body = save(folder, shape)
+    _, logits = saved(folder, shape)
     change_config(folder, id2label=dict(enumerate(labels)))
-    return rows(shape), right(shape, body, stored_in(folder))
+    return rows(shape), logits
 
 
 def test_several_labels_need_attribute_weights(tmp_path):
@@ -1067,8 +1069,7 @@ def test_misplaced_missing_or_duplicate_body_tensor_is_refused(tmp_path, family,
 )
 def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, name):
     shape = SHAPES[name]
-    body = save(tmp_path / "0", shape)
-    expected = right(shape, body, stored_in(tmp_path / "0"))
+    _, expected = saved(tmp_path / "0", shape)
     given = rows(shape)
     critic = load_critic(tmp_path / "0")
     np.testing.assert_allclose(last(critic, given), expected, atol=1e-5 * max(1, np.abs(expected).max()))

@@ -207,7 +207,6 @@ REFUSED = [
         {**GOOD, "returns": changed(GOOD["returns"], (1, 2), NAN)},
         ("returns[1, 2]: nan, must be finite",),
     ),
-    (CRITIC_SAVE, {**SAVE, **OTHER_RUN}, ("run_id: 'other', but this critic belongs to run 'test'",)),
 ]
 
 

@@ -470,9 +470,7 @@ def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_no_run_or_is_deleted_is_one_sentence(tmp_path):
-    with pytest.raises(rt.RlhfError, match="is missing: name the folder of a run"):
-        rt.Run(tmp_path / "none")
-    with pytest.raises(rt.RlhfError, match=r"is no run: it has neither settings.json nor metrics.jsonl"):
+    with pytest.raises(rt.RlhfError, match="is no run: it has neither"):
         rt.Run(tmp_path)
     folder = write_run(tmp_path / "run")
     run = rt.Run(folder)

@@ -71,6 +71,10 @@ class Job:
                 found[int(process.environ()["RANK"])] = process
         return found
 
+    def both(self):
+        """Return the two ranks by number, once they run."""
+        return self.until(lambda: len(found := self.ranks()) == 2 and found)
+
     def answers(self, *entries):
         return [self.until(lambda entry=entry: self.journal.result(entry)) for entry in entries]
 
@@ -138,7 +142,7 @@ def test_killed_ranks_do_not_change_the_sidecars_results(make):
     rough.answers(*entries)
     for rank in (0, 1):
         for phase in ("idle", "training", "publishing"):
-            ranks = rough.until(lambda: len(found := rough.ranks()) == 2 and found)
+            ranks = rough.both()
             rough.until(lambda: rough.journal.is_followed() and rough.journal.heartbeat().state == "idle")
             if phase != "idle":
                 entries.append(rough.send(len(entries) + 1))
@@ -163,7 +167,7 @@ def test_killed_ranks_do_not_change_the_sidecars_results(make):
 
 def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make):
     job = make("run")
-    ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
+    ranks = [*job.both().values()]
     job.process.kill()
     assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
     job.process.wait()
@@ -181,7 +185,7 @@ def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(mak
     where = ("rlhf_triton.trainer.critic_update", "CriticUpdate", "_loss")
     let_memory_be_short(monkeypatch, tmp_path, *where, condition=f"os.environ.get('RANK') == '{rank}'")
     job = make("run")
-    ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
+    ranks = [*job.both().values()]
     job.send(1)
     assert job.process.wait(PATIENCE_S) == 2
     assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
