@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from live_system import make_tokenizer
-from policy_training import trainable_policy, update_of, weights_of
+from policy_training import random_batch, trainable_policy, update_of, weights_of
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.batch import PPOBatch
@@ -32,31 +32,13 @@ def make_policy(checkpoint, *, double=True, **settings):
 
 def make_batch(policy, *, width=LONGEST, **changes):
     """Return random responses and advantages; log-probs are the policy's own, the reference's differ a little."""
-    generator = torch.Generator().manual_seed(0)
-    lengths, positions = torch.tensor(LENGTHS), torch.arange(width - 1)
-    tokens = torch.full((len(LENGTHS), width), policy.pad_id)
-    tokens[:, :LONGEST] = torch.randint(5, 30, (len(LENGTHS), LONGEST), generator=generator)
-    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
-    noise = torch.randn(2, len(LENGTHS), LONGEST - 1, generator=generator)
-    advantages, ref = torch.nn.functional.pad(noise, (0, width - LONGEST)) * mask
+    drawn = random_batch(LENGTHS, prompt=PROMPT, seed=0)
+    wide = {name: x for name, x in vars(drawn).items() if x is not None and x.ndim == 2}
+    padded = {name: torch.nn.functional.pad(x, (0, width - LONGEST)) for name, x in wide.items()}
+    batch = replace(drawn, **padded, positive=torch.arange(len(LENGTHS)) % 2 == 0)
     with torch.no_grad():
-        logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask).cpu()
-    zeros = torch.zeros_like(mask)
-    positive = torch.arange(len(LENGTHS)) % 2 == 0
-    batch = PPOBatch(
-        tokens=tokens,
-        lengths=lengths,
-        mask=mask,
-        policy_weights=mask,
-        logprobs=logprobs,
-        ref_logprobs=logprobs + 0.1 * ref,
-        advantages=advantages,
-        returns=zeros,
-        prev_values=zeros,
-        kl=zeros,
-        positive=positive,
-    )
-    return replace(batch, **changes)
+        logprobs = policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask).cpu()
+    return replace(batch, logprobs=logprobs, ref_logprobs=logprobs + 0.1 * (batch.ref_logprobs + 2), **changes)
 
 
 def updated(policy, batch, *, kl_coef=0.1):
