@@ -249,8 +249,7 @@ def test_weights_verify_names_the_damaged_version(rig, tmp_path, capsys):
 def test_rollback_serves_old_bytes_under_a_new_number(make, tmp_path, capsys, dtype):
     """Without a serving instance it moves CURRENT and says so."""
     rig = make(dtype=dtype)
-    rig.serve()
-    rig.start().train(1, 2, 3)
+    rig.begin().train(1, 2, 3)
     old, weights = rig.store.manifest(1), rig.weights(1)
     config = config_of(rig, tmp_path)
     assert main(["rollback", *config, "--to", "1"]) == 0

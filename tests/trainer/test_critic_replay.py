@@ -46,8 +46,7 @@ def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):
     new = make("new", threads=1)
     critic = CriticReplay(rig.config, 2)
     critic.save(new.config)
-    new.serve()
-    new.start()
+    new.begin()
     rewound = new.answer(new.journal.accept_rewind(run_id="run", target=2))
     assert rewound.error is None
     assert new.store.manifest(rewound.weights_version).step == 2

@@ -180,8 +180,7 @@ def pretraining_rig(folder, root, **settings):
 
 def two_steps_and_a_rewind(rig):
     """Train two steps, rewind them and stop; return their losses, and the weights of versions 0 and 2."""
-    rig.serve()
-    rig.start()
+    rig.begin()
     try:
         losses = [rig.answer(rig.send(step)).loss_mean for step in (1, 2)]
         rig.rewind(0)
@@ -264,8 +263,7 @@ def test_pretraining_reads_the_journal_of_a_real_sidecar(root, tmp_path, monkeyp
     """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
     rig = Rig(tmp_path / "earlier", root / "critic", **TRAINING)
-    rig.serve()
-    rig.start()
+    rig.begin()
     damaged = rig.send(1)
     rig.answer(damaged)
     for step in range(2, 7):
@@ -434,6 +432,3 @@ def test_diverging_returns_end_pretraining_with_an_error(root, tmp_path):
     lines = [{**LINE, "prompt": [5, 6 + number], "return": 1e30} for number in range(9)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
     assert_refused(config, r"the critic's gradients are not finite: .*; lower trainer\.optimizer\.lr")
-
-
-# ---- several ranks ----

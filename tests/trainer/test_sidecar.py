@@ -90,8 +90,7 @@ def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
         make(publish={"format": "adapter", "keep": 1}, **settings),
     )
     for each in (calm, rig):
-        each.serve()
-        each.start().train(1, 2)
+        each.begin().train(1, 2)
     rig.save()
     for each in (calm, rig):
         each.train(3)
@@ -114,9 +113,9 @@ def assert_same_weights(rig, version, calm, step):
 
 def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkeypatch):
     monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
-    rig = make()
-    instance = rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
+    instance = rig.instances[0]
     instance.paused.set()
     entry = rig.send(2)
     until(lambda: rig.store.current() == 2)
@@ -213,8 +212,7 @@ def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, strai
 
     rig = make()
     usual = rig.config.trainer.optimizer.lr
-    rig.serve()
-    rig.start().train(1, 2)
+    rig.begin().train(1, 2)
     rig.stop()
     start(lr)
     results = rig.train(3, 4)

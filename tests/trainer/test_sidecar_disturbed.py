@@ -132,8 +132,7 @@ class Disturbed(RuleBasedStateMachine):
 
     @initialize()
     def every_write_fails(self):
-        self.rig.serve()
-        self.rig.start()
+        self.rig.begin()
         until(lambda: self.rig.store.current() == 0)
         for armed in self.armed.values():
             armed += ["before", "after"]
@@ -545,8 +544,7 @@ def test_sidecar_waits_for_a_full_or_read_only_weights_disk(make, straight, capl
     rig = make()
     with small_disk(rig.config.run.weights_dir, 4) as disk:
         try:
-            rig.serve()
-            rig.start().train(1)
+            rig.begin().train(1)
             disk.fill() if "space" in trouble else disk.read_only(True)
             entries = [rig.send(2), rig.send(3), rig.journal.accept_save(run_id="run")]
             until(
