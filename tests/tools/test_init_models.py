@@ -13,7 +13,7 @@ import torch
 import yaml
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import change_config, save_tiny, save_with_value_head
+from tiny_checkpoints import add_tensors, change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -63,12 +63,6 @@ def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path, capsy
     said = capsys.readouterr().out
     assert "# choose" not in said
     assert re.search(r"scores -?[\d.]+\n", said)
-    for wrong, message in (
-        ("reward.attribute_weights=[1]", "has 2 labels (bad, good), but reward.attribute_weights has 1 numbers"),
-        ("reward.poling=last", "did you mean reward.pooling"),
-    ):
-        assert main([*arguments, wrong]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_init_models_writes_reward_and_critic_sections(tmp_path, capsys):
@@ -115,9 +109,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert "choose one of the lines" in told
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
-    reward = RewardSection.model_validate(sections["reward"])
-    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), but no setting says which is"):
-        attribute_weights(reward)  # nothing is chosen for the user
+    assert "attribute_weights" not in sections["reward"], "nothing is chosen for the user"
     chosen = text.replace(
         "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
     )
@@ -126,7 +118,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path, capsys):
+def test_init_models_refuses_an_untrained_reward_and_what_fails_to_load(tmp_path, capsys):
     body, reward = tmp_path / "body", tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
     assert main(["--critic", str(body)]) == 0
@@ -134,17 +126,11 @@ def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path, caps
     assert main(["--reward", str(body)]) == 2
     assert "is not a trained reward model" in capsys.readouterr().err
     save_tiny(reward, "llama", "reward")
-    file = reward / "model.safetensors"
-    tensors = load_file(file)
-    tensors["score.weight"][0, 3] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    add_tensors(reward, {"score.weight": torch.full((1, 16), torch.nan)})
     assert main(["--reward", str(reward)]) == 2
     assert "its weights are damaged" in capsys.readouterr().err
     assert main(["--reward", str(reward), "--no-load"]) == 0
     assert "loads;" not in capsys.readouterr().out
-    file.rename(reward / "pytorch_model.bin")
-    assert main(["--reward", str(reward)]) == 2
-    assert re.search(r"only pickled weights \(pytorch_model\.bin\).*--convert NEW_FOLDER", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -157,8 +143,6 @@ def test_documented_adapter_merge_scores_as_in_peft(tmp_path, monkeypatch, capsy
     settings = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(model, settings).save_pretrained(adapter)
     make_text_tokenizer("qwen2").save_pretrained(adapter)
-    assert main(["--reward", str(adapter)]) == 2
-    assert "contains only a PEFT adapter; merge it into its model first" in capsys.readouterr().err
     assert convert(adapter, tmp_path / "new") == 2
     assert "contains only a PEFT adapter" in capsys.readouterr().err
     page = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text()
@@ -189,8 +173,8 @@ def save_pickled(folder, name, change=dict, *, family="llama", **how):
     return tensors
 
 
-def convert(folder, out, *arguments, role="--reward"):
-    return main([role, str(folder), "--convert", str(out), "--no-load", *arguments])
+def convert(folder, out, role="--reward"):
+    return main([role, str(folder), "--convert", str(out), "--no-load"])
 
 
 def tensors_of(folder):
@@ -418,7 +402,6 @@ def test_init_models_inspects_and_converts_a_policy(tmp_path, capsys, signals_ke
     assert re.search(r"trial +loads; the log-prob of token 2 after token 1 is -\d", capsys.readouterr().out)
     assert load_config(yaml_file).actor.policy.model == out
     assert_same(tensors_of(out), own)
-    assert main(["--policy", str(tmp_path / "none")]) == 2
     save_pickled(tmp_path / "reward", "pytorch_model.bin")
     assert convert(tmp_path / "reward", tmp_path / "converted", role="--policy") == 2
     assert "does not use score.weight" in capsys.readouterr().err
