@@ -10,9 +10,9 @@ import torch
 from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import states, train, trainable_policy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
-from tiny_checkpoints import add_tensors, change_config, save_tiny
+from tiny_checkpoints import add_tensors, change_config, change_tensors, save_tiny
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -80,8 +80,7 @@ def parameters(policy):
 
 
 def drop(folder, *names):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if k not in names}, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, lambda own: [own.pop(name) for name in names])
 
 
 def forget(folder, key):

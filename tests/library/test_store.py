@@ -23,6 +23,7 @@ import xxhash
 from live_system import make_run
 from safetensors.numpy import save_file
 from test_journal import done, train
+from test_journal import journal as journal  # a fixture
 from versions import reseal
 
 import rlhf_triton.tools.run
@@ -43,11 +44,6 @@ from rlhf_triton.store.weights import (
     WeightsStore,
     _process,
 )
-
-
-@pytest.fixture
-def journal(tmp_path):
-    return Journal(tmp_path / "journal", "run")
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from loaders import load_critic, load_reward
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from settings import trainer_section
-from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, save_tiny, save_with_value_head
+from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, change_tensors, save_tiny, save_with_value_head
 from transformers import AutoModelForTokenClassification
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -219,34 +219,34 @@ def test_pooling_and_attribute_weights_that_do_not_fit_the_head_are_refused(tmp_
             load_reward(tmp_path, **settings)
 
 
+NAN, NORM = float("nan"), "model.norm.weight"
 MISFITS = {
     "another family": ("qwen2", {}, "is a qwen2 model, but the served model"),
     "more labels": ("llama", {"num_labels": 2}, "but the served model's is"),
     "another size": ("llama", {"intermediate_size": 32}, "intermediate_size in config.json is"),
     "another padding": ("llama", {"pad_token_id": 3}, "pad_token_id in config.json is 3"),
     "more layers": ("llama", {"num_hidden_layers": 3}, "num_hidden_layers in config.json is 3"),
-    "not finite": ("llama", {}, "score.weight has values that are not finite"),
-    "a shape of its own": ("llama", {}, "does not fit the served model"),
-    "a missing tensor": ("llama", {}, "the weights have no"),
+    "not finite": (
+        "llama",
+        {},
+        "score.weight has values that are not finite",
+        lambda own: own["score.weight"].fill_(NAN),
+    ),
+    "a shape of its own": ("llama", {}, "does not fit the served model", lambda own: own.update({NORM: torch.ones(3)})),
+    "a missing tensor": ("llama", {}, "the weights have no", lambda own: own.pop(NORM)),
     "cut short": ("llama", {}, "is damaged"),
 }
 
 
 @pytest.mark.parametrize("kind", MISFITS)
 def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path, kind):
-    family, config, message = MISFITS[kind]
+    family, config, message, *changes = MISFITS[kind]
     save_tiny(tmp_path / "served", "llama", "reward")
     save_tiny(tmp_path / "other", family, "reward", **config)
-    file = tmp_path / "other" / "model.safetensors"
-    tensors = load_file(file)
-    if kind == "not finite":
-        tensors["score.weight"][0, 3] = float("nan")
-    elif kind == "a shape of its own":
-        tensors["model.norm.weight"] = torch.ones(3)
-    elif kind == "a missing tensor":
-        tensors.pop("model.norm.weight")
-    save_file(tensors, file)
+    for change in changes:
+        change_tensors(tmp_path / "other", change)
     if kind == "cut short":
+        file = tmp_path / "other" / "model.safetensors"
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with refused(message):
         load_model("load_reward", tmp_path / "other", load_reward(tmp_path / "served"), {})
@@ -255,9 +255,7 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path, kind):
 @pytest.mark.parametrize(("loader", "kind"), [("load_reward", "reward"), ("load_language_model", "language")])
 def test_load_model_refuses_non_finite_weights(tmp_path, loader, kind):
     save_tiny(tmp_path, "llama", kind)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][0, 3] = float("nan")
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(tmp_path, lambda own: own["model.layers.0.mlp.up_proj.weight"][0].fill_(NAN))
     with refused("model.layers.0.mlp.up_proj.weight has values that are not finite"):
         load_model(loader, tmp_path, None, {})
 

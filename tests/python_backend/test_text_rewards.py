@@ -54,7 +54,6 @@ MESSAGES = [{"role": "user", "content": "Open it."}]
 CHAT = [*MESSAGES, {"role": "assistant", "content": "Good day."}]
 REPLY = "Good day."
 LONG = " ".join(TEXTS)
-WORDS = LONG.split()
 families = pytest.mark.parametrize("family", CHATS)
 near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE, rtol=0)
 quiet_transformers()

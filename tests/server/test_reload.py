@@ -46,7 +46,6 @@ from rlhf_triton.wire.contract import (
 PAUSE_S = 0.03  # two cores must start two fresh stubs beside the load
 NUM_STEPS = 3
 ROWS = random_rows([3, 17, 40], seed=0)
-Output = pytest.CaptureFixture[str]
 
 
 def assert_serves(run, version):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_system import make_run, wait_for
+from live_system import wait_for
 from small_disk import small_disk
 
 from rlhf_triton.config import ServerSection
@@ -60,12 +60,6 @@ def run_doctor(*arguments, packages=None, python=(), before=None):
 
 def problems(found):
     return [line for line in found.splitlines() if line.startswith(("FAILED", "warning"))]
-
-
-@pytest.fixture
-def config(tmp_path, checkpoints):
-    """A configuration of a PPO run, on free ports."""
-    return make_run(tmp_path / "run", checkpoints).path
 
 
 def findings(*arguments):

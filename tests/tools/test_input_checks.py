@@ -4,7 +4,6 @@ import contextlib
 import json
 
 import pytest
-from live_system import make_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
@@ -16,12 +15,6 @@ from rlhf_triton.tools import preflight
 from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.input_checks import prompt_warnings, token_findings
 from rlhf_triton.tools.prompt_checks import check_prompts
-
-
-@pytest.fixture
-def config(tmp_path, checkpoints):
-    """A configuration of a PPO run, on free ports."""
-    return make_run(tmp_path / "run", checkpoints).path
 
 
 def prompt_findings(config):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
-from safetensors.torch import load_file, save_file
 from sidecar_rig import Instance
+from tiny_checkpoints import change_tensors
 
 from rlhf_triton.config import RunConfig
 from rlhf_triton.models.modeling import load_reward, quiet_transformers
@@ -16,7 +16,6 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.weights import main
 from rlhf_triton.trainer.publish import initialise_stores
 
-Output = pytest.CaptureFixture[str]
 REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 6)]
 
 
@@ -80,9 +79,7 @@ def changed(run, change):
     """Return a copy of the served checkpoint with other weights."""
     folder = run.folder / "new"
     shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(folder, change)
     return folder
 
 
