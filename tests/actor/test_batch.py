@@ -51,8 +51,8 @@ def fields(batch):
     return {name: getattr(batch, name) for name in FIELDS}
 
 
-def metrics_of(rows, batch, *, kl_coef=0.1):
-    found = rollout_metrics(groups_of(rows), batch, kl_coef=kl_coef)
+def metrics_of(rows, batch):
+    found = rollout_metrics(groups_of(rows), batch, kl_coef=0.1)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
 

@@ -38,9 +38,9 @@ SAVE = {"dummy_var": np.zeros(1, np.int64)}
 # ---- rows of tokens ----
 
 
-def mixed_rows(count, *, seed, longest=128):
+def mixed_rows(count, *, seed):
     """Rows of many different lengths."""
-    return random_rows(np.random.default_rng(seed).integers(1, longest + 1, count).tolist(), seed=seed)
+    return random_rows(np.random.default_rng(seed).integers(1, POSITIONS + 1, count).tolist(), seed=seed)
 
 
 def assert_scores(system, rows, answers):

@@ -78,7 +78,7 @@ def models(tmp_path_factory):
     """Write policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
     folder = tmp_path_factory.mktemp("models")
     words = [f"w{i}" for i in range(60)]
-    tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], eos="<eos>", unknown="<unk>")
+    tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], unknown="<unk>")
     ids = {"vocab_size": len(words) + 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     for kind in ("policy", "critic"):
         random_llama(kind, seed=0, max_position_embeddings=64, **ids).save_pretrained(folder / kind)

@@ -21,7 +21,7 @@ def save_policy(folder: Path) -> Path:
     """Write a tiny language model with a tokenizer; return the folder."""
     save_tiny(folder, "llama", "language", eos_token_id=1)
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]
-    word_tokenizer(words, eos="<eos>", unknown="<pad>").save_pretrained(folder)
+    word_tokenizer(words, unknown="<pad>").save_pretrained(folder)
     return folder
 
 

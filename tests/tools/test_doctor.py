@@ -110,7 +110,7 @@ def test_doctor_reports_packages_that_are_not_installed():
 
 
 def test_doctor_reports_full_disks_small_shared_memory_and_clock_skew(tmp_path, monkeypatch):
-    with small_disk(tmp_path / "disk", 4) as disk:
+    with small_disk(tmp_path / "disk") as disk:
         monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
         (memory,) = doctor.shared_memory()
         assert memory.level is Level.FAILED

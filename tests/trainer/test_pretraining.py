@@ -40,9 +40,9 @@ LIMITS = Limits(VOCAB, POSITIONS)
 quiet_transformers()
 
 
-def save_critic_of(folder, family="llama", seed=0):
+def save_critic_of(folder, family="llama"):
     """Save a Llama critic with a tokenizer of this family."""
-    save_tiny(folder, "llama", "critic", seed=seed, vocab_size=VOCAB, max_position_embeddings=POSITIONS)
+    save_tiny(folder, "llama", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     make_text_tokenizer(family).save_pretrained(folder)
     return folder
 

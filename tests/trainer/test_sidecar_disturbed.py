@@ -340,8 +340,8 @@ def test_lost_results_are_restored_from_the_checkpoint(rig, straight, running):
 # ---- damaged entries ----
 
 
-def file_of(rig, step):
-    return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
+def entry_of_step_2(rig):
+    return rig.journal.root / "run" / "entries" / "00000002.train"
 
 
 def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatch):
@@ -351,12 +351,12 @@ def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatc
     rig.train(1)
     rig.kill()
     entries = [rig.send(2), rig.send(3)]
-    flip(file_of(rig, 2))
-    lost = file_of(rig, 2).read_bytes()
+    flip(entry_of_step_2(rig))
+    lost = entry_of_step_2(rig).read_bytes()
     rig.start()
     results = [rig.answer(entry) for entry in entries]
     assert "step 2 was not trained; training continues with the next step: " in (results[0].error or "")
-    assert f"{file_of(rig, 2)} is damaged" in (results[0].error or "")
+    assert f"{entry_of_step_2(rig)} is damaged" in (results[0].error or "")
     assert [(result.weights_version, result.error) for result in results[1:]] == [(2, None)]
     after = rig.weights()
     assert not torch.equal(after, straight.weights(3))
@@ -375,13 +375,13 @@ def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatc
 def test_damaged_answered_entries_stop_the_sidecar(rig, straight):
     rig.train(1, 2, 3)
     rig.kill()
-    intact = file_of(rig, 2).read_bytes()
-    flip(file_of(rig, 2))
+    intact = entry_of_step_2(rig).read_bytes()
+    flip(entry_of_step_2(rig))
     rig.assert_ends(
-        CheckpointError, f"{file_of(rig, 2)} is damaged", "step 2 has already been trained and acknowledged"
+        CheckpointError, f"{entry_of_step_2(rig)} is damaged", "step 2 has already been trained and acknowledged"
     )
     assert rig.store.current() == 3
-    file_of(rig, 2).write_bytes(intact)
+    entry_of_step_2(rig).write_bytes(intact)
     assert rig.start().train(4)[0].weights_version == 4
     assert torch.equal(rig.weights(), straight.weights(4))
 
@@ -391,7 +391,7 @@ def test_rewind_past_a_damaged_entry_is_refused_and_training_continues(rig, stra
     rig.save()
     rig.train(2, 3)
     rig.stop()
-    flip(file_of(rig, 2))
+    flip(entry_of_step_2(rig))
     rig.start()
     assert "rewind_to: 2 cannot be reached: " in (rig.rewind(2).error or "")
     rig.train(4)
@@ -531,7 +531,7 @@ def test_a_damaged_version_0_ends_the_sidecar(make, settings):
 
 @pytest.fixture
 def disk(tmp_path):
-    with small_disk(tmp_path / "disk", 4) as disk:
+    with small_disk(tmp_path / "disk") as disk:
         yield disk
 
 
@@ -542,7 +542,7 @@ def refusals(caplog):
 @pytest.mark.parametrize("trouble", ["No space left on device", "Read-only file system"])
 def test_sidecar_waits_for_a_full_or_read_only_weights_disk(make, straight, caplog, trouble):
     rig = make()
-    with small_disk(rig.config.run.weights_dir, 4) as disk:
+    with small_disk(rig.config.run.weights_dir) as disk:
         try:
             rig.begin().train(1)
             disk.fill() if "space" in trouble else disk.read_only(True)
