@@ -25,7 +25,7 @@ MARK = "s"
 def make_reward():
     """Return a function that no other process could import."""
 
-    def marks(sample):
+    def marks(sample: rt.Sample) -> float:
         return (sample.response or "").count(MARK) - 0.1 * len(sample.response or "")
 
     return marks
