@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixture
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """Run a test that is a coroutine in an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -47,7 +46,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
+def pytest_runtest_call():
     """Kill the processes that a test which fails has started and left, so that no later one finds them."""
     begin_s = time.time() - 1  # psutil knows the second in which the machine started
     try:
@@ -62,7 +61,7 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
+def pytest_runtest_teardown():
     """Collect what a test which has failed left open, before Python warns of it in whatever test then runs."""
     try:
         yield
@@ -76,7 +75,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup():
     """Before each test and its fixtures: the one before may have changed the number of threads, on which bits depend.
 
     Whatever draws without a seed of its own draws the same each time, and what is logged once is logged in each test.
@@ -90,18 +89,18 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """After all tests: Python would warn of the ports that the last one has claimed."""
     release_ports()
 
 
 @pytest.fixture(autouse=True)
-def connections_end_before_their_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def connections_end_before_their_loop(monkeypatch):
     """Fail the test that leaves one open; when it is collected, Python warns of it in whatever test then runs."""
-    left: list[str] = []
+    left = []
     close = BaseSelectorEventLoop.close
 
-    def closing(loop: BaseSelectorEventLoop) -> None:
+    def closing(loop):
         left.extend(repr(transport) for transport in loop._transports.values() if transport._sock is not None)
         close(loop)
 
@@ -111,7 +110,7 @@ def connections_end_before_their_loop(monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.fixture
-def signals_kept() -> Iterator[None]:
+def signals_kept():
     """Some commands take the signals of the process that they are the main program of."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield

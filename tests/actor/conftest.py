@@ -1,10 +1,8 @@
 """The policy of the actor's tests: a random Llama of a few thousand weights."""
 
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(scope="session")
-def checkpoint(checkpoints) -> Path:
+def checkpoint(checkpoints):
     return checkpoints.policy

@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from samples import advantage_inputs
 
 from rlhf_triton.actor.algorithms import advantages as adv
 from rlhf_triton.actor.algorithms.advantages import group_standardise, leave_one_out
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.rewards.function import import_function
 
@@ -23,11 +22,11 @@ property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 4), "width": st.integers(1, 7)}
 
 
-def f64(rows: list) -> Tensor:
+def f64(rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def rollout(seed: int, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def rollout(seed, batch, width):
     """Return values, token_rewards and a mask with gaps, each `[B, S-1]`."""
     generator = torch.Generator().manual_seed(seed)
     values, rewards, uniform = torch.rand(3, batch, width, generator=generator, dtype=torch.float64)
@@ -222,19 +221,7 @@ COMPARED = {
 def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name):
     """The fourth is the only one of its prompt that counts; the last one of either prompt does not."""
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0]), torch.tensor([0, 0, 0, 1, 1, 0])
-    zeros = torch.zeros(6, 2)
-    mask = torch.ones(6, 2)
-    yes = torch.ones(6).bool()
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        penalty=zeros,
-        values=zeros,
-        mask=mask,
-        groups=groups,
-        scored=yes,
-        ended=yes,
-        counted=rewards < 100,
-    )
+    inputs = advantage_inputs(rewards, groups, torch.ones(6, 2), counted=rewards < 100)
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
     assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0], abs=1e-5)
     assert returns[:, 1].tolist() == rewards.tolist()

@@ -2,14 +2,21 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from samples import LENGTHS, PROMPT_LENGTHS, a_sample, groups_of, make_batch, method_of, scored_samples
+from samples import (
+    LENGTHS,
+    PROMPT_LENGTHS,
+    a_sample,
+    advantage_inputs,
+    groups_of,
+    make_batch,
+    method_of,
+    scored_samples,
+)
 from settings import actor_section
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms import grpo
@@ -20,12 +27,10 @@ from rlhf_triton.actor.algorithms.batch import (
     positions,
     score_returns,
 )
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, process_metrics, rollout_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
+from rlhf_triton.actor.data.rollout_rows import Score
 from rlhf_triton.actor.run.validation import explained_by_values
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
@@ -33,21 +38,21 @@ from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGT
 from rlhf_triton.wire.training_payload import train_payload
 
 close = torch.testing.assert_close
-SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
+SETTINGS = {"kl_coef": 0.1, "kl_estimator": "k1"}
 FIELDS = ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl")
 
 
-def kl_of(rows: list[RolloutRow]) -> Tensor:
+def kl_of(rows):
     """Return the k1 estimates `[B, S-1]`."""
     return positions(rows, lambda row: row.policy_logprobs - row.ref_logprobs)
 
 
-def fields(batch: PPOBatch) -> dict[str, Tensor]:
+def fields(batch):
     return {name: getattr(batch, name) for name in FIELDS}
 
 
-def metrics_of(rows: list[RolloutRow], batch: PPOBatch, *, kl_coef: float = 0.1) -> dict[str, float]:
-    found = rollout_metrics(groups_of(rows), batch, kl_coef=kl_coef)
+def metrics_of(rows, batch):
+    found = rollout_metrics(groups_of(rows), batch, kl_coef=0.1)
     return {name.removeprefix("train_rollouts/"): value for name, value in found.items()}
 
 
@@ -239,11 +244,11 @@ def test_kl_penalty_in_the_loss_does_not_change_the_advantages(algorithm):
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
-def received(rows: list[RolloutRow] | list[Conversation], **settings: Any) -> AdvantageInputs:
+def received(rows, **settings):
     """Return what the algorithm receives of these rows."""
-    found: list[AdvantageInputs] = []
+    found = []
 
-    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    def advantage(inputs):
         found.append(inputs)
         return inputs.values, inputs.values
 
@@ -275,28 +280,19 @@ BATCH = [(reward - 2 / 3) / SPREAD for reward in (1, 3, -2)]
 CLIP = {"rewards_normalization": "batch", "rewards_clip": 1.0}
 
 
-def shaper_of(**settings: Any) -> RewardShaper:
+def shaper_of(**settings):
     actor = actor_section(max_new_tokens=10, **settings)
     return RewardShaper(actor.rewards, max_new_tokens=10)
 
 
-def shaped(shaper: RewardShaper, rewards: Tensor, *responses: int, scored: Tensor | None = None) -> Tensor:
+def shaped(shaper, rewards, *responses, scored=None):
     """Return these scores after the stages; the first response ended, the others did not."""
     count = len(rewards)
     responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
-    groups, zeros = torch.arange(count) // 2, torch.zeros_like(mask)
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        penalty=zeros,
-        values=zeros,
-        mask=mask,
-        groups=groups,
-        scored=scored,
-        ended=torch.arange(count) == 0,
-        counted=scored,
-    )
-    return shaper.run(inputs).rewards
+    ended = torch.arange(count) == 0
+    known = {"scored": scored, "ended": ended, "counted": scored}
+    return shaper.run(advantage_inputs(rewards, torch.arange(count) // 2, mask, **known)).rewards
 
 
 @pytest.mark.parametrize(
@@ -352,7 +348,7 @@ ENDS = STEPS != 0
 PLAIN = {"whitens": False, "mask_unfinished": False, "gamma": 1.0, "lam": 1.0, "kl_coef": 0.0}
 
 
-def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (True, True)) -> list[RolloutRow]:
+def processed(outcome=(0.0, 0.0), ok=(True, True)):
     """Return two responses with process rewards, values that grow by 0.1 per token, and no KL."""
     rows = []
     for i, size in enumerate((6, 5)):
@@ -369,7 +365,7 @@ def processed(outcome: tuple[float, ...] = (0.0, 0.0), ok: tuple[bool, ...] = (T
     return rows
 
 
-def batch_of(rows: list[RolloutRow], name: str) -> PPOBatch:
+def batch_of(rows, name):
     return make_batch(rows, name=name, responses_per_prompt=2 if name == "grpo" else 1, **PLAIN)
 
 
@@ -395,19 +391,8 @@ def test_grpo_standardises_process_rewards_within_the_group():
     close(found.advantages[0], torch.tensor([0, -1.0, -1.0, 0, 0]), atol=1e-5, rtol=0)
     assert found.returns[0].tolist() == [0, 3, 3, 2, 2]
     # A step may end with the first sampled token, whose position is 0 after a prompt of one token.
-    zeros, ones, yes = torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2).bool()
-    inputs = AdvantageInputs(
-        rewards=torch.tensor([1.0, 2.0]),
-        penalty=zeros,
-        values=zeros,
-        mask=ones,
-        groups=0 * yes,
-        scored=yes,
-        ended=yes,
-        counted=yes,
-        process_rewards=zeros,
-        process_ends=torch.tensor([[True, False]] * 2),
-    )
+    steps = {"process_rewards": torch.zeros(2, 2), "process_ends": torch.tensor([[True, False]] * 2)}
+    inputs = advantage_inputs(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), torch.ones(2, 2), **steps)
     assert grpo.advantage(inputs)[1].tolist() == [[1, 0], [2, 0]]
 
 
@@ -452,11 +437,11 @@ def test_process_rewards_are_normalised_and_clipped_per_step_before_penalties(sa
 
 # ---- conversations of several rows ----
 
-BARE: dict[str, Any] = {"whitens": False, "mask_unfinished": False}
+BARE = {"whitens": False, "mask_unfinished": False}
 K1 = {"kl_coef": 1.0, "kl_estimator": "k1"}
 
 
-def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> RolloutRow:
+def row_of(*rewards, number=0, kl=0.0, **more):
     """Return a row with one-token turns after a prompt of two tokens, with an observed token between turns."""
     size = 2 * len(rewards) + 1
     inside = np.isin(np.arange(size), range(2, size, 2))
@@ -469,13 +454,13 @@ def row_of(*rewards: float, number: int = 0, kl: float = 0.0, **more: Any) -> Ro
     return a_sample([1] * size, 2, score=score, **{**known, **more})
 
 
-def conversation(*rows: RolloutRow) -> tuple[RolloutRow, ...]:
+def conversation(*rows):
     """Return the rows with the total reward in the last one."""
     total = sum(float(row.score.steps.sum()) for row in rows)
     return (*rows[:-1], rows[-1].with_score(reward=total))
 
 
-def sampled(tensor: Tensor, batch: PPOBatch) -> list[float]:
+def sampled(tensor, batch):
     return tensor[batch.mask > 0].tolist()
 
 

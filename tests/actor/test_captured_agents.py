@@ -1,9 +1,7 @@
 """Tests of agents that call the policy over HTTP: the decoder samples every call, every conversation becomes a row."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
@@ -12,7 +10,7 @@ from test_generation import one_response
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score
+from rlhf_triton.actor.data.rollout_rows import Score
 from rlhf_triton.actor.generation.conversations import ConversationSource
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
@@ -26,10 +24,10 @@ AGENTS = Path(__file__).parents[1] / "support" / "agents.py"
 
 
 @pytest.fixture
-def agents() -> Iterator[Callable[..., CapturedAgents]]:
-    begun: list[CapturedAgents] = []
+def agents():
+    begun = []
 
-    def begin(name: str, **settings: Any) -> CapturedAgents:
+    def begin(name, **settings):
         options = {"max_prompt_tokens": 100, "stop_strings": ["\n"], "vocab_size": settings.pop("vocab_size", None)}
         section = EnvironmentSection.model_validate({"agent": f"{AGENTS}:{name}", "max_tokens": 300, **settings})
         begun.append(CapturedAgents(section, TOKENIZER, **options))
@@ -40,13 +38,13 @@ def agents() -> Iterator[Callable[..., CapturedAgents]]:
         agent.close()
 
 
-def conversations(model: Any, agent: CapturedAgents, count: int, *given: Any, **settings: Any) -> list[Conversation]:
+def conversations(model, agent, count, *given, **settings):
     found = generated_rows(model, agent, prompts_of(count), *given, **settings)
     assert not agent._sessions._open
     return found
 
 
-def ends(*arguments: Any, **settings: Any) -> list[RolloutRow]:
+def ends(*arguments, **settings):
     """Return the last row of each of the `conversations`."""
     return [rows[-1] for rows in conversations(*arguments, **settings)]
 
@@ -116,9 +114,9 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(agents, m
 
 def test_agent_gets_no_further_reply_after_one_that_could_not_be_sampled(agents, model, monkeypatch):
     """Its conversation is a failure, although the agent returns a reward; a retry would hold up the step again."""
-    calls = list[int]()
+    calls = []
 
-    async def late(source: ConversationSource, row: int, tokens: list[int]) -> PolicyTurn:
+    async def late(source, row, tokens):
         calls.append(row)
         return PolicyTurn([], ended=False, error="vLLM did not respond")
 

@@ -6,10 +6,8 @@ import itertools
 import string
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +23,12 @@ from tokenizers import AddedToken
 
 from rlhf_triton.actor.algorithms.batch import describe_failures, score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics, sequence_kl, text_metrics
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.chat import PROBE_MESSAGE, Chat, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, SampledTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, failure_of, row_of_response
+from rlhf_triton.actor.data.rollout_rows import Score, failure_of, row_of_response
 from rlhf_triton.actor.generation import conversations
 from rlhf_triton.actor.generation.conversations import (
-    ConversationRows,
     ConversationRunner,
     ConversationSource,
     seed_of,
@@ -56,7 +52,7 @@ CHATML = (
 )
 
 
-def tokenizer_of(content: str = "{{ m.content }}", template: str = CHATML) -> Any:
+def tokenizer_of(content="{{ m.content }}", template=CHATML):
     """Return a tokenizer whose chat template writes `content` for a message's content."""
     made = template.replace("{{ m.content }}", content)
     return make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=made, model_max_length=512)
@@ -69,7 +65,7 @@ EOS = TOKENIZER.eos_token_id
 BANNED = [token for token in TOKENIZER.all_special_ids if token != EOS]
 
 
-def asked(text: str = "Play.", **columns: Any) -> Prompt:
+def asked(text="Play.", **columns):
     """A chat that begins with this text."""
     return Prompt("7", "", np.zeros(0, np.int64), {"messages": [user(text)], **columns})
 
@@ -77,17 +73,15 @@ def asked(text: str = "Play.", **columns: Any) -> Prompt:
 PROMPT = asked(turns=2)
 
 
-def section(name: str, **settings: Any) -> EnvironmentSection:
+def section(name, **settings):
     return EnvironmentSection.model_validate({"class": f"{CLASSES}:{name}", "max_tokens": 200, **settings})
 
 
 @pytest.fixture
-def agents() -> Iterator[Callable[..., ConversationRunner]]:
-    begun: list[ConversationRunner] = []
+def agents():
+    begun = []
 
-    def begin(
-        name: str, tokenizer: Any = TOKENIZER, vocab_size: int | None = None, **settings: Any
-    ) -> ConversationRunner:
+    def begin(name, tokenizer=TOKENIZER, vocab_size=None, **settings):
         begun.append(
             ConversationRunner(section(name, **settings), tokenizer, max_prompt_tokens=100, vocab_size=vocab_size)
         )
@@ -98,48 +92,46 @@ def agents() -> Iterator[Callable[..., ConversationRunner]]:
         agent.close()
 
 
-def ids(text: str, tokenizer: Any = TOKENIZER) -> list[int]:
+def ids(text, tokenizer=TOKENIZER):
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def talk(
-    agent: ConversationRunner, replies: Sequence[str], prompt: Prompt = PROMPT, **more: Any
-) -> tuple[RolloutRow, list[int]]:
+def talk(agent, replies, prompt=PROMPT, **more):
     """As `talk_in_rows`; return the last row."""
     found, seen = talk_in_rows(agent, replies, prompt, **more)
     return found[-1], seen
 
 
 def talk_in_rows(
-    agent: ConversationRunner,
-    replies: Sequence[str],
-    prompt: Prompt = PROMPT,
-    ends: bool = True,
-    tokenizer: Any = TOKENIZER,
-) -> tuple[Conversation, list[int]]:
+    agent,
+    replies,
+    prompt=PROMPT,
+    ends=True,
+    tokenizer=TOKENIZER,
+):
     """Hold a conversation with a policy that says `replies`; return its rows and the tokens before the last turn.
 
     The clock advances by 10 s with each reading.
     """
-    left, seen = [*replies], list[int]()
+    left, seen = [*replies], []
     times = itertools.count(0.0, 10.0)
 
     class Scripted:
         clock = staticmethod(lambda: next(times))
 
-        async def sample_turn(self, tokens: Sequence[int]) -> PolicyTurn:
+        async def sample_turn(self, tokens):
             seen[:] = tokens
             reply = ids(left.pop(0), tokenizer) + [EOS] * ends
             return PolicyTurn(reply, ends, [-1.0] * len(reply))
 
-        def start_row(self) -> None:
+        def start_row(self):
             """Nothing: the rows are the agent's."""
 
     found = asyncio.run_coroutine_threadsafe(agent.run(prompt, 5, Scripted()), agent.loop).result()
     return found, seen
 
 
-def sampled_of(row: RolloutRow) -> list[int]:
+def sampled_of(row):
     return row.tokens[row.sampled].tolist()
 
 
@@ -404,7 +396,7 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
-    done: dict[int, Conversation] = {}
+    done = {}
     source = ConversationSource(agent)
     source.add(SamplingJob({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1))
     while not done:
@@ -420,12 +412,12 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     """Return a policy with random weights whose replies end on their own now and then."""
     return random_policy(6.0)
 
 
-def random_policy(bias: float) -> Any:
+def random_policy(bias):
     """Return a policy with random weights and a bias for the end-of-reply token."""
     made = random_llama("policy", seed=1, vocab_size=160, max_position_embeddings=512, initializer_range=0.3).eval()
     added = bias * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
@@ -433,14 +425,12 @@ def random_policy(bias: float) -> Any:
     return made
 
 
-def prompts_of(count: int) -> list[Prompt]:
+def prompts_of(count):
     said = [user("Play." * (i % 3)) for i in range(count)]
     return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
 
 
-def generated_rows(
-    model: Any, agent: ConversationRunner, prompts: list[Prompt], uses_slots: bool | None = None, **settings: Any
-) -> list[Conversation]:
+def generated_rows(model, agent, prompts, uses_slots=None, **settings):
     """Return the rows of one conversation per prompt."""
     given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
     engine = LocalGeneration(
@@ -448,17 +438,17 @@ def generated_rows(
     )
     engine.uses_slots = uses_slots
     engine.runner = agent
-    found: dict[int, Conversation] = {}
+    found = {}
     engine.run_rows(dict(enumerate(prompts)), lambda i, rows: found.update({i: rows}), seed=3)
     return [found[i] for i in range(len(prompts))]
 
 
-def generated(*given: Any, **settings: Any) -> list[RolloutRow]:
+def generated(*given, **settings):
     """Return the last row of each conversation."""
     return [rows[-1] for rows in generated_rows(*given, **settings)]
 
 
-def unscored(rows: Sequence[RolloutRow]) -> list[Conversation]:
+def unscored(rows):
     """Return the conversations without rewards."""
     return [(replace(row, score=Score()),) for row in rows]
 
@@ -495,7 +485,7 @@ def test_each_turn_is_sampled_from_the_whole_row_before_it(agents, model, tokeni
 def test_time_limit_excludes_the_time_that_the_policy_samples(agents, model, monkeypatch):
     now, sampled = [0.0], ConversationSource.sample_turn
 
-    async def slowly(source: ConversationSource, row: int, before: Sequence[int]) -> PolicyTurn:
+    async def slowly(source, row, before):
         turn = await sampled(source, row, before)
         now[0] += 1000
         return turn
@@ -565,14 +555,14 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
 
 def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents):
     """The decoder does not receive it."""
-    agent, calls, found = agents("Countdown"), list[asyncio.Task[PolicyTurn]](), dict[int, Conversation]()
+    agent, calls, found = agents("Countdown"), [], {}
 
-    async def leave(prompt: Prompt, seed: int, rows: ConversationRows, **_: bool) -> Conversation:
+    async def leave(prompt, seed, rows, **_):
         calls.append(asyncio.create_task(rows.sample_turn([5])))
         await asyncio.sleep(0)
         return (row_of_response(prompt, PolicyTurn([EOS], ended=True)),)
 
-    agent.run = leave  # type: ignore[method-assign]
+    agent.run = leave
     source = ConversationSource(agent)
     source.add(SamplingJob(dict(enumerate(prompts_of(3))), lambda i, rows: found.update({i: rows}), seed=0))
     for conversation in [*source._tasks.values()]:
@@ -599,7 +589,7 @@ def test_jobs_can_be_dropped_after_the_environments_have_ended(agents, model):
 # ---- rewards, limits and what is trained ----
 
 
-def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error: str = "") -> RolloutRow:
+def row(*turns, length, truncated="", error=""):
     """Return a row with a prompt of two tokens and these turns (first token, token after the last, reward)."""
     inside = np.array([any(start <= token < end for start, end, _ in turns) for token in range(length)])
     logprobs = np.where(inside, -1.0, 0.0).astype(np.float32)
@@ -609,7 +599,7 @@ def row(*turns: tuple[int, int, float], length: int, truncated: str = "", error:
     return a_sample([5, 6, *[9] * (length - 2)], 2, ended=not truncated, **about, **known)
 
 
-def scored_of(*rows: RolloutRow | Conversation, served: float = 0.0) -> list[Conversation]:
+def scored_of(*rows, served=0.0):
     """Return conversations with a served reward and, for each token, the value 0.1 times its position."""
     found = []
     for given in rows:
@@ -623,7 +613,7 @@ def scored_of(*rows: RolloutRow | Conversation, served: float = 0.0) -> list[Con
     return found
 
 
-def batch_of(scored: Sequence[Conversation], name: str, **settings: Any) -> PPOBatch:
+def batch_of(scored, name, **settings):
     plain = {"responses_per_prompt": 2, "rollout_size": 2, "mask_unfinished": False}
     return make_batch(scored, **{"algorithm_name": name, "kl_coef": 0.0, **plain, **settings})
 
@@ -651,7 +641,7 @@ def test_metrics_cover_all_rows_of_the_trained_conversations():
     """The third conversation has met a limit. The KL is 0.5 nats per token of the first, 1 of the second's two rows."""
     limited = row((2, 5, 1.0), length=5, truncated="environment.max_turns")
 
-    def with_kl(each: RolloutRow, gap: float) -> RolloutRow:
+    def with_kl(each, gap):
         return replace(each, ref_logprobs=np.where(each.sampled, each.policy_logprobs - gap, 0.0).astype(np.float32))
 
     scored = scored_of(with_kl(ROWS[0], 0.5), tuple(with_kl(each, 1.0) for each in SECOND), with_kl(limited, 9.0))
@@ -684,7 +674,7 @@ def test_rollout_lines_and_metrics_report_how_conversations_ended():
 def test_rollout_line_has_the_turns_of_all_rows_of_its_conversation():
     """The first row's prompt, and the turns of both; the other conversation has its own alone."""
 
-    def named(each: RolloutRow, text: str) -> RolloutRow:
+    def named(each, text):
         return replace(each, messages=(assistant(text),), prompt=replace(each.prompt, text=text))
 
     scored = scored_of(named(ROWS[0], "alone"), (named(SECOND[0], "first"), named(SECOND[1], "later")))

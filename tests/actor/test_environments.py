@@ -6,9 +6,7 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import environment_classes
 import psutil
@@ -16,7 +14,7 @@ import pytest
 from aiohttp import web
 from openenv_server import OpenEnvServer
 
-from rlhf_triton.actor.environments.pool import EnvironmentFailed, Environments, Instance, StepResult
+from rlhf_triton.actor.environments.pool import EnvironmentFailed, Environments, StepResult
 from rlhf_triton.config import EnvironmentSection
 from rlhf_triton.rewards.function import FunctionError
 
@@ -26,7 +24,7 @@ OPENENV = "rlhf_triton.actor.environments.openenv:OpenEnv"
 
 
 @contextlib.asynccontextmanager
-async def running(name: str = "Doing", **settings: Any) -> AsyncIterator[Environments]:
+async def running(name="Doing", **settings):
     """Start environments; no worker process may be left at the end."""
     settings["class"] = name if ":" in name else f"{FILE}:{name}"
     environments = Environments(EnvironmentSection.model_validate(settings))
@@ -38,14 +36,14 @@ async def running(name: str = "Doing", **settings: Any) -> AsyncIterator[Environ
     assert workers() == []
 
 
-def workers() -> list[psutil.Process]:
+def workers():
     """Return the worker processes of this process."""
     return [
         child for child in psutil.Process().children() if "rlhf_triton.actor.environments.worker" in child.cmdline()
     ]
 
 
-async def failure(call: Any, name: str = f"{FILE}:Doing") -> str:
+async def failure(call, name=f"{FILE}:Doing"):
     """Return the message of a call that fails, without the environment's name and the place in the code."""
     with pytest.raises(EnvironmentFailed) as caught:
         await call
@@ -70,7 +68,7 @@ async def test_trl_environment_class_runs_unchanged():
             "return": {"type": "integer", "description": "The updated counter value."},
         }
         one, other = [await environments.open({"prompt": "x"}) for _ in range(2)]
-        target = int(re.fullmatch(r"Increment the counter by (\d)\.", str(one.observation))[1])  # type: ignore[index]
+        target = int(re.fullmatch(r"Increment the counter by (\d)\.", str(one.observation))[1])
         assert [await one.call("increment", {"step": step}) for step in (7, -7)] == ["7", "0"]
         assert await one.reward() == 0.0
         assert await one.call("increment", {"step": target}) == str(target)
@@ -85,7 +83,7 @@ async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path):
         assert log.read_text() == "closed", "an instance that was made for its tools alone"
         one, other = [await environments.open({"target": 4, "prompt": "p", "x": 1}) for _ in range(2)]
         assert one.observation is None
-        calls: list[tuple[str, Any, str]] = [
+        calls = [
             ("look", {"where": "up"}, "up 1 ['prompt', 'x']"),
             ("look", {}, "error: TypeError: Tools.look() missing 1 required positional argument: 'where'"),
             ("look", {"self": 1}, "error: TypeError: Tools.look() got multiple values for argument 'self'"),
@@ -257,15 +255,7 @@ def test_environment_section_needs_either_class_or_agent(section):
 
 
 @contextlib.asynccontextmanager
-async def giving_up(url: str) -> AsyncIterator[Environments]:
-    """Yield environments whose worker gives up a server after 0.9 s; this process waits for the reason indefinitely."""
-    async with running(OPENENV, options={"url": url}, timeout_s=1.0) as environments:
-        environments.limit_s = 120.0
-        yield environments
-
-
-@contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[OpenEnvServer, str, web.TCPSite]]:
+async def served():
     """Yield a server, its URL, and its listening site."""
     server, app = OpenEnvServer(), web.Application()
     app.router.add_get("/ws", server.session)
@@ -279,6 +269,13 @@ async def served() -> AsyncIterator[tuple[OpenEnvServer, str, web.TCPSite]]:
         await runner.cleanup()
 
 
+@contextlib.asynccontextmanager
+async def playing(**options):
+    """Yield a server and environments that are played on it."""
+    async with served() as (server, url, _), running(OPENENV, options={"url": url, **options}) as environments:
+        yield server, environments
+
+
 async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
     async with served() as (server, url, site), running(OPENENV, options={"url": url}) as environments:
         one, two = await environments.open({"seed": 7, "x": 1}), await environments.open({})
@@ -290,13 +287,13 @@ async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
         while not server.refused:
             await asyncio.sleep(0.01)
         await one.close()
-        three: Instance = await waiting
+        three = await waiting
         gone = "ConnectionError: the server has closed the connection"
         assert await failure(three.step("go"), OPENENV) == f"step: {gone}"
         await three.close()
         await site.stop()
         for transport in server.transports:
-            transport.abort()  # type: ignore[union-attr]
+            transport.abort()
         with pytest.raises(EnvironmentFailed, match=gone) as caught:
             await two.step("x")
         assert caught.value.is_lost
@@ -319,37 +316,33 @@ async def test_policy_mistakes_do_not_count_as_a_lost_environment(action, is_los
 
 
 async def test_idle_openenv_session_answers_the_servers_pings():
-    async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
+    async with playing() as (server, environments):
         instance = await environments.open({})
         while server.pongs < 1:
             await asyncio.sleep(0.01)
         assert await instance.step("hello") == StepResult("hello", 0.5, False)
 
 
-def proxy_without_server(request: web.Request) -> web.Response:
+def proxy_without_server(request):
     return web.Response(status=502)
 
 
-def wrong_path(request: web.Request) -> web.Response:
-    return web.Response(status=404)
-
-
 async def test_wrong_openenv_path_fails_without_a_retry():
-    async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
-        server.failing = [wrong_path]
+    async with playing() as (server, environments):
+        server.failing = [lambda request: web.Response(status=404)]
         with pytest.raises(EnvironmentFailed, match="404, message=") as failed:
             await environments.open({})
         assert not failed.value.is_lost
         assert server.refused == 1
 
 
-def hang_up(request: web.Request) -> web.Response:
+def hang_up(request):
     request.transport.abort()
     return web.Response()
 
 
 async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
-    async with served() as (server, url, _), running(OPENENV, options={"url": url}) as environments:
+    async with playing() as (server, environments):
         server.failing = [proxy_without_server, hang_up]
         assert (await environments.open({})).observation == "start"
         assert server.refused == 2
@@ -364,7 +357,8 @@ async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
     ],
 )
 async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble, cause):
-    async with served() as (server, url, _), giving_up(url) as environments:
+    async with served() as (server, url, _), running(OPENENV, options={"url": url}, timeout_s=1.0) as environments:
+        environments.limit_s = 120.0  # the worker gives up a server after 0.9 s; this process waits for its reason
         if trouble == "full":
             server.sessions = 2
         else:
@@ -375,11 +369,8 @@ async def test_open_gives_up_if_the_openenv_server_starts_no_session(trouble, ca
 
 
 async def test_openenv_action_and_observation_fields_are_configurable():
-    async with served() as (_, url, _), running(OPENENV, options={"url": url, "observation": "board"}) as environments:
+    async with playing(observation="board") as (_, environments):
         assert (await environments.open({})).observation == '[1, "é"]'
-    async with (
-        served() as (_, url, _),
-        running(OPENENV, options={"url": url, "action": "text", "observation": "b"}) as environments,
-    ):
+    async with playing(action="text", observation="b") as (_, environments):
         message = "options.observation is 'b', but the observation has echo, board, metadata"
         assert await failure(environments.open({}), OPENENV) == f"reset: ValueError: {message}"

@@ -7,11 +7,8 @@ what ends a response, and the log-probs of generated tokens.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +16,10 @@ import torch
 import transformers
 from samples import logprobs_of, tokens_of
 from settings import actor_section
-from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation import cache
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import LocalGeneration
@@ -34,12 +29,12 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 
 VOCAB, EOS = 64, 2
-SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-WIDE: dict[str, Any] = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 256}
-GROUPED: dict[str, Any] = {**WIDE, "num_key_value_heads": 2}
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 256}
+GROUPED = {**WIDE, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 OPT = {**SMALL, "ffn_dim": 64, "max_position_embeddings": 256, "word_embed_proj_dim": 32}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("LlamaConfig", WIDE),
     "grouped heads": ("Qwen2Config", GROUPED),
     "learned positions": ("GPT2Config", GPT2),
@@ -51,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
+def make_model(family, *, eos_bias=0.0):
     """Return a model with random weights large enough for distinct logits; `eos_bias` makes responses end."""
     name, settings = FAMILIES[family]
     torch.manual_seed(5)
@@ -62,22 +57,20 @@ def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
     return model
 
 
-def make_prompts(count: int, *, longest: int = 20) -> list[np.ndarray]:
+def make_prompts(count, *, longest=20):
     rng = np.random.default_rng(0)
     return [rng.integers(3, VOCAB, rng.integers(1, longest + 1)) for _ in range(count)]
 
 
-def generation(model: Any, *, uses_slots: bool | None = None, **settings: Any) -> LocalGeneration:
+def generation(model, *, uses_slots=None, **settings):
     given = {"max_new_tokens": 16, "generation_batch_size": 4, **settings}
     made = LocalGeneration(model, None, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
     made.uses_slots = uses_slots
     return made
 
 
-def texts(
-    written_by: LocalGeneration, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False
-) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
+def texts(written_by, prompts, *, seed=0, greedy=False):
+    found = {}
     given = [Prompt("", "", tokens) for tokens in prompts]
     written_by.run_rows(
         dict(enumerate(given)), lambda i, rows: found.update({i: responses([*rows])[0]}), seed=seed, greedy=greedy
@@ -105,10 +98,10 @@ def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
     assert ours.uses_slots
 
 
-def asking(prompts: Sequence[np.ndarray], found: dict[int, list[int]], *, most: int) -> PromptSource:
+def asking(prompts, found, *, most):
     """Asks for a response to each of these prompts, which goes into `found`."""
 
-    def finished(index: int, conversation: Conversation) -> None:
+    def finished(index, conversation):
         found[index] = responses([*conversation])[0]
 
     source = PromptSource(max_new_tokens=most)
@@ -123,14 +116,14 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
     shift = SlotCache.shift
     write_on = Decoder._decode_step
 
-    def watched(self: Decoder) -> None:
+    def watched(self):
         sizes.add(tuple(tensor.data_ptr() for layer in self._cache.layers for tensor in layer.tensors()))
         write_on(self)
 
     monkeypatch.setattr(Decoder, "_decode_step", watched)
     monkeypatch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
-    found: dict[int, list[int]] = {}
+    found = {}
     decoder = Decoder(model, SamplingSettings(max_new_tokens=24, eos_ids=[EOS], banned_ids=[0, 1]), slots=4)
     decoder.run(asking(prompts, found, most=24), lambda _: None)
     assert len(sizes) == 1
@@ -163,11 +156,11 @@ def test_draws_depend_on_seed_and_prompt_alone():
 def test_rows_of_a_group_share_the_prefill_of_their_prompt(size, token_budget, first, monkeypatch):
     """Prefills have fewer rows, stay within the token budget, and give the same responses as separate prefills."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
-    passes: list[Tensor] = []
+    passes = []
     prefill, logits = Decoder._prefill, Decoder._logits
 
-    def watched(self: Decoder, *given: Any) -> None:
-        def noted(self: Decoder, cache: SlotCache, ids: Tensor, *window: Any) -> Tensor:
+    def watched(self, *given):
+        def noted(self, cache, ids, *window):
             passes.append(ids)
             return logits(self, cache, ids, *window)
 
@@ -178,7 +171,7 @@ def test_rows_of_a_group_share_the_prefill_of_their_prompt(size, token_budget, f
     monkeypatch.setattr(Decoder, "_prefill", watched)
     settings = SamplingSettings(max_new_tokens=16, eos_ids=[EOS], banned_ids=[0, 1])
     decoder = Decoder(make_model("llama", eos_bias=2.0), settings, slots=size, token_budget=token_budget)
-    together: dict[int, list[int]] = {}
+    together = {}
     decoder.run(asking(prompts, together, most=16), functools.partial(uniform_draws, 3))
     assert all(len(ids) == 1 or ids.numel() <= (token_budget or math.inf) for ids in passes)
     assert sum(map(len, passes)) < 12
@@ -195,17 +188,17 @@ class Talk:
 
     longest = 60
 
-    def __init__(self, prompts: list[np.ndarray], seed: int) -> None:
+    def __init__(self, prompts, seed):
         self.size, self._rng = len(prompts), np.random.default_rng(seed)
         self.rows = {i: [[*prompt.tolist()]] for i, prompt in enumerate(prompts)}  # prompt, turn, observation, turn, …
-        self._late: list[int] = []
+        self._late = []
         self._now = [*self.rows]
         self.answered = 0
 
-    def order(self, row: int) -> int:
+    def order(self, row):
         return 0
 
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
+    def deliver(self, index, turn):
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
@@ -217,15 +210,15 @@ class Talk:
         (self._late if self._rng.integers(2) else self._now).append(index)
         self.answered += 1
 
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+    def next_rows(self, *, wait):
         found, self._now = self._now, []
         if (wait and not found) or self._rng.random() < 0.1:
             found, self._late = found + self._late, []
         return [(index, [*itertools.chain(*self.rows[index])]) for index in found]
 
 
-def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float], most: int) -> list[int]:
-    found: dict[int, list[int]] = {}
+def one_response(decoder, tokens, draws, most):
+    found = {}
     decoder.run(asking([np.array(tokens)], found, most=most), lambda _: draws)
     return found[0]
 
@@ -267,12 +260,12 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
     alone = texts(generation(model), prompts[5:], seed=2)
     layer = model.model.layers[0].self_attn.v_proj.weight
     weights = [layer.detach().clone(), layer.detach() * 0.5]
-    engine, found = generation(model), dict[int, RolloutRow]()
+    engine, found = generation(model), {}
 
-    def given(numbers: range) -> dict[int, Prompt]:
+    def given(numbers):
         return {number - numbers.start: Prompt(str(number), "", prompts[number]) for number in numbers}
 
-    def finished(index: int, rows: Conversation) -> None:
+    def finished(index, rows):
         found[int(rows[0].prompt.prompt_id)] = rows[0]
 
     for version, passes in ((0, 14), (1, 1000)):
@@ -355,11 +348,11 @@ def test_non_finite_logits_are_an_error():
             texts(written_by, make_prompts(3), greedy=greedy)
 
 
-def limit_rows(model: Any, most: int, monkeypatch: pytest.MonkeyPatch, *, after: int = 0) -> None:
+def limit_rows(model, most, monkeypatch, *, after=0):
     """Let memory run out in forwards of more than `most` rows, `after` the first ones."""
     forward, passes = model.forward, itertools.count()
 
-    def limited(input_ids: Tensor, **others: Any) -> Any:
+    def limited(input_ids, **others):
         if next(passes) >= after and len(input_ids) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return forward(input_ids=input_ids, **others)
@@ -374,7 +367,7 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch
     written_by = generation(model, uses_slots=uses_slots, generation_batch_size=8)
     texts(written_by, prompts[:1])
     limit_rows(model, 3, monkeypatch, after=5)
-    found: list[tuple[int, list[int]]] = []
+    found = []
     given = [Prompt("", "", tokens) for tokens in prompts]
     written_by.run_rows(dict(enumerate(given)), lambda i, rows: found.append((i, responses([*rows])[0])), seed=7)
     assert sorted(found) == list(enumerate(expected))  # each once
@@ -383,12 +376,12 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch
 
 def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch):
     model, prompts = make_model("llama", eos_bias=-2.0), [Prompt("", "", tokens) for tokens in make_prompts(9)]
-    engine, found = generation(model, uses_slots=True, generation_batch_size=8), list[int]()
+    engine, found = generation(model, uses_slots=True, generation_batch_size=8), []
     limit_rows(model, 4, monkeypatch)
     engine.add(SamplingJob({0: prompts[0]}, lambda index, _: found.append(index), seed=1))
     later = [SamplingJob(dict(enumerate(prompts[1:], 1)), lambda index, _: found.append(index), seed=2)]
 
-    def add() -> bool:
+    def add():
         if later:
             engine.add(later.pop())
         return False
@@ -403,11 +396,11 @@ def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
-def make_policy(checkpoint: Path, **settings: Any) -> Policy:
+def make_policy(checkpoint, **settings):
     return Policy(actor_section(model=checkpoint, max_new_tokens=12, **settings))
 
 
-def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 0, **settings: Any) -> list[RolloutRow]:
+def generate(policy, *, prompts=PROMPTS, seed=0, **settings):
     given = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(prompts)]
     rows = rows_of(policy.generate(given, seed=seed, **settings))
     assert [row.tokens[~row.sampled].tolist() for row in rows] == prompts
@@ -417,11 +410,11 @@ def generate(policy: Policy, *, prompts: list[list[int]] = PROMPTS, seed: int = 
     return rows
 
 
-def responses(rows: list[RolloutRow]) -> list[list[int]]:
+def responses(rows):
     return [row.tokens[row.sampled].tolist() for row in rows]
 
 
-def ends(rows: list[RolloutRow]) -> list[bool]:
+def ends(rows):
     return [row.ended for row in rows]
 
 
@@ -468,7 +461,7 @@ def test_stop_string_that_starts_in_the_prompt_is_ignored(checkpoint):
 class Letters:
     """A tokenizer whose ids are the UTF-8 bytes."""
 
-    def decode(self, ids: list[int], **_: object) -> str:
+    def decode(self, ids, **_):
         return bytes(ids).decode(errors="replace")
 
 
@@ -556,7 +549,7 @@ def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
 def test_generation_logprobs_are_used_after_the_check(checkpoint, monkeypatch):
     policy = make_policy(checkpoint, precision="float32", temperature=0.7)
     rollout, other = generate(policy), generate(policy, seed=1)
-    passes: list[int] = []
+    passes = []
     forward = policy.logprobs
     monkeypatch.setattr(policy, "logprobs", lambda rows: (passes.append(len(rows)), forward(rows))[1])
     np.testing.assert_allclose(padded(policy.sampled_logprobs(rollout)), padded(forward(rollout)), atol=1e-4, rtol=0)
@@ -596,7 +589,7 @@ def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(checkpoint, 
 # ---- shared prompts ----
 
 
-def shared_batch() -> tuple[Tensor, Tensor, Tensor]:
+def shared_batch():
     """Return tokens, lengths and response mask of three prompts with four responses each, in mixed order."""
     generator, prompts = torch.Generator().manual_seed(0), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]] * 4
     sizes = [size for size in (4, 1, 6, 3) for _ in range(3)]
@@ -609,12 +602,12 @@ def shared_batch() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, (tokens > 0).sum(1), inside
 
 
-def plain_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> Tensor:
+def plain_hidden(body, tokens, lengths, inside):
     attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long()
     return body(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1][inside]
 
 
-def shared_hidden(body: Any, *batch: Tensor) -> Tensor:
+def shared_hidden(body, *batch):
     passes = shared_passes(*batch)
     return response_hidden(body, *passes)
 
@@ -635,7 +628,7 @@ def test_shared_prompt_forward_matches_plain_outputs_and_gradients(family, monke
 
 def test_shared_hidden_forwards_each_distinct_prompt_once():
     model = make_model("llama")
-    sizes: list[tuple[int, ...]] = []
+    sizes = []
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: sizes.append(tuple(inputs[0].shape)))
     shared_hidden(model.model, *shared_batch())
     assert sizes == [(3, 5), (12, 6)]  # a prompt's last token predicts the response's first: it is in the rows
@@ -648,7 +641,7 @@ def test_prompt_sharing_is_off_if_the_models_cache_changes_its_outputs():
     model = make_model("llama")
     forward = model.model.forward
 
-    def odd(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def odd(*args, past_key_values=None, **kwargs):
         output = forward(*args, past_key_values=past_key_values, **kwargs)
         output.last_hidden_state = output.last_hidden_state * (1.0 if past_key_values is None else 1.01)
         return output

@@ -15,15 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from live_system import TEXTS, Checkpoints, make_run, validations_of
+from live_system import TEXTS, make_run, validations_of
 from safetensors.torch import load_file
 from samples import groups_of, make_batch, rewarded
 from settings import actor_section
@@ -37,8 +35,7 @@ from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, row_of_response
-from rlhf_triton.actor.generation.row_sources import SamplingJob
+from rlhf_triton.actor.data.rollout_rows import row_of_response
 from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
@@ -57,51 +54,51 @@ from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
-from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION, VersionRange
+from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 PATIENCE_S = 120.0
 STEPS = 3
 
 
-def by_text(text: str) -> float:
+def by_text(text):
     return float((3 * sum(text.encode()) + len(text)) % 7)
 
 
 class Server:
     """Rewards that depend on the texts alone, and a critic that is trained at once."""
 
-    def __init__(self, reward: Callable[[str], float] = by_text) -> None:
+    def __init__(self, reward=by_text):
         self.counters = RequestCounters()
-        self.tokenizer: Any = None
+        self.tokenizer = None
         self.reward = reward
 
-    async def describe(self, model: str) -> ServedModel:
+    async def describe(self, model):
         return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
 
-    async def score_sentences(self, texts: list[str], *_: object, **__: object) -> dict[str, np.ndarray]:
+    async def score_sentences(self, texts, *_, **__):
         return {REWARDS: np.asarray([[self.reward(text)] for text in texts], np.float32)}
 
-    async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+    async def score(self, rows, *_, **__):
         values = np.zeros((len(rows), max(map(len, rows))), np.float32)
         return {VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
 
-    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+    async def train(self, payload, *, run_id, step):
         return TrainAnswer(0.0, step)
 
-    async def save(self, **_: object) -> int:
+    async def save(self, **_):
         return 0
 
     rewind = save
 
 
-def make_ppo(folder: Path, checkpoints: Checkpoints, server: Any = None, **actor: Any) -> TrainingRun:
+def make_ppo(folder, checkpoints, server=None, **actor):
     config = make_run(folder, checkpoints, actor=actor).config
     run = TrainingRun(config, server or Server())
-    run.critic._client.tokenizer = run.policy.tokenizer  # type: ignore[attr-defined]
+    run.critic._client.tokenizer = run.policy.tokenizer
     return run
 
 
-def go(run: TrainingRun) -> Any:
+def go(run):
     return asyncio.run(asyncio.wait_for(run.run(), PATIENCE_S))
 
 
@@ -111,7 +108,7 @@ PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5
 
 
 @pytest.fixture(scope="module")
-def policy(checkpoint) -> Policy:
+def policy(checkpoint):
     made = Policy(actor_section(model=checkpoint, max_new_tokens=12, generation_batch_size=2))
     made.model.lm_head.weight.data[made.eos_ids[0]] += 0.5  # responses end now and then
     return made
@@ -122,11 +119,11 @@ class InstantScorer:
 
     has_critic, reward = True, ServedModel()
 
-    def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, answer=lambda: None):
         self.asked = 0
         self._answer = answer
 
-    async def score(self, rows: list[Conversation], group_size: int = 1, **_: object) -> list[Conversation]:
+    async def score(self, rows, group_size=1, **_):
         self.asked += len(rows)
         answer = self._answer()
         if answer is not None:
@@ -136,29 +133,29 @@ class InstantScorer:
 
 
 async def collected(
-    policy: Policy,
-    server: InstantScorer,
+    policy,
+    server,
     *,
-    reference: Any = None,
-    versions: asyncio.Future[Any] | None = None,
-    called: Callable[[str], None] = lambda name: None,
-    row_ends: Callable[[Callable[..., None], int, Conversation], None] = lambda finished, *row: finished(*row),
-    **actor: Any,
-) -> list[RolloutRow]:
+    reference=None,
+    versions=None,
+    called=lambda name: None,
+    row_ends=lambda finished, *row: finished(*row),
+    **actor,
+):
     """`called` receives each call for the policy's thread after it has returned, `row_ends` each row that has ended."""
 
     class Watched(ComputeThread):
-        async def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        async def __call__(self, function, *args, **kwargs):
             result = await super().__call__(function, *args, **kwargs)
             called(function.__name__)
             return result
 
-    def add(job: SamplingJob) -> None:
+    def add(job):
         job.finished = functools.partial(row_ends, job.finished)
         Policy.add(policy, job)
 
-    policy.add = add  # type: ignore[method-assign]
-    scorer: Any = server
+    policy.add = add
+    scorer = server
     in_thread = Watched(1, torch.device("cpu"))
     collector = Collector(actor_section(**actor), policy, scorer, reference or OwnReference(policy), in_thread)
     groups = collector.start(dict(enumerate(PROMPTS)), seed=2)
@@ -177,11 +174,11 @@ async def collected(
 class Reference:
     """A served one, whose log-prob of a token is -0.01 times its id, but for what `change` makes of the answer."""
 
-    def __init__(self, change: Callable[[np.ndarray, np.ndarray], None] = lambda row, found: None) -> None:
+    def __init__(self, change=lambda row, found: None):
         self.asked = threading.Event()
         self._change = change
 
-    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
+    async def logprobs(self, rows):
         self.asked.set()
         padded = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row[1:]) for row in rows], batch_first=True)
         found = np.array(torch.nn.functional.pad(-0.01 * padded, (0, 1)), np.float32)
@@ -193,9 +190,9 @@ class Reference:
 async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
     order, asked, server = [], threading.Event(), Reference()
-    reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
+    reference = ServedReference(server, policy, Path())
 
-    def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
+    def hold(finished, index, row):
         order.append(index)
         finished(index, row)
         for event in (asked, server.asked):
@@ -216,7 +213,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 async def test_missing_reference_logprobs_mask_the_row(policy):
     """One request is refused, one answer is NaN; the other rows are unaffected."""
 
-    def change(row: np.ndarray, found: np.ndarray) -> None:
+    def change(row, found):
         if row[0] == 8:
             raise RequestFailed("reference at host refused: too late")
         if row[0] == 14:
@@ -224,7 +221,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy):
         else:
             found[0] = -np.inf  # of a prompt's token that sampling never draws
 
-    reference = ServedReference(Reference(change), policy, Path())  # type: ignore[arg-type]
+    reference = ServedReference(Reference(change), policy, Path())
     rows = await collected(policy, InstantScorer(), reference=reference)
     not_finite = "reference returned log-probs that are not finite for a response"
     assert [row.score.failure for row in rows] == ["", "reference at host refused: too late", "", not_finite]
@@ -234,7 +231,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy):
 
 async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, checkpoint):
     server = Reference()
-    reference = ServedReference(server, policy, Path())  # type: ignore[arg-type]
+    reference = ServedReference(server, policy, Path())
     rows = await collected(policy, InstantScorer(), reference=reference, kl_coef=0.0)
     assert not server.asked.is_set()
     assert all(row.ref_logprobs is None for row in rows)
@@ -246,7 +243,7 @@ async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, chec
 async def test_only_scoring_waits_for_the_critic(policy):
     calls, computed = [], threading.Event()
 
-    def called(name: str) -> None:
+    def called(name):
         calls.append(name)
         if calls == ["decode", "sampled_logprobs", "add_logprobs"]:
             computed.set()
@@ -272,7 +269,7 @@ async def test_cancelling_collect_stops_generation_and_requests(policy):
     """As at the end of a run whose next rollout is in progress."""
     written, go_on = threading.Event(), threading.Event()
 
-    def hold(finished: Callable[..., None], index: int, row: Conversation) -> None:
+    def hold(finished, index, row):
         written.set()
         assert go_on.wait(PATIENCE_S)
         finished(index, row)
@@ -339,7 +336,7 @@ SMALL = {"validation_size": 0, "rollout_size": 4, "max_new_tokens": 3}
 class SlowCritic(Server):
     """A critic that serves an update only when the actor waits for it, and fails some of them."""
 
-    def __init__(self, *, fails: tuple[int, ...] = (), waits_for_save: bool = False) -> None:
+    def __init__(self, *, fails=(), waits_for_save=False):
         super().__init__()
         self.fails = fails
         self.awaited = 0  # the last update that the actor has waited for
@@ -349,10 +346,10 @@ class SlowCritic(Server):
         if not waits_for_save:
             self.may_train.set()
 
-    async def rewind(self, **_: object) -> int:
+    async def rewind(self, **_):
         return FIRST_VERSION
 
-    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+    async def train(self, payload, *, run_id, step):
         await self.may_train.wait()
         while self.trained < step - 1 or (self.awaited < step and step not in self.fails):
             await asyncio.sleep(0.001)
@@ -362,23 +359,23 @@ class SlowCritic(Server):
         self.version += 1
         return TrainAnswer(0.0, self.version)
 
-    async def save(self, *, step: int, **_: object) -> int:  # type: ignore[override]
+    async def save(self, *, step, **_):
         self.may_train.set()
         while self.trained < step:
             await asyncio.sleep(0.001)
         return self.version
 
 
-def watched_run(folder: Path, checkpoints: Checkpoints, critic: SlowCritic, **actor: Any) -> TrainingRun:
+def watched_run(folder, checkpoints, critic, **actor):
     """A run that tells the critic what it waits for."""
     run = make_ppo(folder, checkpoints, critic, **SMALL, **actor)
     served = run.critic.wait_served
 
-    async def watched(step: int) -> VersionRange | None:
+    async def watched(step):
         critic.awaited = max(critic.awaited, step)
         return await served(step)
 
-    run.critic.wait_served = watched  # type: ignore[method-assign]
+    run.critic.wait_served = watched
     return run
 
 
@@ -454,8 +451,8 @@ threading.Thread(target=send).start()
 
 
 @contextlib.contextmanager
-def started(grace_s: float, then: str, program: str = PROGRAM) -> Iterator[Any]:
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+def started(grace_s, then, program=PROGRAM):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen([sys.executable, "-c", program, str(grace_s), then], text=True, **pipes)
     assert process.stdout.readline() == "ready\n"
     yield process
@@ -532,7 +529,7 @@ def test_steps_without_signal_are_counted(tmp_path, checkpoints):
 # ---- stops: a run that leaves in the middle of each phase of a step ----
 
 
-def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **settings: Any) -> TrainingRun:
+def make_grpo(folder, checkpoints, server=None, **settings):
     """Groups and adapters: everything that a checkpoint holds, but for a critic."""
     actor = {
         "algorithm_name": "grpo",
@@ -549,12 +546,12 @@ def make_grpo(folder: Path, checkpoints: Checkpoints, server: Any = None, **sett
     return make_ppo(folder, checkpoints, server, **{**actor, **settings})
 
 
-def ends(folder: Path) -> list[Any]:
+def ends(folder):
     """Return what the end of a run leaves, except times."""
     return [*trained(folder), *validations_of(folder)]
 
 
-def trained(folder: Path) -> list[Any]:
+def trained(folder):
     """The last checkpoint and the metrics of all steps."""
     checkpoint = folder / "checkpoints" / "actor" / str(STEPS)
     lines = [
@@ -567,7 +564,7 @@ def trained(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, checkpoints) -> list[Any]:
+def whole(tmp_path_factory, checkpoints):
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints))
@@ -593,20 +590,20 @@ def test_bad_prompt_row_ends_the_run_after_saving_the_last_complete_step(tmp_pat
     go(make_grpo(tmp_path / "run", checkpoints, **{**settings, "steps": step + 1}))
 
 
-def rewards_of_the_first(count: int) -> Callable[[str], float]:
+def rewards_of_the_first(count):
     """Reward as many responses, and none from then on."""
     calls = itertools.count()
     return lambda text: by_text(text) if next(calls) < count else math.nan
 
 
-def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable[[TrainingRun], None]:
+def failing_call(owner, name, call, error):
     """Raises the error in the n-th call of a method of the run's parts."""
 
-    def prepare(run: TrainingRun) -> None:
+    def prepare(run):
         part = getattr(run, owner) if owner else run
         original, calls = getattr(part, name), []
 
-        def fails(*args: Any, **kwargs: Any) -> Any:
+        def fails(*args, **kwargs):
             calls.append(None)
             if len(calls) == call:
                 raise error
@@ -617,20 +614,20 @@ def failing_call(owner: str, name: str, call: int, error: Exception) -> Callable
     return prepare
 
 
-def gradient_is_not_finite(run: TrainingRun, after: int = 2) -> None:
+def gradient_is_not_finite(run, after=2):
     """In the third optimizer step, or a later one."""
     step = run.policy_update._step
 
-    def poisoned() -> float:
+    def poisoned():
         if run.policy.trained.optimizer_step == after:
-            next(p for p in run.policy.model.parameters() if p.grad is not None).grad.fill_(math.nan)  # type: ignore[union-attr]
+            next(p for p in run.policy.model.parameters() if p.grad is not None).grad.fill_(math.nan)
         return step()
 
-    run.policy_update._step = poisoned  # type: ignore[method-assign]
+    run.policy_update._step = poisoned
 
 
 OFF_POLICY = {"max_off_policy_steps": 1, "old_logprobs": "sampler"}
-ENDS: dict[str, tuple[Callable[[TrainingRun], None], type[Exception], str]] = {
+ENDS = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
     "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
@@ -642,7 +639,7 @@ SHORT = {"rollout_size": 4, "validation_size": 0, "normalization": "running", "w
 
 
 @pytest.fixture(scope="module")
-def whole_short(tmp_path_factory, checkpoints) -> list[Any]:
+def whole_short(tmp_path_factory, checkpoints):
     """The run with the settings `SHORT` that nothing ends."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints, **SHORT))
@@ -669,18 +666,18 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints
         assert trained(tmp_path / "run") == whole_short
 
 
-def nan_weights(run: TrainingRun) -> None:
+def nan_weights(run):
     """After the second step."""
     renew, calls = run.policy.renew_sampler, []
 
-    def poisoned(version: int) -> None:
+    def poisoned(version):
         calls.append(None)
         if len(calls) == 3:
             with torch.no_grad():
                 next(p for p in run.policy.model.parameters() if p.requires_grad).fill_(math.nan)
         renew(version)
 
-    run.policy.renew_sampler = poisoned  # type: ignore[method-assign]
+    run.policy.renew_sampler = poisoned
 
 
 @pytest.mark.parametrize(
@@ -721,15 +718,15 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
-def watched_batches(run: TrainingRun) -> list[Any]:
+def watched_batches(run):
     """The batches of all updates, once the run has ended."""
-    batches, update = list[Any](), run.policy_update.run
+    batches, update = [], run.policy_update.run
 
-    def watched(batch: Any, **kwargs: Any) -> Any:
+    def watched(batch, **kwargs):
         batches.append(batch)
         return update(batch, **kwargs)
 
-    run.policy_update.run = watched  # type: ignore[method-assign]
+    run.policy_update.run = watched
     return batches
 
 
@@ -737,14 +734,14 @@ class Crash(BaseException):
     """Ends a run where it is, without `leave`."""
 
 
-def go_until(run: TrainingRun, owner: Any, name: str, call: int, *, crash: bool = False) -> str:
+def go_until(run, owner, name, call, *, crash=False):
     """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
     original, calls, asked = getattr(owner, name), [], threading.Event()
 
-    async def main() -> None:
+    async def main():
         loop = asyncio.get_running_loop()
 
-        def hold() -> None:
+        def hold():
             calls.append(None)
             if len(calls) == call:
                 if crash:
@@ -752,12 +749,12 @@ def go_until(run: TrainingRun, owner: Any, name: str, call: int, *, crash: bool 
                 loop.call_soon_threadsafe(lambda: (run.stop.request(), asked.set()))
                 assert asked.wait(PATIENCE_S)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args, **kwargs):
             hold()
             return original(*args, **kwargs)
 
         @contextlib.contextmanager
-        def watched_context() -> Iterator[None]:
+        def watched_context():
             with original():
                 hold()
                 time.sleep(0.3)  # long enough for a checkpoint that does not wait
@@ -828,11 +825,11 @@ AHEAD = {
 }
 
 
-def crash_in_the_fourth_update(run: TrainingRun) -> None:
+def crash_in_the_fourth_update(run):
     """Run until then; the checkpoint of step 2 is the newest, and no response is being sampled."""
     update, calls = run.policy_update.run, []
 
-    def crash_in_the_fourth(*given: Any, **named: Any) -> dict[str, float]:
+    def crash_in_the_fourth(*given, **named):
         while run.policy.has_jobs:
             time.sleep(0.001)
         calls.append(None)
@@ -840,7 +837,7 @@ def crash_in_the_fourth_update(run: TrainingRun) -> None:
             raise Crash("crashed")
         return update(*given, **named)
 
-    run.policy_update.run = crash_in_the_fourth  # type: ignore[method-assign]
+    run.policy_update.run = crash_in_the_fourth
     with pytest.raises(Crash):
         go(run)
 
@@ -855,9 +852,9 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
         assert len(each.samples.sampled(2)) == count, "none of other sampling settings, model or prompt files"
-    found = list[str]()
+    found = []
     start = again.collector.start_sampled
-    again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]  # type: ignore[method-assign]
+    again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]
     go(again)
     lines = read_jsonl(tmp_path / "rollouts.jsonl")
     assert found == [line["prompt"] for line in lines if line["step"] in (3, 4, 5)][::2]
@@ -869,17 +866,17 @@ def test_response_that_could_not_be_sampled_is_masked_and_sampled_again_after_a_
     run = make_grpo(tmp_path, checkpoints, **AHEAD, max_failed_fraction=0.5)
     add = run.policy.add
 
-    def lose_the_first(job: SamplingJob) -> None:
+    def lose_the_first(job):
         finished, prompt = job.finished, job.prompts.get(0)
 
-        def report(index: int, conversation: Conversation) -> None:
+        def report(index, conversation):
             if index == 0 and prompt is not None:
                 conversation = (row_of_response(prompt, PolicyTurn([], False, [], [], error="too late")),)
             finished(index, conversation)
 
         add(replace(job, finished=report))
 
-    run.policy.add = lose_the_first  # type: ignore[method-assign]
+    run.policy.add = lose_the_first
     crash_in_the_fourth_update(run)
     assert [line["train_rollouts/masked_samples"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
     again = make_grpo(tmp_path, checkpoints, **AHEAD, max_failed_fraction=0.0)
@@ -903,21 +900,21 @@ def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoin
 def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints):
     """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
-    awaited: list[int] = []
+    awaited = []
 
-    async def served(step: int) -> None:
+    async def served(step):
         awaited.append(step)
         if awaited.count(STEPS) == 1:  # the server is away
             await rewind(run)
 
-    async def rewind(run: TrainingRun = again, **_: object) -> None:
+    async def rewind(run=again, **_):
         run.stop.request()
         await asyncio.Event().wait()
 
-    run.critic.wait_served = served  # type: ignore[method-assign, assignment]
+    run.critic.wait_served = served
     with pytest.raises(Stopped, match=f"after step {STEPS}, whose checkpoint is written"):
         go(run)
-    again.critic._client.rewind = rewind  # type: ignore[method-assign, assignment]
+    again.critic._client.rewind = rewind
     with pytest.raises(Stopped, match=r"^stopped before it had resumed; the next start resumes from the newest checkp"):
         go(again)
 
@@ -926,7 +923,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
     """Not only after the response: no forward pass runs after the run has left."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
-    forwards: list[None] = []
+    forwards = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
     go_until(run, run.policy, "decode", 2)
     counted = len(forwards)
@@ -935,7 +932,7 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
     assert len(forwards) == counted
 
 
-LONG: list[tuple[Any, str]] = [
+LONG = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
     (rlhf_triton.actor.loop, "critic_payload"),
@@ -949,10 +946,10 @@ LONG: list[tuple[Any, str]] = [
 
 def test_long_calls_run_in_threads_off_the_event_loop(tmp_path, checkpoints, monkeypatch):
     """On the event loop it would delay responses past their deadlines."""
-    threads = dict[str, set[int]]()
+    threads = {}
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any, **kwargs: Any) -> Any:
+    def noted(name, function):
+        def note(*args, **kwargs):
             threads.setdefault(name, set()).add(threading.get_ident())
             return function(*args, **kwargs)
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs, outcome
 from policy_training import random_batch, trainable_policy, update_of
 from samples import make_batch, method_of, scored_samples
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms.losses import KLControl, clipped, importance_factors, kl_estimate, kl_loss
 from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS, LOSSES
@@ -24,7 +23,7 @@ sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.
 BUILT_IN = [import_function(loss.function) for loss in LOSSES.values()]
 
 
-def f64(*rows: list[float]) -> Tensor:
+def f64(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -75,7 +74,7 @@ def test_banned_prompt_tokens_give_finite_gradients():
 # ---- KL ----
 
 E = math.e
-GOLDEN: dict[str, tuple[list[float], list[float]]] = {  # value and slope at d = 0, 1, -2
+GOLDEN = {  # value and slope at d = 0, 1, -2
     "k1": ([0.0, 1.0, -2.0], [1.0, 1.0, 1.0]),
     "abs": ([0.0, 1.0, 2.0], [0.0, 1.0, -1.0]),
     "k2": ([0.0, 0.5, 2.0], [0.0, 1.0, -2.0]),
@@ -145,7 +144,7 @@ def test_adaptive_kl_coefficient_matches_hand_computed_values(target, kl, expect
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "own-loss.md"
 
 
-def written(folder: Path, body: str) -> str:
+def written(folder, body):
     """Return the spec of a function of `inputs` with this body."""
     (folder / "mine.py").write_text(f"import torch\n\n\ndef mine(inputs):\n    {body}\n")
     return f"{folder / 'mine.py'}:mine"

@@ -8,16 +8,14 @@ DPPO's masks let a token move back, so the two masks of an advantage of either s
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from masked_loss import loss_inputs, outcome
-from samples import method_of
-from torch import Tensor
+from samples import advantage_inputs, method_of
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, ClipRange
+from rlhf_triton.actor.algorithms.inputs import ClipRange
 from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
 from rlhf_triton.rewards.function import import_function
@@ -27,12 +25,12 @@ INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GO
 MASK = INPUTS["mask"]
 
 
-def close(found: Tensor, expected: Any, tolerance: float = 1e-6) -> None:
+def close(found, expected, tolerance=1e-6):
     """Compare to 1e-6: verl adds 1e-8 to some denominators, NeMo-RL computes lambda in float32."""
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance)
 
 
-def cases(kind: str) -> Any:
+def cases(kind):
     return pytest.mark.parametrize("case", GOLDEN[kind], ids=lambda case: case["source"])
 
 
@@ -61,26 +59,10 @@ def test_loss_and_gradient_match_peers(case):
         close(stats["clip_fraction"] / MASK.sum(), case["clip_fraction"])
 
 
-def advantage_inputs(rewards: list[float], groups: list[int], values: Tensor, **settings: Any) -> AdvantageInputs:
-    scored = torch.ones(len(MASK), dtype=torch.bool)
-    zeros = torch.zeros_like(MASK)
-    return AdvantageInputs(
-        rewards=torch.tensor(rewards),
-        penalty=zeros,
-        values=values,
-        mask=MASK,
-        groups=torch.tensor(groups),
-        scored=scored,
-        ended=scored,
-        counted=scored,
-        **settings,
-    )
-
-
 @cases("advantages")
 def test_group_advantages_match_peers(case):
     algorithm = ALGORITHMS[case["algorithm"]]
-    inputs = advantage_inputs(case["rewards"], case["groups"], torch.zeros_like(MASK))
+    inputs = advantage_inputs(torch.tensor(case["rewards"]), torch.tensor(case["groups"]), MASK)
     found = import_function(algorithm.advantage)(inputs)[0]
     n = float(MASK.sum())  # verl whitens with n - 1
     found = masked_whiten(found, MASK) * ((n - 1) / n) ** 0.5 if algorithm.whitens else found
@@ -92,19 +74,8 @@ def test_gdpo_advantages_match_peers(case):
     """verl whitens over tokens, NeMo-RL and TRL over responses (here of one token), TRL with a larger epsilon."""
     components = torch.tensor([[math.nan if x is None else x for x in row] for row in case["components"]]).T
     mask = MASK if case["tokens"] == "mask" else torch.ones(len(components), 1)
-    all_rows, zeros = torch.ones(len(mask), dtype=torch.bool), torch.zeros_like(mask)
-    inputs = AdvantageInputs(
-        rewards=zeros[:, 0],
-        penalty=zeros,
-        values=zeros,
-        mask=mask,
-        groups=torch.tensor(case["groups"]),
-        scored=all_rows,
-        ended=all_rows,
-        counted=all_rows,
-        components=components,
-        component_weights=torch.tensor(case["weights"]),
-    )
+    terms = {"components": components, "component_weights": torch.tensor(case["weights"])}
+    inputs = advantage_inputs(torch.zeros(len(mask)), torch.tensor(case["groups"]), mask, **terms)
     gdpo = ALGORITHMS["gdpo"]
     advantages = import_function(gdpo.advantage)(inputs)[0]
     assert gdpo.whitens
@@ -116,7 +87,7 @@ def test_gdpo_advantages_match_peers(case):
 def test_flash_reinforce_matches_peers(case):
     """From rewards to the gradient. verl differentiates the ratio, which has the same gradient and another value."""
     algorithm = ALGORITHMS["flash_reinforce"]
-    inputs = advantage_inputs(case["rewards"], [0, 1, 2, 3], torch.zeros_like(MASK))
+    inputs = advantage_inputs(torch.tensor(case["rewards"]), torch.arange(4), MASK)
     advantages = import_function(algorithm.advantage)(inputs)[0]
     weights = MASK / MASK.sum(-1, keepdim=True)
     clip = ClipRange(case["delta"], case["delta"])
@@ -150,7 +121,7 @@ def test_gae_with_separate_and_length_adaptive_lambda_matches_peers(case):
     """The reward is on the last sampled token, which is not the last one of every row."""
     settings = {name: case[name] for name in ("gamma", "lam", "lam_values", "lam_length")}
     values = torch.tensor(GOLDEN["gae"]["values"], dtype=torch.float64)
-    inputs = advantage_inputs(case["rewards"], [0, 1, 2, 3], values, **settings)
+    inputs = advantage_inputs(torch.tensor(case["rewards"]), torch.arange(4), MASK, values=values, **settings)
     advantages, returns = method_of(algorithm_name="ppo").advantage(inputs)
     close(advantages, case["advantages"])
     close(returns * MASK, case["returns"])

@@ -3,9 +3,6 @@
 import contextlib
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +10,15 @@ import torch
 from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import states, train, trainable_policy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
-from tiny_checkpoints import add_tensors, change_config, save_tiny
+from tiny_checkpoints import add_tensors, change_config, change_tensors, save_tiny
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
+from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
-from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import end_of_sequence
@@ -43,7 +39,7 @@ TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0]
 quiet_transformers()
 
 
-def save_policy(folder: Path, family: str = "llama", **settings: Any) -> Path:
+def save_policy(folder, family="llama", **settings):
     """A tiny causal LM whose tokenizer has two chat templates."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = dict(TEMPLATES)
@@ -54,58 +50,57 @@ def save_policy(folder: Path, family: str = "llama", **settings: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
+def llama(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("start") / "llama")
 
 
-def make_policy(folder: Path, *, seed: int = 0, **settings: Any) -> Any:
+def make_policy(folder, *, seed=0, **settings):
     torch.manual_seed(seed)  # adapters begin with random weights
     limits = {"model": folder, "max_new_tokens": 8, "prompts_max_tokens": 8, "precision": "float32", "lr": 1e-2}
     return trainable_policy(**{**limits, **settings})
 
 
-def trained(folder: Path, **settings: Any) -> tuple[Policy, list[RolloutRow]]:
+def trained(folder, **settings):
     policy = make_policy(folder, **settings)
     rollout = rows_of(policy.generate(PROMPTS[:2], seed=1))
     train(policy, rollout)
     return policy, rollout
 
 
-def save(root: Path, policy: Policy, step: int = 1) -> Path:
+def save(root, policy, step=1):
     save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
     return root / str(step)
 
 
-def parameters(policy: Policy) -> dict[str, torch.Tensor]:
+def parameters(policy):
     return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
 
 
 # ---- which folders hold a policy ----
 
 
-def drop(folder: Path, *names: str) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if k not in names}, folder / "model.safetensors", {"format": "pt"})
+def drop(folder, *names):
+    change_tensors(folder, lambda own: [own.pop(name) for name in names])
 
 
-def forget(folder: Path, key: str) -> None:
+def forget(folder, key):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({name: config[name] for name in config if name != key}))
 
 
-def rename(folder: Path, name: str, other: str) -> None:
+def rename(folder, name, other):
     add_tensors(folder, {other: load_file(folder / "model.safetensors")[name]})
     drop(folder, name)
 
 
-def add(folder: Path, **shapes: tuple[int, ...]) -> None:
+def add(folder, **shapes):
     add_tensors(folder, {name.replace("__", "."): torch.ones(shape) for name, shape in shapes.items()})
 
 
 BY_TOKEN = (40, 16)  # the shape of embeddings and output layer
 NO_OUTPUT, BY_NAME = r"have no (output layer|lm_head\.weight)", "it does not use "
 # What the folder is, how it is made, and what is refused; whether the headers show it, before anything is loaded.
-NO_POLICIES: dict[str, tuple[str, str, Callable[[Path], Any], str, bool]] = {
+NO_POLICIES = {
     "reward": ("llama", "reward", str, f"{NO_OUTPUT}.*, and {BY_NAME}score.weight", True),
     "critic": ("llama", "critic", str, f"{BY_NAME}score.bias, score.weight", True),
     "body": ("qwen2", "body", str, NO_OUTPUT, True),
@@ -182,7 +177,7 @@ def test_policy_that_is_not_causal_is_refused(tmp_path):
     make_policy(save_policy(tmp_path / "decoder", "bert", is_decoder=True))
 
 
-POLICIES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+POLICIES = {
     "untied": ("llama", "language", str),
     "tied": ("gpt2", "language", str),
     "tied, both stored": ("gpt2", "language", lambda f: add(f, lm_head__weight=BY_TOKEN)),
@@ -343,11 +338,11 @@ def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_p
 # ---- bfloat16 ----
 
 
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, add_table: bool = False, **settings: Any) -> Any:
+def loaded(folder, monkeypatch, *, add_table=False, **settings):
     """Load a policy; return it and the dtype of each load of its model. `add_table` gives the model a buffer."""
-    original, dtypes = AutoModelForCausalLM.from_pretrained, list[torch.dtype]()
+    original, dtypes = AutoModelForCausalLM.from_pretrained, []
 
-    def recording(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
+    def recording(*args, dtype, **kwargs):
         dtypes.append(dtype)
         model, report = original(*args, dtype=dtype, **kwargs)
         if add_table:

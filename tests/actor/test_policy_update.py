@@ -6,28 +6,23 @@ Real models of a few thousand weights, in float64 where rounding would hide a fa
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from live_system import make_tokenizer
-from policy_training import trainable_policy, update_of, weights_of
+from policy_training import random_batch, trainable_policy, update_of, weights_of
 from tiny_checkpoints import save_tiny
-from torch import Tensor
 
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 
-LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
+LENGTHS, LONGEST, PROMPT = [9, 4, 12, 7, 5, 10], 12, 3
 # One algorithm for each loss that an update can have: the others differ in what comes before it, the advantages.
 NAMES = sorted({(each.loss, each.loss_mean): name for name, each in reversed(ALGORITHMS.items())}.values())
 
 
-def make_policy(checkpoint: Path, *, double: bool = True, **settings: Any) -> Policy:
+def make_policy(checkpoint, *, double=True, **settings):
     usual = {"model": checkpoint, "lr": 1e-2, "weight_decay": 0.0, "minibatch_size": 6}
     policy = trainable_policy(**{**usual, **settings})
     if double:
@@ -35,49 +30,31 @@ def make_policy(checkpoint: Path, *, double: bool = True, **settings: Any) -> Po
     return policy
 
 
-def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) -> PPOBatch:
+def make_batch(policy, *, width=LONGEST, **changes):
     """Return random responses and advantages; log-probs are the policy's own, the reference's differ a little."""
-    generator = torch.Generator().manual_seed(0)
-    lengths, positions, most = torch.tensor(LENGTHS), torch.arange(width - 1), max(LENGTHS)
-    tokens = torch.full((len(LENGTHS), width), policy.pad_id)
-    tokens[:, :most] = torch.randint(5, 30, (len(LENGTHS), most), generator=generator)
-    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
-    noise = torch.randn(2, len(LENGTHS), most - 1, generator=generator)
-    advantages, ref = torch.nn.functional.pad(noise, (0, width - most)) * mask
+    drawn = random_batch(LENGTHS, prompt=PROMPT, seed=0)
+    wide = {name: x for name, x in vars(drawn).items() if x is not None and x.ndim == 2}
+    padded = {name: torch.nn.functional.pad(x, (0, width - LONGEST)) for name, x in wide.items()}
+    batch = replace(drawn, **padded, positive=torch.arange(len(LENGTHS)) % 2 == 0)
     with torch.no_grad():
-        logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask).cpu()
-    zeros = torch.zeros_like(mask)
-    positive = torch.arange(len(LENGTHS)) % 2 == 0
-    batch = PPOBatch(
-        tokens=tokens,
-        lengths=lengths,
-        mask=mask,
-        policy_weights=mask,
-        logprobs=logprobs,
-        ref_logprobs=logprobs + 0.1 * ref,
-        advantages=advantages,
-        returns=zeros,
-        prev_values=zeros,
-        kl=zeros,
-        positive=positive,
-    )
-    return replace(batch, **changes)
+        logprobs = policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask).cpu()
+    return replace(batch, logprobs=logprobs, ref_logprobs=logprobs + 0.1 * (batch.ref_logprobs + 2), **changes)
 
 
-def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[dict[str, float], Tensor]:
+def updated(policy, batch, *, kl_coef=0.1):
     """Return the statistics by the part of their name after the slash, and all weights after the update."""
     found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef)
     return {name.removeprefix("train_optim/"): value for name, value in found.items()}, weights_of(policy)
 
 
-def assert_same(results: Sequence[tuple[dict[str, float], Tensor]]) -> None:
+def assert_same(results):
     """Assert that statistics and weights of all updates equal the first one's."""
     for stats, weights in results[1:]:
         assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
         torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
 
 
-def settings_of(name: str) -> Iterator[dict[str, Any]]:
+def settings_of(name):
     """Yield each algorithm's settings, plain and with all loss terms."""
     algorithm = ALGORITHMS[name]
     groups = {"algorithm_name": name, **({"responses_per_prompt": 2} if algorithm.needs_groups else {})}
@@ -113,7 +90,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
     plain = next(settings_of(name))
     terms = {"kl_penalty_in": "loss", "kl_estimator": "k2", "entropy_bonus": 0.01}
     for settings, kl_coef in ((plain, 0.0), ({**plain, **terms}, 0.1)):
-        stats: dict[float, dict[str, float]] = {}
+        stats = {}
         for weight in (1.0, 0.5, 0.1):
             policy = make_policy(checkpoint, **settings)
             batch = make_batch(policy)
@@ -206,7 +183,7 @@ def test_nll_term_raises_the_likelihood_of_positive_responses(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def dropping(tmp_path_factory) -> Path:
+def dropping(tmp_path_factory):
     """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
     folder, tokenizer = tmp_path_factory.mktemp("policy"), make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 2}
@@ -222,7 +199,7 @@ def test_gradient_checkpointing_gives_the_same_update_with_less_memory(request, 
     for recompute in (False, True):
         limits = {"prompts_max_tokens": 32, "max_new_tokens": 32, "gradient_checkpointing": recompute}
         policy = make_policy(request.getfixturevalue(model), double=False, **limits)
-        kept: list[int] = []  # what forwards keep for their backward passes
+        kept = []  # what forwards keep for their backward passes
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
             results.append(updated(policy, make_batch(policy)))
         sizes.append(sum(kept))
@@ -274,7 +251,7 @@ def test_non_finite_gradient_raises_and_changes_no_weights(checkpoint):
 def test_update_skips_rows_and_minibatches_without_weight(checkpoint, monkeypatch):
     policy = make_policy(checkpoint)
     before, forward = weights_of(policy), policy.logprobs_of
-    rows: list[int] = []
+    rows = []
     monkeypatch.setattr(
         policy, "logprobs_of", lambda model, inputs, **k: (rows.append(len(inputs[0])), forward(model, inputs, **k))[1]
     )

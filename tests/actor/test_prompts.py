@@ -5,8 +5,6 @@ import json
 import re
 import tracemalloc
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +15,7 @@ from pyarrow import parquet
 from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 
 from rlhf_triton.actor.data.prompt_files import PromptError, read_rows
-from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, read_prompts
-from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
 from rlhf_triton.checkpoints.tokenization import encode_text
 from rlhf_triton.config import PromptFileSection
 from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
@@ -26,14 +23,14 @@ from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 
 
-def write(tmp_path: Path, *lines: Any) -> Path:
+def write(tmp_path, *lines):
     path = tmp_path / "prompts.jsonl"
     texts = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines)
     path.write_bytes("\n".join(texts).encode())
     return path
 
 
-def read(path: Path, *, limit: int | None = None, tokenizer: Any = bytewise, **limits: Any) -> list[Prompt]:
+def read(path, *, limit=None, tokenizer=bytewise, **limits):
     return read_prompts(path, PromptReader(tokenizer=tokenizer, **{"max_tokens": 100, **limits}), limit=limit)
 
 
@@ -46,14 +43,14 @@ class Chat:
 
     chat_template = "roles and contents"
 
-    def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
+    def __call__(self, text, **options):
         if text == "raise":
             raise TypeError("TextEncodeInput must be Union")
         if text == "panic":
             raise PanicException("no entry found for key")
         return bytewise(text, **options)
 
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any) -> str:
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, **options):
         assert (tokenize, add_generation_prompt) == (False, True)
         assert options.keys() <= {"tools"}
         if messages[0]["content"] == "refuse":
@@ -201,37 +198,37 @@ def test_huge_jsonl_files_are_not_held_in_memory(tmp_path):
 
 # ---- tables ----
 
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"text": "ab", "prompt_id": "x", "answer": {"value": 3, "unit": None}, "tags": ["a", "b"], "weight": 0.5},
     {"text": "é", "prompt_id": "y", "answer": {"value": None, "unit": "m"}, "tags": [], "weight": None},
     {"text": "c", "prompt_id": "z", "answer": None, "tags": None, "weight": 1.0},
 ]
 
 
-def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def jsonl(folder, rows):
     return write(folder, *rows)
 
 
-def table_of(rows: list[dict[str, Any]]) -> pa.Table:
+def table_of(rows):
     """A table with the columns of all rows, as `datasets` makes it; pyarrow takes those of the first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.Table.from_pylist([{**names, **row} for row in rows])
 
 
-def parquet_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def parquet_file(folder, rows):
     parquet.write_table(table_of(rows), folder / "prompts.parquet", row_group_size=2)
     return folder / "prompts.parquet"
 
 
-def arrow_stream(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def arrow_stream(folder, rows):
     return write_arrow(folder / "stream.arrow", table_of(rows), pa.ipc.new_stream)
 
 
-def arrow_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def arrow_file(folder, rows):
     return write_arrow(folder / "file.arrow", table_of(rows), pa.ipc.new_file)
 
 
-def saved_dataset(folder: Path, rows: list[dict[str, Any]], name: str = "dataset") -> Path:
+def saved_dataset(folder, rows, name="dataset"):
     """Two shards, named in state.json, beside one that it does not name."""
     root, table = folder / name, table_of(rows)
     root.mkdir(parents=True)
@@ -243,7 +240,7 @@ def saved_dataset(folder: Path, rows: list[dict[str, Any]], name: str = "dataset
     return root
 
 
-def write_arrow(path: Path, table: pa.Table, new: Any) -> Path:
+def write_arrow(path, table, new):
     with path.open("wb") as file, new(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
     return path
@@ -252,11 +249,11 @@ def write_arrow(path: Path, table: pa.Table, new: Any) -> Path:
 WRITERS = [parquet_file, arrow_stream, arrow_file, saved_dataset]
 
 
-def content(prompts: list[Prompt]) -> list[tuple[Any, ...]]:
+def content(prompts):
     return [(prompt.prompt_id, prompt.text, prompt.tokens.tolist(), prompt.metadata) for prompt in prompts]
 
 
-def called(call_id: str | None = None, content: str | None = None, **arguments: Any) -> list[dict[str, Any]]:
+def called(call_id=None, content=None, **arguments):
     """A chat whose assistant calls a tool."""
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     own = {} if call_id is None else {"id": call_id}
@@ -267,11 +264,11 @@ def called(call_id: str | None = None, content: str | None = None, **arguments: 
 class Verbatim(Chat):
     """A tokenizer whose template shows every key."""
 
-    def apply_chat_template(self, messages: Any, **_: bool) -> str:
+    def apply_chat_template(self, messages, **_):
         return json.dumps(messages, sort_keys=True)
 
 
-UNEVEN: list[tuple[dict[str, Any], list[dict[str, Any]] | None, dict[str, Any]]] = [
+UNEVEN = [
     # a row; the messages and the metadata that it gives in every format
     ({"prompt": called(city="Rom")}, called(city="Rom"), {}),
     ({"prompt": called("c1", "", to="Oslo", days=[1, 2])}, called("c1", "", to="Oslo", days=[1.0, 2.0]), {}),
@@ -309,7 +306,7 @@ def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path, write_t
 
 def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path):
     """It alone has a column, and floats in another one and in a nested key."""
-    rows: list[dict[str, Any]] = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
+    rows = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
     rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
     parquet.write_table(table_of(rows), table := tmp_path / "prompts.parquet")
     first, late = '{"late": null, "n": 1.0, "of": {"x": 2.0}, "text": "a"}', json.dumps(rows[2001], sort_keys=True)
@@ -392,15 +389,15 @@ def test_unreadable_prompt_files_and_folders_are_reported_by_path(tmp_path):
 # ---- the prompts of each step ----
 
 
-def drawn(inputs: StepInputs, *steps: int, count: int = 4) -> list[str]:
+def drawn(inputs, *steps, count=4):
     return [prompt.prompt_id for step in steps for prompt in prompts_of(inputs, step, count)]
 
 
-def numbered(tmp_path: Path, name: str, count: int) -> Path:
+def numbered(tmp_path, name, count):
     return write_prompts(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(count)])
 
 
-def resumed(inputs: StepInputs, step: int, then: StepInputs) -> StepInputs:
+def resumed(inputs, step, then):
     """Return `then`, continued from the checkpoint that `inputs` writes for `step`."""
     if step not in inputs.positions:
         prompts_of(inputs, step)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -56,7 +55,7 @@ class TinyPolicy:
 
     ranks = ALONE
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings):
         self.settings = PolicySection(**settings)
         self.model = torch.nn.Linear(2, 2)
         self.trained = TrainedModel(
@@ -64,27 +63,27 @@ class TinyPolicy:
         )
         self.fingerprint = "of its start"
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder):
         save_file(self.model.state_dict(), folder / "model.safetensors")
 
 
 class Server:
     """Records critic_save; refuses it while `fails` is set, which a real server does not do on demand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counters = RequestCounters()
-        self.saved: list[tuple[int, list[int]]] = []
-        self.rewound: list[int] = []
+        self.saved = []
+        self.rewound = []
         self.fails = False
         self.received = 1000  # the newest step that the critic has been sent
 
-    async def save(self, *, run_id: str, step: int, keep_steps: list[int]) -> int:
+    async def save(self, *, run_id, step, keep_steps):
         if self.fails:
             raise RequestFailed("critic_save is away")
         self.saved.append((step, keep_steps))
         return step
 
-    async def rewind(self, *, run_id: str, step: int) -> int:
+    async def rewind(self, *, run_id, step):
         if step > self.received:
             why = f"rewind_to: {step}, {STEP_AHEAD} 'test' is {self.received}"
             raise RequestFailed(f"critic_save refused: {why}", why)
@@ -93,43 +92,43 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Server:
+def server():
     return Server()
 
 
 class Recorded:
     """What a run records with, before `start` and after."""
 
-    def __init__(self, folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> None:
+    def __init__(self, folder, server, reference_folder=Path("start"), **actor):
         settings = nested(ActorSection, {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor})
         sections = {"run": {"dir": folder}, "actor": settings, "reference": {"model": reference_folder}}
         self.config = RunConfig.model_validate(sections)
         self.policy = TinyPolicy()
         shaper = RewardShaper(self.config.actor.rewards, max_new_tokens=9)
         kl = KLControl(self.config.actor.kl.coef, target=self.config.actor.kl.target)
-        self.state = RunState(self.policy, shaper, kl, one_prompt())  # type: ignore[arg-type]
-        client: Any = server
+        self.state = RunState(self.policy, shaper, kl, one_prompt())
+        client = server
         self.critic = RemoteCritic(client, self.config.run, is_trained=True, publish_every=1)
         self.checkpoints = RunCheckpoints(self.config, self.state, self.critic)
 
-    async def start(self) -> Recorder:
+    async def start(self):
         """Resume; return the recorder of the next steps."""
         first_step = await self.checkpoints.resume() + 1
         return Recorder(self.config, self.state, self.critic, RequestCounters(), first_step=first_step)
 
-    async def save(self, *steps: int) -> None:
+    async def save(self, *steps):
         for step in steps:
             await self.checkpoints.save(step)
             await asyncio.gather(*self.critic._saves)
 
 
-def validation(reward: float, version: int | None = None) -> Validation:
+def validation(reward, version=None):
     """Return a validation with the fields that are logged."""
     score = rewarded(reward, reward_version=version)
     return Validation([(a_sample([1, 1], score=score),)], 0.5, None)
 
 
-async def validates(run: Recorded, *results: tuple[int, Validation]) -> tuple[Recorder, list[int | None]]:
+async def validates(run, *results):
     """Record validations of these steps in a new start; return its recorder, and the best step after each."""
     recorder = await run.start()
     best, file = [], run.config.run.dir / "best" / "best.json"
@@ -204,21 +203,21 @@ async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_pat
     assert resumed.state.kl.coef == coef
 
 
-def lose_every_step(server: Server, root: Path, run: Recorded) -> None:
+def lose_every_step(server, root, run):
     """Make the critic lack every step, as with another run's journal."""
     server.received = 0
 
 
-def damage_all(server: Server, root: Path, run: Recorded) -> None:
+def damage_all(server, root, run):
     for step in (2, 4):
         (root / str(step) / SHARD).unlink()
 
 
-def start_elsewhere(server: Server, root: Path, run: Recorded) -> None:
+def start_elsewhere(server, root, run):
     run.policy.fingerprint = "of another"
 
 
-def add_adapters(server: Server, root: Path, run: Recorded) -> None:
+def add_adapters(server, root, run):
     run.policy.trained = TinyPolicy(lora_rank=2).trained
 
 
@@ -294,7 +293,7 @@ async def test_failed_critic_save_is_logged_and_retried_at_the_end(tmp_path, ser
 # ---- steps that teach nothing ----
 
 
-def line_of(ended: float = 1.0, advantage: float = 1.0, gradient: float | None = 1.0) -> dict[str, float]:
+def line_of(ended=1.0, advantage=1.0, gradient=1.0):
     names = ("rollouts/fraction_of_samples_properly_ended", "rollouts/advantages_std", "optim/grad_norm")
     values = zip(names, (ended, advantage, gradient), strict=True)
     return {"train_rollouts/advantages_mean": 0.0, **{f"train_{n}": value for n, value in values if value is not None}}
@@ -333,8 +332,8 @@ EQUAL_IN_GROUPS = "all rewards are equal within each group; check what the rewar
 )
 def test_recorder_warns_once_if_the_policy_learns_nothing(tmp_path, server, caplog, settings, lines, said):
     run = Recorded(tmp_path, server, **{"mask_unfinished": False, **settings})
-    tokenizer: Any = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
-    policy: Any = types.SimpleNamespace(tokenizer=tokenizer, eos_ids=[1, 7])
+    tokenizer = types.SimpleNamespace(convert_ids_to_tokens={1: "</s>", 7: "<end>"}.get)
+    policy = types.SimpleNamespace(tokenizer=tokenizer, eos_ids=[1, 7])
     warnings = LearningWarnings(run.config.actor, policy)
     for step, line in enumerate(lines, 1):
         warnings.check(step, line, (), set() if line == line_of(0.0, 0.0, 0.0) else {0})
@@ -391,7 +390,7 @@ GAME = {"class": "game.py:Game", "options": {"workers": 1}}
 COSINE = {"lr": 5e-5, "min_lr": 0.0}  # a schedule that ends with the run
 
 
-def config_of(run: Path, weight: float = 1.0, timeout_s: float = 2.0, **actor: Any) -> RunConfig:
+def config_of(run, weight=1.0, timeout_s=2.0, **actor):
     (run.parent / "mine.py").touch()
     options = {name: actor.pop(name) for name in ("workers",) if name in actor}
     environment = actor.pop("environment", None)
@@ -402,7 +401,7 @@ def config_of(run: Path, weight: float = 1.0, timeout_s: float = 2.0, **actor: A
     return RunConfig.model_validate(sections)
 
 
-def after_five_steps(run: Path, **settings: Any) -> Path:
+def after_five_steps(run, **settings):
     (run / "checkpoints" / "actor" / "5").mkdir(parents=True)
     write_settings(config_of(run, **settings), {})
     return run
@@ -535,7 +534,7 @@ def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path
 
 # ---- metrics: for Prometheus, metrics.jsonl and TensorBoard ----
 
-LINE: dict[str, Any] = {
+LINE = {
     "train_rollouts/rollout_size": 8.0,
     "train_rollouts/masked_samples": 1.0,
     "train_rollouts/rewards": 0.5,
@@ -548,12 +547,12 @@ LINE: dict[str, Any] = {
 }
 
 
-def log_of(folder: Path, *trackers: str, first_step: int = 1, **more: Any) -> MetricsLog:
+def log_of(folder, *trackers, first_step=1, **more):
     made = Trackers(trackers, folder, "my-run", {"actor.steps": 3})
     return MetricsLog(folder, first_step=first_step, trackers=made, **more)
 
 
-def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetrics], None]) -> dict[str, float]:
+def shown(config, counters, log):
     metrics = ActorMetrics(config, counters, lambda: 2)
     log(metrics)
     samples = [sample for family in metrics.exporter.collect() for sample in family.samples]
@@ -563,14 +562,14 @@ def shown(config: RunConfig, counters: RequestCounters, log: Callable[[ActorMetr
 def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    settings: dict[str, Any] = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
+    settings = {"run": {"dir": tmp_path}, "actor": {"steps": 9, "max_staleness": 0}}
     config = RunConfig.model_validate({**settings, "trainer": {"publish": {"every": 3}}})
     before = shown(config, RequestCounters(requests=5), lambda _: None)
     assert (before["steps_planned"], before["allowed_staleness"], before["requests_total"]) == (9, 2, 5)
     assert before["step_timestamp_seconds"] > 0  # of the start: an alert on old steps needs one
     assert "step" not in before
 
-    def two_steps(metrics: ActorMetrics) -> None:
+    def two_steps(metrics):
         log = log_of(tmp_path, exported=metrics)
         log.write(1, LINE)
         log.write(2, {**LINE, "train_rollouts/rewards": 0.75, "timers/score_wait": 1.0})
@@ -625,45 +624,45 @@ class RecordingTracker(GeneralTracker):
     requires_logging_directory = False
     calls: list[tuple[Any, ...]]
 
-    def __init__(self, project: str, **options: Any) -> None:
+    def __init__(self, project, **options):
         super().__init__()
         self._say("init", project, options)
 
     @property
-    def tracker(self) -> None:
+    def tracker(self):
         """Nothing: no package is behind it."""
 
-    def _say(self, what: str, *values: Any) -> None:
+    def _say(self, what, *values):
         self.calls.append((f"{self.name}.{what}", *values))
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values):
         self._say("settings", values)
 
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+    def log(self, values, step=None, **_):
         self._say("log", values, step)
 
-    def finish(self) -> None:
+    def finish(self):
         self._say("finish")
 
 
 class WithTable(RecordingTracker):
     name = "wandb"
 
-    def log_table(self, name: str, columns: list[str], data: list[list[Any]], step: int) -> None:
+    def log_table(self, name, columns, data, step):
         self._say("table", name, columns, data, step)
 
 
 class WithArtifact(RecordingTracker):
     name = "mlflow"
 
-    def log_artifact(self, path: str) -> None:
+    def log_artifact(self, path):
         self._say("artifact", path)
 
 
 @pytest.fixture
-def said(monkeypatch) -> list[tuple[Any, ...]]:
+def said(monkeypatch):
     """Return the calls of both trackers, in order."""
-    calls: list[tuple[Any, ...]] = []
+    calls = []
     monkeypatch.setattr(RecordingTracker, "calls", calls, raising=False)
     for kind in (WithTable, WithArtifact):
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind.name, kind)
@@ -711,7 +710,7 @@ def test_tracker_names_match_accelerates():
 
 
 def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(said, tmp_path, monkeypatch, caplog):
-    def refuse(self: RecordingTracker, values: dict[str, float], step: int) -> None:
+    def refuse(self, values, step):
         raise ConnectionError("the tracking server is away")
 
     monkeypatch.setattr(WithArtifact, "log", refuse)
@@ -731,9 +730,9 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(said, tmp_path, m
     """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
-    hanging, answer, threads = threading.Event(), threading.Event(), list[threading.Thread]()
+    hanging, answer, threads = threading.Event(), threading.Event(), []
 
-    def hang(self: RecordingTracker, values: dict[str, float], step: int) -> None:
+    def hang(self, values, step):
         threads.append(threading.current_thread())
         hanging.set()
         answer.wait(120)

@@ -1,7 +1,7 @@
 """The groups in flight, in simulated time: order, age, and what waits for what."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from settings import actor_section
 from simulated_time import run_simulated
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.prompts import Positions, StepInputs
+from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, conversations_of
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
@@ -35,7 +35,7 @@ class GroupOfSimulation:
     scored: asyncio.Task[Group]
     ended: list[asyncio.Future[Any]]
 
-    async def cancel(self) -> None:
+    async def cancel(self):
         self.scored.cancel()
 
 
@@ -50,19 +50,19 @@ class Simulation:
     started: list[tuple[str, int, int]] = field(default_factory=list)  # prompt, seed, index of its first response
     scorer: Any = field(default_factory=lambda: SimpleNamespace(has_critic=True, reward=ServedModel()))
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.sampling, self._free = self, asyncio.Semaphore(self.slots)
 
-    async def in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
+    async def in_thread(self, function, *given):
         return function(*given)
 
-    async def renew(self, version: int) -> None:
+    async def renew(self, version):
         self.version = version
 
-    async def cancel(self) -> None:
+    async def cancel(self):
         pass
 
-    def start(self, prompts: Mapping[int, Prompt], *, seed: int, group_size: int) -> list[GroupOfSimulation]:
+    def start(self, prompts, *, seed, group_size):
         groups, items = [], [*prompts.items()]
         for first in range(0, len(items), group_size):
             index, prompt = items[first]
@@ -72,25 +72,23 @@ class Simulation:
             groups.append(GroupOfSimulation(versions, scored, []))
         return groups
 
-    def start_sampled(self, conversations: tuple[Any, ...]) -> GroupOfSimulation:
-        async def score() -> Group:
+    def start_sampled(self, conversations):
+        async def score():
             return Group(conversations)
 
         return GroupOfSimulation(asyncio.get_running_loop().create_future(), asyncio.create_task(score()), [])
 
-    async def complete(self, groups: Sequence[GroupOfSimulation], **_: Any) -> list[Group]:
+    async def complete(self, groups, **_):
         return [await group.scored for group in groups]
 
-    async def _group(
-        self, prompt: Prompt, seed: int, indices: range, versions: asyncio.Future[VersionRange | None]
-    ) -> Group:
+    async def _group(self, prompt, seed, indices, versions):
         rows = await asyncio.gather(*(self._row(prompt, seed, index) for index in indices))
         demanded = await versions
         version = 0 if demanded is None else demanded.least
         scores = [Score(reward=float(reward), version=version) for reward in self.reward(prompt)]
         return Group(tuple((RolloutRow(**row, score=score),) for row, score in zip(rows, scores, strict=True)))
 
-    async def _row(self, prompt: Prompt, seed: int, index: int) -> dict[str, Any]:
+    async def _row(self, prompt, seed, index):
         async with self._free:
             first = self.version
             await asyncio.sleep(self.seconds(prompt, seed, index))
@@ -108,23 +106,23 @@ class Simulation:
 class InstantCritic(RemoteCritic):
     """A critic that serves each update as soon as it is sent; remembers what is waited for."""
 
-    def __init__(self) -> None:
-        super().__init__(None, RunSection(), is_trained=True, publish_every=1)  # type: ignore[arg-type]
-        self.awaited: list[tuple[int, int]] = []  # update, and the last one that was sent
+    def __init__(self):
+        super().__init__(None, RunSection(), is_trained=True, publish_every=1)
+        self.awaited = []  # update, and the last one that was sent
 
-    def sent(self, step: int) -> None:
+    def sent(self, step):
         self._in_flight.clear()
         self.send(step, {})
 
-    async def train(self, step: int, payload: object) -> int | None:
+    async def train(self, step, payload):
         return step
 
-    async def wait_served(self, step: int) -> VersionRange | None:
+    async def wait_served(self, step):
         self.awaited.append((step, self.last_sent))
         return VersionRange(step) if step > 0 else None
 
 
-def log_normal(_: Prompt, seed: int, index: int) -> float:
+def log_normal(_, seed, index):
     return MEDIAN_S * float(np.exp(SIGMA * np.random.default_rng([seed, index]).standard_normal()))
 
 
@@ -138,7 +136,7 @@ class Trained:
     at: list[float] = field(default_factory=list)  # seconds after which a step had its groups
 
 
-def make_rollouts(simulation: Any, inputs: StepInputs, critic: InstantCritic, **actor: Any) -> Rollouts:
+def make_rollouts(simulation, inputs, critic, **actor):
     given = {
         "algorithm_name": "grpo",
         "responses_per_prompt": SIZE,
@@ -150,7 +148,7 @@ def make_rollouts(simulation: Any, inputs: StepInputs, critic: InstantCritic, **
     return Rollouts(settings, inputs, simulation, critic, sampled=lambda *_: None, publish_every=1, truncated="score")
 
 
-async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range) -> Trained:
+async def trained(rollouts, critic, steps):
     """Take the groups of these steps, and train on each step for `MEDIAN_S`."""
     found = Trained()
     critic.last_sent = steps.start - 1
@@ -168,25 +166,25 @@ async def trained(rollouts: Rollouts, critic: InstantCritic, steps: range) -> Tr
 
 
 @pytest.fixture
-def inputs(tmp_path) -> StepInputs:
+def inputs(tmp_path):
     return inputs_of(write_prompts(tmp_path / "prompts.jsonl", [f"p{i}" for i in range(1000)]))
 
 
-def ids(groups: Sequence[Group]) -> list[str]:
+def ids(groups):
     return [group.conversations[0][0].prompt.prompt_id for group in groups]
 
 
 def simulated(
-    inputs: StepInputs,
-    steps: int,
+    inputs,
+    steps,
     *,
-    seconds: Callable[[Prompt, int, int], float] = log_normal,
-    reward: Callable[[Prompt], Sequence[float]] = lambda _: range(SIZE),
-    slots: int = PER_STEP * SIZE,
-    resumed: bool = False,
-    until: int | None = None,
-    **actor: Any,
-) -> tuple[Trained, Simulation]:
+    seconds=log_normal,
+    reward=lambda _: range(SIZE),
+    slots=PER_STEP * SIZE,
+    resumed=False,
+    until=None,
+    **actor,
+):
     """Run steps from the first one on; return what they took, and the collector.
 
     Args:
@@ -196,7 +194,7 @@ def simulated(
     if not resumed:
         inputs.positions = {0: Positions()}
 
-    async def main() -> tuple[Trained, Simulation]:
+    async def main():
         simulation, critic = Simulation(seconds, reward, slots), InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=steps, **actor)
         taken = range(max(inputs.positions) + 1, (until or steps) + 1)
@@ -223,8 +221,8 @@ def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead
 def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs):
     """Its own step waits for it; the responses of the steps after it are complete by then."""
 
-    def found(slow: str) -> Trained:
-        def seconds(prompt: Prompt, seed: int, index: int) -> float:
+    def found(slow):
+        def seconds(prompt, seed, index):
             return 100 * MEDIAN_S if prompt.prompt_id == slow else MEDIAN_S
 
         return simulated(inputs, 12, seconds=seconds, slots=1000, max_off_policy_steps=3)[0]
@@ -236,7 +234,7 @@ def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs)
     assert delayed.at[8] - delayed.at[5] == even.at[8] - even.at[5]
 
 
-def no_spread_in_every_third(prompt: Prompt) -> Sequence[float]:
+def no_spread_in_every_third(prompt):
     return [float(int(prompt.prompt_id[1:]) % 3 > 0 and i) for i in range(SIZE)]
 
 
@@ -260,7 +258,7 @@ def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
 def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
     """Also for updates that are sent after the group is generated; with resampling, a step takes groups early."""
 
-    async def main(**actor: Any) -> None:
+    async def main(**actor):
         critic = InstantCritic()
         rollouts = make_rollouts(Simulation(lambda *_: 1.0), inputs, critic, steps=8, max_off_policy_steps=3, **actor)
         found = await trained(rollouts, critic, range(1, 9))
@@ -275,14 +273,14 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
 
 
 def test_version_to_demand_never_decreases_however_many_wait_for_it():
-    async def main() -> None:
-        critic = RemoteCritic(None, RunSection(), is_trained=True, publish_every=1)  # type: ignore[arg-type]
+    async def main():
+        critic = RemoteCritic(None, RunSection(), is_trained=True, publish_every=1)
         served = [asyncio.get_running_loop().create_future() for _ in range(3)]
 
-        async def train(step: int, _: object) -> int:
+        async def train(step, _):
             return int(await served[step - 1])
 
-        critic.train = train  # type: ignore[method-assign, assignment]
+        critic.train = train
         for step in (1, 2, 3):
             critic.send(step, {})
         waiting = [asyncio.create_task(critic.wait_served(step)) for step in (3, 2)]
@@ -295,7 +293,7 @@ def test_version_to_demand_never_decreases_however_many_wait_for_it():
     asyncio.run(main())
 
 
-def restored(inputs: StepInputs, step: int, folder: Path) -> StepInputs:
+def restored(inputs, step, folder):
     """Return the inputs of a run that resumes from the checkpoint of `step`."""
     again = inputs_of(folder / "prompts.jsonl")
     again.restore(step, inputs.state(step))
@@ -316,7 +314,7 @@ def test_resume_skips_no_group_that_was_sampled_before_the_checkpoint(inputs, tm
 def test_resume_repeats_no_group_after_a_dropped_one(inputs, tmp_path):
     """trl#7274: there, a run resumes from the first group that did not train, although it was dropped."""
 
-    settings: dict[str, Any] = {"reward": no_spread_in_every_third, "max_resampled": 9, "max_off_policy_steps": 2}
+    settings = {"reward": no_spread_in_every_third, "max_resampled": 9, "max_off_policy_steps": 2}
     whole, undisturbed = simulated(inputs, 9, **settings)
     first, _ = simulated(inputs, 9, **settings, until=4)
     second, after = simulated(restored(inputs, 4, tmp_path), 9, **settings, resumed=True)
@@ -327,7 +325,7 @@ def test_resume_repeats_no_group_after_a_dropped_one(inputs, tmp_path):
 
 
 def test_resumed_run_resamples_with_the_same_seeds(inputs, tmp_path):
-    settings: dict[str, Any] = {"reward": no_spread_in_every_third, "max_resampled": 9}
+    settings = {"reward": no_spread_in_every_third, "max_resampled": 9}
     whole, undisturbed = simulated(inputs, 9, **settings)
     resumed, after = simulated(restored(inputs, 7, tmp_path), 9, **settings, resumed=True)
     assert [ids(groups) for groups in resumed.groups] == [ids(groups) for groups in whole.groups[7:]]
@@ -344,7 +342,7 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
         kept[number] = inputs.seed_of(number // PER_STEP + 1), Group(tuple((row,) for row in rows))
     inputs.positions = {0: Positions()}
 
-    async def main() -> None:
+    async def main():
         simulation, critic = Simulation(log_normal), InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=4, max_off_policy_steps=1)
         rollouts.kept = kept
@@ -358,7 +356,7 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
 def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(inputs):
     """Their decoding gives way to no other call."""
 
-    async def main() -> None:
+    async def main():
         simulation, critic = Simulation(log_normal), InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=3, max_off_policy_steps=1, ranks=2)
         for step in (1, 2, 3):

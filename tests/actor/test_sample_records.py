@@ -1,7 +1,6 @@
 """Groups of samples as records: every field of every row comes back bit for bit."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,18 +16,16 @@ from rlhf_triton.store.record_log import DamagedRecord, RecordLog, path_of, read
 
 TEXT = st.text(max_size=4)
 FLOAT = st.floats(width=32)
-JSON: Any = st.recursive(
-    st.none() | st.booleans() | st.integers() | FLOAT | TEXT, lambda inner: st.lists(inner, max_size=2)
-)
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | FLOAT | TEXT, lambda inner: st.lists(inner, max_size=2))
 
 
-def arrays(kind: str, size: int) -> Any:
+def arrays(kind, size):
     values = st.integers(0, 2**40) if kind == "int64" else None
     return hnp.arrays(kind, size, elements=values)
 
 
 @st.composite
-def scores(draw: Any, size: int) -> Score:
+def scores(draw, size):
     fields = {
         "reward": FLOAT,
         "outcome": FLOAT,
@@ -51,7 +48,7 @@ TURNS = st.builds(
 
 
 @st.composite
-def rows(draw: Any, prompts: list[Prompt]) -> RolloutRow:
+def rows(draw, prompts):
     size = draw(st.integers(1, 4))
     logprobs = draw(st.none() | arrays("float32", size))
     fields = {
@@ -76,7 +73,7 @@ def rows(draw: Any, prompts: list[Prompt]) -> RolloutRow:
 
 
 @st.composite
-def groups(draw: Any) -> Group:
+def groups(draw):
     prompt = st.builds(
         Prompt, TEXT, TEXT, arrays("int64", 3), st.dictionaries(TEXT, JSON, max_size=2), st.integers(0, 3), TEXT
     )
@@ -85,7 +82,7 @@ def groups(draw: Any) -> Group:
     return Group(tuple(draw(conversations)))
 
 
-def bits(value: Any) -> Any:
+def bits(value):
     """Every bit and type of a value."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
@@ -106,8 +103,8 @@ def test_group_is_restored_bit_for_bit(group):
                 assert (row.policy_logprobs is row.logprobs) or bits(row.policy_logprobs) == bits(row.logprobs)
 
 
-def a_group() -> Group:
-    def row(prompt: Prompt, size: int) -> RolloutRow:
+def a_group():
+    def row(prompt, size):
         numbers = np.arange(size, dtype=np.float32)
         score = Score(reward=1.0, values=numbers + 0.5, version=3)
         return RolloutRow(

@@ -10,10 +10,8 @@ import json
 import re
 import string
 import types
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +28,6 @@ from rlhf_triton.actor.data.prompt_files import PromptError, PromptRow
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import (
-    Conversation,
-    RolloutRow,
     Score,
     conversation_of,
     failure_of,
@@ -48,7 +44,6 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.function_reward import FunctionReward
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
-from rlhf_triton.rewards.function import Sample
 from rlhf_triton.tools.gateway.reward_protocols import RewardInput
 from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.wire.contract import (
@@ -66,11 +61,11 @@ NAN = float("nan")
 VERSIONS = VersionRange(4)  # of the critic, as a step demands
 
 
-def one_row(index: int) -> Conversation:
+def one_row(index):
     return (a_sample([index] * (index + 2), name=str(index)),)
 
 
-def rows_of(*rows: list[int]) -> list[Conversation]:
+def rows_of(*rows):
     return [(a_sample(row),) for row in rows]
 
 
@@ -80,11 +75,11 @@ def rows_of(*rows: list[int]) -> list[Conversation]:
 class Asked:
     """A scorer that rewards a row with its number, and records the rows by request."""
 
-    def __init__(self, *, groupwise: bool) -> None:
+    def __init__(self, *, groupwise):
         self.reward = ServedModel(groupwise=groupwise)
-        self.rows: list[list[int]] = []
+        self.rows = []
 
-    async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
+    async def score(self, rows, group_size, *, versions):
         assert versions == VERSIONS
         self.rows.append([int(row[0].tokens[0]) for row in rows])
         return [(replace(row[0], score=rewarded(float(row[0].tokens[0]))),) for row in rows]
@@ -102,7 +97,7 @@ async def test_row_or_group_is_sent_as_soon_as_it_has_ended(order, group_size, r
     ready = loop.create_future()
     ready.set_result(VERSIONS)
     ended = [loop.create_future() for _ in order]
-    scoring = GroupScoring(asked, None, ready, asyncio.Semaphore(16), group_size=group_size)  # type: ignore[arg-type]
+    scoring = GroupScoring(asked, None, ready, asyncio.Semaphore(16), group_size=group_size)
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
     groups = [asyncio.create_task(scoring.score_group(part)) for part in parts]
     for index in order:
@@ -120,19 +115,19 @@ async def test_row_or_group_is_sent_as_soon_as_it_has_ended(order, group_size, r
 class Client:
     """Answers with these outputs, row by row, and records what it was asked."""
 
-    def __init__(self, answer: dict[str, Any], **parameters: str) -> None:
+    def __init__(self, answer, **parameters):
         dtypes = {"step_ends": np.int64, "reward_errors": np.object_, WEIGHTS_VERSION: np.int64}
         self.answer = {name: np.asarray(value, dtypes.get(name, np.float32)) for name, value in answer.items()}
         self.parameters = parameters
-        self.asked: dict[str, Any] = {}
-        self.groups: list[list[int | None]] = []
-        self.refuses: int | None = None
-        self.rows: list[list[int]] = []
+        self.asked = {}
+        self.groups = []
+        self.refuses = None
+        self.rows = []
 
-    async def describe(self, model: str) -> ServedModel:
+    async def describe(self, model):
         return ServedModel.of({"model": "there", "tokenizer_fingerprint": "other", **self.parameters})
 
-    async def rewards(self, rows: Any, outputs: Any, metadata: Any, **more: Any) -> dict[str, np.ndarray]:
+    async def rewards(self, rows, outputs, metadata, **more):
         self.asked = {"rows": rows, "outputs": outputs, **more}
         self.groups.append([each.get("group") for each in metadata])
         if any(row[0] == self.refuses for row in rows):
@@ -140,38 +135,36 @@ class Client:
         indices = [self.rows.index(row.tolist()) for row in rows]  # requests come in any order
         return {name: array[indices] for name, array in self.answer.items()}
 
-    async def score(self, rows: Any, *_: object, versions: Any) -> dict[str, np.ndarray]:
+    async def score(self, rows, *_, versions):
         self.versions = versions
         return self.answer
 
-    async def score_sentences(self, texts: Any, outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, np.ndarray]:
+    async def score_sentences(self, texts, outputs, metadata, *, pairs):
         self.asked = {"texts": texts, "outputs": outputs, "metadata": metadata}
         return self.answer
 
 
-def scorer_of(client: Client, tokenizer: Any, *, with_critic: bool = False) -> Scorer:
-    return Scorer(client, tokenizer, with_critic=with_critic)  # type: ignore[arg-type]
+def scorer_of(client, tokenizer, *, with_critic=False):
+    return Scorer(client, tokenizer, with_critic=with_critic)
 
 
-def score(client: Client, tokenizer: Any, rows: Sequence[RolloutRow], *, texts: bool = False) -> list[RolloutRow]:
+def score(client, tokenizer, rows, *, texts=False):
     client.rows = [row.tokens.tolist() for row in rows]
     scorer = scorer_of(client, tokenizer)
     scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
     return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
 
 
-def are_scored(rows: Sequence[RolloutRow]) -> list[bool]:
+def are_scored(rows):
     return [not row.score.failure for row in rows]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return make_text_tokenizer("qwen2")
 
 
-def in_groups(
-    tokenizer: Any, groupwise: bool, group_size: int, rows: int, refuses: int | None = None
-) -> tuple[Client, list[Conversation]]:
+def in_groups(tokenizer, groupwise, group_size, rows, refuses=None):
     """Score rows by a function of groups, or of rows."""
     zeros = np.zeros((rows, 1))
     client = Client({"rewards": zeros, "reward_components": zeros, "reward_errors": [[b""]] * rows})
@@ -214,7 +207,7 @@ def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(tokeni
 class Critic(Client):
     """Gives each token its id as its value; refuses rows that begin with 2."""
 
-    async def score(self, rows: Any, *_: object, versions: Any) -> dict[str, np.ndarray]:
+    async def score(self, rows, *_, versions):
         if any(row[0] == 2 for row in rows):
             raise RequestRefused("refused", "tokens[0]: too long")
         width = max(map(len, rows))
@@ -223,7 +216,7 @@ class Critic(Client):
 
 
 def test_conversation_fails_if_any_row_lacks_values(tokenizer):
-    scorer = Scorer(Critic({}), tokenizer, with_rewards=False)  # type: ignore[arg-type]
+    scorer = Scorer(Critic({}), tokenizer, with_rewards=False)
     one, other = (tuple(a_sample(tokens) for tokens in rows) for rows in (([3, 5], [1, 4, 6]), ([2, 5, 6], [1, 7])))
     whole, failed = asyncio.run(scorer.score([one, other]))
     assert [row.score.values.tolist() for row in whole] == [[3, 5], [1, 4, 6]]
@@ -247,7 +240,7 @@ def test_column_is_refused_only_if_the_scorer_would_overwrite_it():
 # ---- process rewards ----
 
 
-def written(tokenizer: Any, *texts: str) -> list[RolloutRow]:
+def written(tokenizer, *texts):
     """Responses to the prompt "Open it."."""
     prompt = Prompt("", "Open it.", np.asarray(tokenizer("Open it.")["input_ids"]))
     replies = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
@@ -340,14 +333,14 @@ class Swapping:
 
     reward = ServedModel(groupwise=True)
 
-    def __init__(self, *answers: Sequence[int | None]) -> None:
+    def __init__(self, *answers):
         self.left = [*answers]
 
-    async def score(self, rows: Sequence[Conversation], group_size: int, *, versions: Any) -> list[Conversation]:
+    async def score(self, rows, group_size, *, versions):
         assert (group_size, versions) == (len(rows), VERSIONS)
         return [(replace(row, score=self._score(row, v)),) for (row,), v in zip(rows, self.left.pop(0), strict=True)]
 
-    def _score(self, row: RolloutRow, version: int | None) -> Score:
+    def _score(self, row, version):
         if version is None:
             return Score(failure="503")
         reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
@@ -382,7 +375,7 @@ async def test_group_that_mixes_reward_versions_is_scored_again(answers, version
     ready.set_result(VERSIONS)
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
-    scoring = GroupScoring(scorer, None, ready, asyncio.Semaphore(16), group_size=2)  # type: ignore[arg-type]
+    scoring = GroupScoring(scorer, None, ready, asyncio.Semaphore(16), group_size=2)
     rows = [row for (row,) in await scoring.score_group(ended)]
     assert not scorer.left
     assert [None if row.score.failure else row.score.reward_version for row in rows] == versions
@@ -406,7 +399,7 @@ THINK = "<think>"  # a special token that means something
 LETTERS = [*TEXTS, string.printable]
 
 
-def with_thoughts(family: str, **settings: Any) -> Any:
+def with_thoughts(family, **settings):
     made = make_text_tokenizer(family, LETTERS, **settings)
     made.add_tokens([AddedToken(THINK, special=True)])
     return made
@@ -432,14 +425,14 @@ REPLIES = {  # text, its tokens, and whether the policy has ended it
 }
 
 
-def sampled(reply: str) -> list[int]:
+def sampled(reply):
     """Return the policy's tokens for a key of `REPLIES`."""
     text, pieces, ended = REPLIES[reply]
     parts = [POLICY(piece, add_special_tokens=False)["input_ids"] for piece in pieces or [text]]
     return [token for part in parts for token in part] + [POLICY.eos_token_id] * ended
 
 
-def answered(prompt: Prompt, reply: str) -> RolloutRow:
+def answered(prompt, reply):
     return row_of_response(prompt, PolicyTurn(sampled(reply), REPLIES[reply][2]))
 
 
@@ -456,7 +449,7 @@ def test_tool_calls_of_the_last_reply_are_rendered(tmp_path):
     assert scored_ids(Reader(tmp_path, theirs), row) == encode_text(theirs, whole)
 
 
-def with_a_tool(prompt: Prompt, reply: str) -> RolloutRow:
+def with_a_tool(prompt, reply):
     """Return a conversation in one row: the policy calls a tool and answers the result with the reply."""
     chat, row = Chat(POLICY), RecordedRow()
     row.observe(prompt.tokens.tolist())
@@ -468,7 +461,7 @@ def with_a_tool(prompt: Prompt, reply: str) -> RolloutRow:
     return conversation_of([(prompt, row)])[0]
 
 
-def row_of(columns: dict[str, Any]) -> Prompt:
+def row_of(columns):
     return PromptReader(tokenizer=POLICY, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
 
 
@@ -483,26 +476,26 @@ SHAPES = {  # prompt, and the messages before the reply
 class Reader:
     """Reads texts as the server does, and keeps the ids."""
 
-    def __init__(self, folder: Path, tokenizer: Any, **settings: Any) -> None:
+    def __init__(self, folder, tokenizer, **settings):
         tokenizer.save_pretrained(folder)
         self.parameters = {"model": "there", "tokenizer_fingerprint": fingerprint(tokenizer), **settings}
         adds = {"add_special_tokens": True, "append_eos": "append_eos" in settings}
         limits = Limits(vocab_size=1 << 20, max_length=500)
         self._reader = RowReader(folder, limits, takes_pairs="text" in settings, **adds)
-        self.ids: list[list[int]] = []
+        self.ids = []
 
-    async def describe(self, model: str) -> ServedModel:
+    async def describe(self, model):
         return ServedModel.of(self.parameters)
 
-    async def score_sentences(self, texts: Any, outputs: Any, metadata: Any, *, pairs: Any) -> dict[str, np.ndarray]:
+    async def score_sentences(self, texts, outputs, metadata, *, pairs):
         rows = zip(texts, metadata, pairs or [""] * len(texts), strict=True)
         self.ids = [self._reader.row_of_text(0, *row).tokens.tolist() for row in rows]
         return {REWARDS: np.zeros((len(texts), 1), np.float32)}
 
 
-def scored_ids(reader: Reader, row: RolloutRow) -> list[int]:
+def scored_ids(reader, row):
     """Return the token ids by which a run's row is scored."""
-    scorer = scorer_of(reader, POLICY)  # type: ignore[arg-type]
+    scorer = scorer_of(reader, POLICY)
     asyncio.run(scorer.compare_tokenizers())
     asyncio.run(scorer.score([(row,)]))
     return reader.ids[0]
@@ -526,21 +519,19 @@ def test_rows_are_scored_in_the_reward_models_own_rendering(tmp_path, other, sha
         assert scored_ids(pairs, row) == (theirs(first, text)["input_ids"] if text else encode_text(theirs, first))
 
 
-def gate_ids(
-    folder: Path, prompt: Any, reply: str | dict[str, Any], max_length: int | None = None, **settings: Any
-) -> list[int]:
+def gate_ids(folder, prompt, reply, max_length=None, **settings):
     """Return the token ids of a pair of `reward.gate`."""
     message = assistant(reply) if isinstance(reply, str) else reply
     said = reply if isinstance(prompt, str) else [message]
     return ids_of_line(folder, {"prompt": prompt, "chosen": said, "rejected": said}, max_length, **settings)
 
 
-def ids_of_line(folder: Path, line: dict[str, Any], max_length: int | None = None, **settings: Any) -> list[int]:
+def ids_of_line(folder, line, max_length=None, **settings):
     (folder / "pairs.jsonl").write_text(json.dumps(line))
     gate = folder / "pairs.jsonl"
     section = RunConfig.model_validate({"reward": {"model": folder, "store": True, "gate": gate, **settings}}).reward
     limits = Limits(vocab_size=1 << 20, max_length=max_length)
-    model: Any = types.SimpleNamespace(num_outputs=1, limits=limits, skipped_pad_id=None)
+    model = types.SimpleNamespace(num_outputs=1, limits=limits, skipped_pad_id=None)
     return read_pairs(section, model).chosen[0].tokens.tolist()
 
 
@@ -560,7 +551,7 @@ def test_gate_refuses_a_reply_that_is_too_long(tmp_path):
 def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path, other, shape):
     """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
     theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
-    prompt: Any = columns["text"] if before is None else before
+    prompt = columns["text"] if before is None else before
     reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
     for reply, (text, *_) in REPLIES.items():
         chat = [] if before is None else [*before, assistant(text)]
@@ -589,7 +580,7 @@ def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path, other, sh
             assert "reply_messages" not in sample.metadata
 
 
-def pairs_ids(reader: Reader, ways: list[tuple[str, dict[str, Any]]]) -> list[list[int]]:
+def pairs_ids(reader, ways):
     sentences, metadata = zip(*ways, strict=True)
     asyncio.run(reader.score_sentences(sentences, (), metadata, pairs=None))
     return reader.ids
@@ -598,12 +589,12 @@ def pairs_ids(reader: Reader, ways: list[tuple[str, dict[str, Any]]]) -> list[li
 FUNCTIONS = ServedModel(components=("verdict",))
 
 
-def samples_of(sentence: str, metadata: dict[str, Any]) -> list[Sample]:
+def samples_of(sentence, metadata):
     """Return the samples that a reward function receives."""
     tensors = {"sentences": texts_array([sentence]), "metadata": texts_array([json.dumps(metadata)])}
     model = FunctionReward.__new__(FunctionReward)
     model._tokenizer, model._limits = None, Limits(vocab_size=1)
-    return [*model._samples(types.SimpleNamespace(array=tensors.get))]  # type: ignore[arg-type]
+    return [*model._samples(types.SimpleNamespace(array=tensors.get))]
 
 
 @pytest.mark.parametrize(
@@ -632,7 +623,7 @@ def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path, more):
     assert gate_ids(tmp_path, [QUESTION], reply) == expected
     # The reply comes twice in a request, the question twice in UltraFeedback's columns; each is read once.
     assert not text or pairs_ids(reader, [(text, {"messages": whole})]) == [expected]
-    lines: list[dict[str, Any]] = [{"prompt": prompt} for prompt in ([QUESTION], QUESTION["content"])]
+    lines = [{"prompt": prompt} for prompt in ([QUESTION], QUESTION["content"])]
     for line in lines:
         for said in ([reply], whole):
             assert ids_of_line(tmp_path, {**line, "chosen": said, "rejected": said, "response": "B"}) == expected
@@ -651,7 +642,7 @@ def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path, more):
 def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_path):
     POLICY.save_pretrained(tmp_path)
     metadata = {"messages": [QUESTION], "tools": [{"name": "look"}], "response": " A day."}
-    known: dict[str, Any] = {"limits": Limits(vocab_size=1 << 20), "add_special_tokens": True}
+    known = {"limits": Limits(vocab_size=1 << 20), "add_special_tokens": True}
     with pytest.raises(ContractError, match=r"omits the tools; score a text without them \(reward\.template\), or"):
         RowReader(tmp_path, **known).row_of_text(0, "", metadata, "")
     documented = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text().replace("\\|", "|")
@@ -665,7 +656,7 @@ def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_pa
 def test_tools_and_template_kwargs_of_a_row_reach_policy_and_reward_model(tmp_path):
     template = "{{ tools | tojson }}{{ effort }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     theirs = with_thoughts("qwen2", chat_template=template)
-    options: dict[str, Any] = {"tools": [{"name": "look"}], "effort": "low"}
+    options = {"tools": [{"name": "look"}], "effort": "low"}
     columns = {"prompt": [QUESTION], "tools": options["tools"], "chat_template_kwargs": {"effort": "low"}}
     prompt = PromptReader(tokenizer=theirs, max_tokens=200).prompt(PromptRow(1, "row 1", columns))
     assert prompt.text == theirs.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **options)

@@ -1,10 +1,9 @@
 """Tests of `actor.generation.engine: vllm` with fake servers that fail on demand; test_vllm_run.py uses a real one."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from vllm_setup import END, PROMPTS, VllmSetup, save_policy
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation, Score
+from rlhf_triton.actor.data.rollout_rows import Score
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
@@ -30,23 +29,34 @@ VLLM = {"engine": "vllm", "vllm": {"servers": ["127.0.0.1:1"]}}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
-def setup(tmp_path, checkpoint) -> Callable[..., VllmSetup]:
+def setup(tmp_path, checkpoint):
     """A policy that generates with these servers."""
     return lambda *servers, **changes: VllmSetup(tmp_path, checkpoint, [server.url for server in servers], **changes)
 
 
-async def run(here: VllmSetup, **settings: Any) -> list[PolicyTurn]:
+async def run(here, **settings):
     """Generate in a thread; return the responses in the order of the prompts."""
     responses = await asyncio.to_thread(lambda: here.run(**settings))
     return [responses[row] for row in range(len(PROMPTS))]
 
 
-async def until(condition: Callable[[], bool]) -> None:
+@contextlib.contextmanager
+def conversing(here):
+    """Let the generation play conversations of as many turns as their prompts' metadata say."""
+    settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
+    here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
+    try:
+        yield
+    finally:
+        here.generation.runner.close()
+
+
+async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -81,9 +91,9 @@ async def test_responses_in_progress_go_on_with_new_weights_or_with_their_adapte
     ahead = {"max_off_policy_steps": 1, "algorithm": {"old_logprobs": "sampler"}}
     async with FakeVllm() as server:
         here = setup(server, policy={"lora_rank": lora_rank}, actor=ahead)
-        versions: dict[int, list[int]] = {}
+        versions = {}
 
-        def finished(index: int, conversation: Conversation) -> None:
+        def finished(index, conversation):
             versions[index] = conversation[0].versions[conversation[0].sampled].tolist()
 
         server.is_hanging = True
@@ -97,7 +107,7 @@ async def test_responses_in_progress_go_on_with_new_weights_or_with_their_adapte
         here.generation.add(SamplingJob({3: PROMPTS[0]}, finished, seed=1))
         await until(lambda: len(server.requests) == 4)
 
-        def spans(request: dict[str, Any]) -> dict[str, Any]:
+        def spans(request):
             if request is server.requests[3]:
                 return {}
             both = [{"version": first, "start": 0, "end": 1}, {"version": server.weights, "start": 1, "end": 4}]
@@ -136,7 +146,7 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup, lora_rank):
 async def test_dropped_jobs_do_not_wait_for_their_vllm_responses(setup):
     """As at `actor.max_minutes`, after which the validation is still sampled."""
     async with FakeVllm() as server:
-        here, found = setup(server), list[int]()
+        here, found = setup(server), []
         server.is_hanging = True
         here.generation.add(SamplingJob(dict(enumerate(PROMPTS)), lambda index, _: found.append(index), seed=0))
         await until(lambda: len(server.requests) == 3)
@@ -195,17 +205,17 @@ def test_config_refuses_importance_corrections_without_comparable_logprobs(actor
 # ---- trouble ----
 
 
-def aborted(server: FakeVllm) -> dict[str, Any]:
+def aborted(server):
     """vLLM answers 200 with the tokens so far when another client pauses it."""
     return {"token_ids": [5], "finish_reason": "abort"}
 
 
-def dropped(server: FakeVllm) -> dict[str, Any]:
+def dropped(server):
     server.drops = 4
     return {}
 
 
-def restarted(server: FakeVllm) -> dict[str, Any]:
+def restarted(server):
     """The server answers with its initial weights after a restart; such a response is discarded."""
     server.weights = "initial"
     return {"weight_versions": [{"version": "initial", "start": 0, "end": 4}], "token_ids": [9, 9, 9, 1]}
@@ -215,7 +225,7 @@ def restarted(server: FakeVllm) -> dict[str, Any]:
 async def test_lost_response_is_generated_again(setup, fault):
     async with FakeVllm() as server:
 
-        def once(request: dict[str, Any]) -> dict[str, Any]:
+        def once(request):
             server.answer = lambda request: {}
             return fault(server)
 
@@ -228,7 +238,7 @@ async def test_response_that_does_not_arrive_in_time_fails_alone(setup, monkeypa
     """The server is ready all the time, so the request is not repeated, which would hold up the step again."""
     monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
     async with FakeVllm() as server:
-        here, found = setup(server), dict[int, Conversation]()
+        here, found = setup(server), {}
         server.stuck = [5]
         await asyncio.to_thread(here.generation.run_rows, dict(enumerate(PROMPTS)), found.__setitem__, seed=0)
         assert [found[index][0].error for index in (0, 2)] == ["", ""]
@@ -256,21 +266,17 @@ async def test_conversation_ends_with_a_turn_that_could_not_be_sampled(setup, mo
     monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
     async with FakeVllm() as server:
         here = setup(server)
-        settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
-        here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
         prompts = {i: Prompt(str(i), "", np.array([5, i]), {"turns": 2}) for i in (6, 7)}
-        found: dict[int, Conversation] = {}
+        found = {}
 
-        def second_turn_is_late(request: dict[str, Any]) -> dict[str, Any]:
+        def second_turn_is_late(request):
             if request["token_ids"][1] == 6 and server.stuck is None:
                 server.stuck = [*request["token_ids"], *END]
             return {}
 
         server.answer = second_turn_is_late
-        try:
+        with conversing(here):
             await asyncio.to_thread(here.generation.run_rows, prompts, found.__setitem__, seed=1)
-        finally:
-            here.generation.runner.close()
         (late,), (whole,) = found[6], found[7]
         assert (len(late.turns), late.ended, whole.ended) == (1, False, True)
         assert "did not respond within 3 s" in late.error
@@ -313,7 +319,7 @@ async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup, monke
     monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.5)
     async with FakeVllm() as one, FakeVllm() as two:
         one.silent = {"/version"}
-        generation, many, responses = setup(one, two).generation, [*PROMPTS] * 20, list[int]()
+        generation, many, responses = setup(one, two).generation, [*PROMPTS] * 20, []
         await asyncio.to_thread(
             generation.run_rows, dict(enumerate(many)), lambda row, _: responses.append(row), seed=0, greedy=True
         )
@@ -325,16 +331,10 @@ async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup):
     """The turns of a conversation go to one server, and the conversations to all of them."""
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
-        settings = EnvironmentSection.model_validate({"class": f"{ENVIRONMENTS}:Countdown", "max_tokens": 60})
-        here.generation.runner = ConversationRunner(settings, here.policy.tokenizer, max_prompt_tokens=40)
         prompts = [Prompt(str(i), "", np.array([5 + i % 8, 5 + i // 8]), {"turns": 2}) for i in range(24)]
-        found: dict[int, Conversation] = {}
-        try:
-            await asyncio.to_thread(
-                here.generation.run_rows, dict(enumerate(prompts)), lambda i, talk: found.update({i: talk}), seed=1
-            )
-        finally:
-            here.generation.runner.close()
+        found = {}
+        with conversing(here):
+            await asyncio.to_thread(here.generation.run_rows, dict(enumerate(prompts)), found.__setitem__, seed=1)
         assert all(server.requests for server in (one, two)), "conversations are balanced"
         assert len(one.requests) + len(two.requests) == 2 * len(prompts)
         for (talk,) in found.values():
@@ -364,7 +364,7 @@ async def test_connection_that_was_idle_too_long_is_not_reused(monkeypatch):
     """This server closes a connection when a second request comes in on it, as vLLM may after five seconds."""
     monkeypatch.setattr(connection, "IDLE_S", 0.01)
 
-    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer_once(reader, writer):
         await reader.readuntil(b"\r\n\r\n{}")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         await reader.read(1)

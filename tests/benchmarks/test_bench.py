@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(out: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+def bench(out, *arguments, code=0):
     """Run a benchmark; return result.json and what was printed."""
     command = [sys.executable, "-m", "rlhf_triton.tools", "bench", *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -6,25 +6,21 @@
 import os
 import random
 import time
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from crash_kills import VICTIMS, Killer, plan_kills, stop_accepting
 from crash_system import DisturbedSystem, make_crash_run
-from crash_traffic import RequestRecord, Traffic, probes
-from live_system import Checkpoints, direct_rewards, direct_values
+from crash_traffic import Traffic, probes
+from live_system import direct_rewards, direct_values
 from safetensors.torch import load_file
 
-from rlhf_triton.config import RunConfig
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.store.durable import numbers_in
-from rlhf_triton.store.journal import Entry, Journal, Result
-from rlhf_triton.store.weights import Manifest
+from rlhf_triton.store.journal import Entry, Journal
 
 KILLS = int(os.environ.get("CRASH_KILLS", len(VICTIMS)))
 SEED = int(os.environ.get("CRASH_SEED", 1))
@@ -34,7 +30,7 @@ STEPS_AFTER = 6  # steps trained after the last kill
 TOLERANCE = 1e-5  # of rewards and values: the server shares forward passes among rows
 
 
-def drive(system: DisturbedSystem, traffic: Traffic, killer: Killer | None, steps: int) -> None:
+def drive(system, traffic, killer, steps):
     """Restart killed processes until all kills and `steps` more steps are done."""
     traffic.thread.start()
     if killer is None:
@@ -50,17 +46,17 @@ def drive(system: DisturbedSystem, traffic: Traffic, killer: Killer | None, step
     assert killer is None, f"the writer ended after {len(killer.done)} kills: {traffic.record.refusals}"
 
 
-def results_of(config: RunConfig) -> dict[int, Result]:
+def results_of(config):
     """Return the journal's training results, by step."""
     results = Journal(config.run.journal_dir, config.run.identity).results()
     return {Entry.parse(result.entry).step: result for result in results if result.entry.endswith(".train")}
 
 
-def manifests_of(system: DisturbedSystem) -> list[Manifest]:
+def manifests_of(system):
     return [system.store.manifest(version) for version in system.store.versions()]
 
 
-def undisturbed(folder: Path, checkpoints: Checkpoints, steps: int) -> tuple[DisturbedSystem, Path]:
+def undisturbed(folder, checkpoints, steps):
     """Train the same batches in a system that nothing disturbs; return it, stopped, and its last checkpoint."""
     system = DisturbedSystem(make_crash_run(folder, checkpoints, RANKS), random.Random(SEED))
     try:
@@ -74,7 +70,7 @@ def undisturbed(folder: Path, checkpoints: Checkpoints, steps: int) -> tuple[Dis
     return system, last_checkpoint(system, steps)
 
 
-def last_checkpoint(system: DisturbedSystem, step: int) -> Path:
+def last_checkpoint(system, step):
     return system.config.run.dir / "checkpoints" / "critic" / str(step)
 
 
@@ -109,7 +105,7 @@ def test_no_kill_changes_what_is_trained_and_served(tmp_path, checkpoints):
     check_checkpoint(last_checkpoint(system, last), checkpoint)
 
 
-def check_order(system: DisturbedSystem, killer: Killer, plan: Sequence[tuple[str, str]]) -> None:
+def check_order(system, killer, plan):
     """Check that every victim and moment of the plan was hit, no other process ended, and no process is left."""
     assert system.troubles == []
     assert system.leftovers() == []
@@ -118,7 +114,7 @@ def check_order(system: DisturbedSystem, killer: Killer, plan: Sequence[tuple[st
     assert {kill["point"] for kill in hits} == {point for _, point in plan}
 
 
-def check_steps(record: RequestRecord, results: dict[int, Result], reference: dict[int, Result], last: int) -> None:
+def check_steps(record, results, reference, last):
     """Check that each accepted step was trained once, in order, with the undisturbed run's loss and the same answer."""
     assert record.refusals == []
     steps = list(range(1, last + 1))
@@ -134,7 +130,7 @@ def check_steps(record: RequestRecord, results: dict[int, Result], reference: di
         assert answer == answers[step], "a step that is sent again gets the same answer"
 
 
-def check_versions(system: DisturbedSystem, reference: Sequence[Manifest], rewound: set[int], last: int) -> None:
+def check_versions(system, reference, rewound, last):
     """Check that there is one bit-identical version per step, in order, and one more for each rewind."""
     manifests = manifests_of(system)
     steps = [manifest.step for manifest in manifests]
@@ -148,13 +144,13 @@ def check_versions(system: DisturbedSystem, reference: Sequence[Manifest], rewou
         system.store.verify_files(version)
 
 
-def check_scores(system: DisturbedSystem, record: RequestRecord) -> None:
+def check_scores(system, record):
     """Check that each answer has its version's values, and that no version older than an acknowledged one scores."""
     assert record.stale == []
     assert record.served
     requests = probes(SEED)
     rewards = [direct_rewards(system.config.reward.model, rows) for rows in requests]
-    values: dict[tuple[int, int], np.ndarray] = {}
+    values = {}
     for served in record.served:
         (version,) = set(served.versions)
         if (version, served.probe) not in values:
@@ -167,7 +163,7 @@ def check_scores(system: DisturbedSystem, record: RequestRecord) -> None:
         np.testing.assert_allclose(found, rewards[served.probe], atol=TOLERANCE, rtol=0)
 
 
-def check_checkpoint(ours: Path, theirs: Path) -> None:
+def check_checkpoint(ours, theirs):
     """Check that weights and optimizer are bit-identical."""
     files = sorted(path.name for path in theirs.glob("*.safetensors"))
     assert files == sorted(path.name for path in ours.glob("*.safetensors"))

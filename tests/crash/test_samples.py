@@ -8,28 +8,24 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import crash_vllm
 import numpy as np
 import pytest
 from crash_system import VLLM, DisturbedSystem
-from live_system import Checkpoints, make_run
+from live_system import make_run
 from shebang import SHEBANG
 
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
-from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
+from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.data.sample_records import group_of
-from rlhf_triton.actor.run.recorded_steps import RecordedSteps, find_steps, samples_of
+from rlhf_triton.actor.run.recorded_steps import find_steps, samples_of
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.sealed_folder import saved_steps
-from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.ports import free_port
 
@@ -42,18 +38,16 @@ TOGETHER = 0.3  # share of the kills right after which another process is killed
 LONGEST_PAUSE_S = 2.0  # from a step after a kill to the next kill
 RECOVERY_S = 600.0  # time limit for a step after a kill
 LOOK_EVERY_S = 0.05
-Sample = tuple[int, ...]
-"""The tokens of a prompt and its response."""
 
 
-def make_async_run(folder: Path, checkpoints: Checkpoints) -> Path:
+def make_async_run(folder, checkpoints):
     """Write the YAML of an endless run that keeps all samples and versions; return its path."""
     command = folder / "vllm"
     folder.mkdir()
     support = str(Path(crash_vllm.__file__).parent)
     command.write_text(f"{SHEBANG}import sys\nsys.path.insert(0, {support!r})\nfrom crash_vllm import main\nmain()\n")
     command.chmod(0o755)
-    sections: dict[str, dict[str, Any]] = {
+    sections = {
         "server": {"start_timeout_s": 900},
         "reward": {"store": True},
         "trainer": {
@@ -89,11 +83,11 @@ def make_async_run(folder: Path, checkpoints: Checkpoints) -> Path:
 class Steps:
     """Follows the steps of a run, and restarts what was killed."""
 
-    def __init__(self, system: DisturbedSystem) -> None:
+    def __init__(self, system):
         self.newest = 0
         self._system, self._lines = system, NewLines(system.config.run.dir / "metrics.jsonl")
 
-    def wait(self, condition: Callable[[], bool]) -> None:
+    def wait(self, condition):
         """Return once `condition` holds; fail after RECOVERY_S."""
         deadline = time.monotonic() + RECOVERY_S
         while not condition():
@@ -103,17 +97,17 @@ class Steps:
                 self.newest = line["step"]
             time.sleep(LOOK_EVERY_S)
 
-    def wait_for_another(self) -> None:
+    def wait_for_another(self):
         """Wait for the next step, or until the actor has resumed from an earlier one."""
         before = self.newest
         self.wait(lambda: self.newest != before)
 
 
-def disturb(system: DisturbedSystem, generator: random.Random, kills: int) -> Counter[str]:
+def disturb(system, generator, kills):
     """Kill processes at random moments until there were `kills`, and steps after them; return how often each was."""
     steps = Steps(system)
-    killed = Counter[str]()
-    victims = list[str]()
+    killed = Counter()
+    victims = []
     while killed.total() < kills:
         steps.wait_for_another()
         time.sleep(generator.uniform(0.0, LONGEST_PAUSE_S))
@@ -132,11 +126,11 @@ def disturb(system: DisturbedSystem, generator: random.Random, kills: int) -> Co
     return killed
 
 
-def schedule(config: RunConfig, num_steps: int) -> list[Sample]:
+def schedule(config, num_steps):
     """Return the samples of the first steps in the order of their prompts; they follow from the run's seed."""
     reader = PromptReader.from_config(config, load_tokenizer(config.actor.policy.model), None)
     inputs = StepInputs(config.actor.prompts.sources, reader, seed=config.run.seed)
-    samples = list[Sample]()
+    samples = []
     for number, (prompt, _) in enumerate(inputs.read(num_steps * PROMPTS, Positions())):
         step_seed = inputs.seed_of(number // PROMPTS + 1)
         first = number % PROMPTS * SIZE
@@ -147,7 +141,7 @@ def schedule(config: RunConfig, num_steps: int) -> list[Sample]:
     return samples
 
 
-def trained_rows(recorded: RecordedSteps) -> list[tuple[int, RolloutRow]]:
+def trained_rows(recorded):
     """Return the rows that the steps have trained, in order, each with its step."""
     places = [(step, number) for step in sorted(recorded.steps) for number in recorded.step(step).header["groups"]]
     return [
@@ -183,12 +177,12 @@ def test_each_scheduled_sample_trains_once_whatever_is_killed(tmp_path, checkpoi
     check_versions(system.store, rows)
 
 
-def check_versions(critics: WeightsStore, rows: Sequence[tuple[int, RolloutRow]]) -> None:
+def check_versions(critics, rows):
     """Check that rows name the versions that they were trained with, and that these are as new as they must be.
 
     Each token names its version of the policy, each row those of critic and reward model.
     """
-    ages = Counter[int]()
+    ages = Counter()
     for step, row in rows:
         assert row.versions is not None
         ages.update((step - 1 - row.versions[row.sampled]).tolist())

@@ -3,12 +3,10 @@
 import os
 import random
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from crash_system import DisturbedSystem
-from live_system import Checkpoints, make_run
+from live_system import make_run
 
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.sealed_folder import saved_steps
@@ -23,9 +21,9 @@ LONGEST_UNTIL_S = 600.0  # until the next step after a kill
 ROWS = 16  # responses per step
 
 
-def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
+def make_soak_run(folder, checkpoints):
     """Write the YAML of an endless PPO run; return its path."""
-    sections: dict[str, dict[str, Any]] = {
+    sections = {
         "critic": {"reload": "swap"},
         "trainer": {
             "global_batch_size": ROWS,
@@ -48,8 +46,8 @@ def make_soak_run(folder: Path, checkpoints: Checkpoints) -> Path:
 class Soak:
     """One soak test: kills processes while the system runs."""
 
-    def __init__(self, system: DisturbedSystem, minutes: float, generator: random.Random) -> None:
-        self.kills: list[dict[str, Any]] = []
+    def __init__(self, system, minutes, generator):
+        self.kills = []
         self._system = system
         self._seconds = minutes * 60
         self._random = generator
@@ -57,10 +55,10 @@ class Soak:
         self._started = time.monotonic()
         self._new_lines = NewLines(self._metrics)
         self._step = 0
-        self._victims: list[str] = []
+        self._victims = []
         self._next_kill_s = 0.0  # set once the first step is complete
 
-    def run(self) -> None:
+    def run(self):
         """Run for the whole duration, or longer if a step is still pending after a kill."""
         while not self._is_over(now := time.monotonic() - self._started):
             self._system.restart_killed()
@@ -69,18 +67,18 @@ class Soak:
             self._look_at_kills(now)
             time.sleep(LOOK_EVERY_S)
 
-    def _is_over(self, now: float) -> bool:
+    def _is_over(self, now):
         pending = self._pending
         if pending is not None:
             return now > self._seconds and now - pending["time_s"] > LONGEST_UNTIL_S
         return now > self._seconds
 
     @property
-    def _pending(self) -> dict[str, Any] | None:
+    def _pending(self):
         """Return the last kill if no step has completed since."""
         return self.kills[-1] if self.kills and self.kills[-1]["until_s"] is None else None
 
-    def _look_at_kills(self, now: float) -> None:
+    def _look_at_kills(self, now):
         pending = self._pending
         if pending is not None:
             if self._system.is_whole() and self._metrics.stat().st_mtime > pending["wall_time"]:
@@ -92,11 +90,11 @@ class Soak:
         elif now >= self._next_kill_s and now < KILLS_UNTIL * self._seconds and self._system.is_whole():
             self._kill(now)
 
-    def _plan_kill(self, now: float) -> None:
+    def _plan_kill(self, now):
         pause_s = max(LEAST_PAUSE_S, KILLS_UNTIL * self._seconds / NUM_KILLS)
         self._next_kill_s = now + self._random.uniform(0.5, 1.0) * pause_s
 
-    def _kill(self, now: float) -> None:
+    def _kill(self, now):
         if not self._victims:
             self._victims = self._random.sample(self._system.victims, len(self._system.victims))
         victim = self._victims.pop()

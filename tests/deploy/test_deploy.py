@@ -12,16 +12,15 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
-from live_system import ENVIRONMENT, LiveRun, make_run, start_server, stop_process, wait_for
-from manifests import DEPLOY, OVERLAYS, Manifest, containers, manifests, pods
+from live_system import ENVIRONMENT, make_run, start_server, stop_process, wait_for
+from manifests import DEPLOY, OVERLAYS, containers, manifests, pods
 
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S
-from rlhf_triton.config import RunConfig, load_config
+from rlhf_triton.config import load_config
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.drain import DRAIN_S
 from rlhf_triton.tools.server.ports import is_open
@@ -48,7 +47,7 @@ def test_pods_have_no_privileges_and_write_only_to_their_volumes(overlay):
         assert {"name": "shm", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
 
 
-def config_of(overlay: str, folder: Path) -> RunConfig:
+def config_of(overlay, folder):
     """Return the run of the overlay's ConfigMap."""
     (text,) = [manifest["data"]["run.yaml"] for manifest in manifests(overlay) if manifest["kind"] == "ConfigMap"]
     (folder / "run.yaml").write_text(text)
@@ -80,7 +79,7 @@ def test_layout_yaml_is_valid_and_its_paths_are_mounted(overlay, tmp_path):
     assert config.trainer.servers == ["dns:rlhf-server:8001"]
 
 
-def secrets(pod: Manifest) -> list[dict[str, Any]]:
+def secrets(pod):
     """Return the secrets that become variables of the pod's containers; a `key` selects one of a secret's keys."""
     return [
         source.get("secretRef") or source["valueFrom"]["secretKeyRef"]
@@ -105,7 +104,7 @@ TORCHRUN = "torch.distributed.run"
 STEPS = 4
 
 
-def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
+def lines():
     """Return command line and environment of each container that starts torchrun, by overlay and name."""
     found = {}
     for overlay in OVERLAYS:
@@ -122,7 +121,7 @@ def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
 LINES = lines()
 
 
-def on_loopback(command: list[str], port: int, config: Path) -> list[str]:
+def on_loopback(command, port, config):
     """Return what follows `python -m` in the line, with this machine as every node, one process each, and this YAML."""
     assert command[:2] == ["python3", "-m"]
     text = "\0".join(command[2:])
@@ -133,7 +132,7 @@ def on_loopback(command: list[str], port: int, config: Path) -> list[str]:
     return text.split("\0")
 
 
-def option(command: list[str], name: str) -> int:
+def option(command, name):
     return int(next(word.partition("=")[2] for word in command if word.startswith(f"--{name}=")))
 
 
@@ -161,7 +160,7 @@ def test_torchrun_arguments_agree_with_their_manifests():
 class Nodes:
     """The nodes of one torchrun line, all on this machine, with one rank each."""
 
-    def __init__(self, name: str, run: LiveRun) -> None:
+    def __init__(self, name, run):
         """Start the nodes in order: node 0 has the rendezvous, and no other node can replace it."""
         self._command, self._environment = LINES[name]
         self._name, self._run = name, run
@@ -171,17 +170,17 @@ class Nodes:
         wait_for(lambda: is_open(f"127.0.0.1:{self._port}"), *self.agents)
         self.agents += [self.start(node) for node in range(1, option(self._command, "nnodes"))]
 
-    def start(self, node: int) -> Child:
+    def start(self, node):
         environment = {**self._environment, **ENVIRONMENT, "PET_LOCAL_ADDR": "127.0.0.1"}
         log = self._run.config.run.logs_dir / f"{self._name}-{node}.log"
         return Child(self._name, on_loopback(self._command, self._port, self._run.path), log, environment)
 
-    def rank(self, node: int) -> psutil.Process:
+    def rank(self, node):
         """Return the process of the node's rank, which may be about to be replaced."""
         agent = psutil.Process(self.agents[node].process.pid)
         return next(child for child in agent.children() if "--config" in child.cmdline())
 
-    def lose(self, node: int) -> None:
+    def lose(self, node):
         """Kill the node's agent and rank, as if its machine failed, and start the node again."""
         rank = self.rank(node)
         self.agents[node].process.kill()
@@ -189,7 +188,7 @@ class Nodes:
         self.agents[node].process.wait()
         self.agents[node] = self.start(node)
 
-    def stop(self) -> list[int]:
+    def stop(self):
         for agent in self.agents:
             agent.process.terminate()
         return [agent.process.wait(120) for agent in self.agents]
@@ -229,7 +228,6 @@ ROOT = DEPLOY.parent
 DOCKERFILE = ROOT / "Dockerfile.triton"
 INSTALL = ROOT / "tools" / "install.sh"
 TARGETS = ("trainer", "single", "server")
-Instruction = tuple[str, str]
 NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks"}  # in no image
 TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
 STAGES = {
@@ -244,9 +242,9 @@ STAGES = {
 }
 
 
-def stages() -> dict[str, list[Instruction]]:
+def stages():
     """Return the instructions of each stage, after those of its base stage."""
-    found: dict[str, list[Instruction]] = {}
+    found = {}
     for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
         word, _, argument = line.partition(" ")
         if word == "FROM":
@@ -257,7 +255,7 @@ def stages() -> dict[str, list[Instruction]]:
     return found
 
 
-def last(target: str, name: str) -> str:
+def last(target, name):
     """Return the last instruction of that name, which is the effective one."""
     return [argument for word, argument in stages()[target] if word == name][-1]
 
@@ -267,7 +265,7 @@ def test_image_runs_unprivileged_with_existing_commands(target):
     user, _, group = last(target, "USER").partition(":")
     assert int(user) > 0 < int(group)
     lines = [last(target, "CMD"), last(target, "HEALTHCHECK").partition("CMD ")[2]]
-    modules = [re.match(r'\["python3", "-m", "([\w.]+)"', line)[1] for line in lines if line]  # type: ignore[index]
+    modules = [re.match(r'\["python3", "-m", "([\w.]+)"', line)[1] for line in lines if line]
     assert len(modules) == (2 if target == "server" else 1)  # the others have nothing that Docker could ask
     for module in [*modules, "rlhf_triton.tools.server.drain"]:  # the last is the preStop hook of a server alone
         script = f"import sys, {module}; print(*sys.modules)"

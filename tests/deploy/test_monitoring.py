@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,19 +19,19 @@ GENERATE = runpy.run_path(str(MONITORING / "generate.py"))
 OURS = {GENERATE["exported"](prefix, metric): metric for prefix, table in TABLES.items() for metric in table}
 
 
-def rules() -> list[dict[str, Any]]:
+def rules():
     """Return the alerts of deploy/monitoring/alerts.yml."""
     (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
     return group["rules"]
 
 
-def queries() -> list[tuple[str, str]]:
+def queries():
     """Return (panel, query) for each query of the dashboards, with Grafana's interval filled in."""
     panels = [panel for path in BOARDS for panel in json.loads(path.read_text())["panels"]]
     return [(p["title"], t["expr"].replace("$__rate_interval", "1m")) for p in panels for t in p["targets"]]
 
 
-def of_the_server() -> set[str]:
+def of_the_server():
     """Return the names that the models in tritonserver register."""
     sources = (ROOT / "python_backend" / "serving").rglob("*.py")
     return {name for path in sources for name in re.findall(r'"(rlhf_\w+)"', path.read_text())}

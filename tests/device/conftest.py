@@ -14,13 +14,13 @@ IS_REAL = not IS_SIMULATED and torch.cuda.is_available()
 collect_ignore = [] if IS_SIMULATED else NEED_SIMULATION if IS_REAL else [path.name for path in FILES]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     if IS_REAL:
         terminalreporter.write_line(f"SKIPPED, because they need simulated GPUs: {', '.join(NEED_SIMULATION)}")
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     """A policy."""
     from live_system import make_checkpoint, make_tokenizer  # imports what a real GPU's tests need not have
 

@@ -1,7 +1,6 @@
 """The simulated device: separate devices, counted memory and host synchronisations, streams and threads."""
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ def test_simulated_device_counts_host_synchronisations():
     gpu, pageable, pinned = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
     mask = torch.ones(3, dtype=torch.bool, device="cuda")
     assert (pinned.is_pinned(), pinned[1:].is_pinned(), pageable.is_pinned()) == (True, True, False)
-    expected: list[tuple[Callable[[], object], dict[str, int]]] = [
+    expected = [
         (lambda: pinned.to("cuda", non_blocking=True), {}),
         (lambda: gpu.copy_(pinned, non_blocking=True), {}),
         (lambda: pinned.copy_(gpu, non_blocking=True), {}),
@@ -50,7 +49,7 @@ def test_simulated_device_counts_host_synchronisations():
 
 
 def test_simulated_device_starts_threads_on_the_first_gpu():
-    def work(gpu: int | None) -> None:
+    def work(gpu):
         if gpu is not None:
             torch.cuda.set_device(gpu)
         torch.ones(2, device="cuda:3") + 1

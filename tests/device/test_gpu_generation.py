@@ -2,16 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import simcuda
 import torch
-from policy_training import TrainablePolicy, train, trainable_policy
+from policy_training import train, trainable_policy
 from samples import logprobs_of, tokens_of
 from simulated_cuda.device import memory_limit
 from simulated_cuda.streams import Stream
@@ -20,9 +17,8 @@ from simulated_cuda.trace import Trace
 
 from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import RolloutRow, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation.slots import Decoder
-from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.policies import _follow_sampling
 from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.training_engine.ranks import RankLost
@@ -32,22 +28,22 @@ MOST_WAITS = 2  # a decoding step: one copy to the GPU, one to the host
 GPU, DEVICE = 1, "cuda:1"
 
 
-def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
+def make_policy(checkpoint, **settings):
     given = {"device": DEVICE, "precision": "bfloat16", "max_new_tokens": 8, "generation_batch_size": 4, **settings}
     policy = trainable_policy(model=checkpoint, **given)
     policy.generation._eos_ids = []  # so that each response has all its tokens
     return policy
 
 
-def generate(policy: Policy, **settings: Any) -> list[RolloutRow]:
+def generate(policy, **settings):
     return rows_of(policy.generate(PROMPTS, **{"seed": 1, **settings}))
 
 
-def traced_steps(policy: Policy, **settings: Any) -> list[Trace]:
+def traced_steps(policy, **settings):
     """Return the counts of each decoding step."""
     step, traces = Decoder._decode_step, []
 
-    def traced(decoder: Decoder) -> None:
+    def traced(decoder):
         with Trace() as trace:
             step(decoder)
         traces.append(trace)
@@ -100,7 +96,7 @@ def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(checkpoi
     layer = next(layer for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
     sizes, merge = [], type(layer).get_delta_weight
 
-    def limited(layer: Any, adapter: str) -> torch.Tensor:
+    def limited(layer, adapter):
         sizes.append(1)
         if len(sizes) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -123,7 +119,7 @@ def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint):
 
 
 def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint, monkeypatch):
-    def streams_of(work: Callable[[], Any]) -> set[tuple[int, int]]:
+    def streams_of(work):
         with Trace(places=False) as trace:
             work()
         return set(trace.streams)
@@ -144,9 +140,9 @@ def test_sampling_thread_uses_the_ranks_gpu():
     class Sampling:
         """Stands in for a rank's policy; the thread's first call ends it."""
 
-        sampler, found = SimpleNamespace(device=torch.device("cuda:2")), list[int]()
+        sampler, found = SimpleNamespace(device=torch.device("cuda:2")), []
 
-        def follow_sampling(self) -> None:
+        def follow_sampling(self):
             self.found.append(torch.cuda.current_device())
             raise RankLost
 
@@ -160,7 +156,7 @@ def test_actor_threads_use_the_policys_gpu(checkpoint):
     policy = make_policy(checkpoint)
     in_thread = ComputeThread(1, policy.sampler.device)
 
-    async def run() -> int:
+    async def run():
         await in_thread(policy.generate, PROMPTS, seed=1)
         return int(await in_thread(torch.cuda.current_device))
 

@@ -1,15 +1,12 @@
 """Scoring on a GPU: host synchronisations and copies per forward pass, streams, placement, out of memory."""
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import simcuda
 import torch
-from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs
+from live_system import make_run, random_rows, scoring_inputs
 from ranks import serving_ranks
 from served_model import served_model
 from simulated_cuda.streams import Stream, current_stream
@@ -63,14 +60,14 @@ def test_scoring_forward_synchronises_with_the_gpu_once(tmp_path, family, output
 # ---- served models ----
 
 
-def make_served_run(folder: Path, checkpoints: Checkpoints, **settings: Any) -> LiveRun:
+def make_served_run(folder, checkpoints, **settings):
     served = {"device": "cuda", "dtype": "float32", **settings}
     run = make_run(folder, checkpoints, reward=served, critic=served)
     initialise_store(run.store, run.config.critic, run_id=run.run_id)
     return run
 
 
-def ask(model: Any, *batches: list[np.ndarray], output: str = REWARDS) -> list[np.ndarray]:
+def ask(model, *batches, output=REWARDS):
     """Send one request for each of `batches`, all at once; return the replies."""
     requests = [Request(scoring_inputs(rows), (output,)) for rows in batches]
     model.execute(requests)
@@ -95,19 +92,19 @@ def test_configured_device_overrides_tritons_instance_device(tmp_path, checkpoin
     assert record.strays == []
 
 
-def watch_passes(model: Any) -> dict[str, list[tuple[str, int, int, int]]]:
+def watch_passes(model):
     """Record by thread: launch or wait, its host synchronisations, GPU and stream."""
-    events: dict[str, list[tuple[str, int, int, int]]] = {}
+    events = {}
     forward = model.served.forward
 
-    def noted(what: str, work: Callable[[], Any]) -> Any:
+    def noted(what, work):
         with Trace() as trace:
             found = work()
         event = (what, trace.num_waits, torch.cuda.current_device(), current_stream().stream_id)
         events.setdefault(threading.current_thread().name, []).append(event)
         return found
 
-    def watched(*arguments: Any) -> Callable[[], Any]:
+    def watched(*arguments):
         results = noted("launch", lambda: forward(*arguments))
         return lambda: noted("wait", results)
 
@@ -116,12 +113,12 @@ def watch_passes(model: Any) -> dict[str, list[tuple[str, int, int, int]]]:
 
 
 @pytest.fixture
-def priorities(monkeypatch) -> dict[int, int]:
+def priorities(monkeypatch):
     """The priorities of the streams that the test creates, by their ids."""
-    created: dict[int, int] = {}
+    created = {}
     begin = Stream.__init__
 
-    def noted(stream: Stream, *args: Any, **settings: Any) -> None:
+    def noted(stream, *args, **settings):
         begin(stream, *args, **settings)
         if "stream_id" not in settings:
             created[stream.stream_id] = stream.priority
@@ -163,9 +160,9 @@ def test_a_version_is_staged_on_a_stream_of_low_priority(tmp_path, checkpoints, 
 
 def test_staging_thread_keeps_its_own_gpu_current():
     """Leaving a stream makes the previous GPU current again: the first one, in a thread that has chosen none."""
-    found: list[int] = []
+    found = []
 
-    def load() -> None:
+    def load():
         with gpu.staging(torch.device("cuda:2")):
             pass
         found.append(torch.cuda.current_device())

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import simcuda
@@ -15,7 +12,6 @@ import torch
 import triton_python_backend_utils as stub
 from live_system import make_tokenizer
 from policy_training import (
-    TrainablePolicy,
     random_batch,
     samples_of,
     trainable_policy,
@@ -27,7 +23,6 @@ from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit
 from tiny_checkpoints import save_tiny
 
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config import RunConfig
 from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, gpu_bytes
 from rlhf_triton.store.journal import Heartbeat, Journal
@@ -40,28 +35,28 @@ LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
 BUDGET = 130  # three micro-batches: the first ones fit, so that their gradients must not count twice
 
 
-def make_policy(checkpoint: Path, **settings: Any) -> TrainablePolicy:
+def make_policy(checkpoint, **settings):
     section = {"lr": 1e-2, "minibatch_size": 4, "token_budget": BUDGET, "algorithm_name": "grpo"}
     torch.manual_seed(0)
     return trainable_policy(**{**section, "model": checkpoint, "device": DEVICE, "precision": "float32", **settings})
 
 
-def make_batch(seed: int) -> PPOBatch:
+def make_batch(seed):
     return random_batch(LENGTHS, prompt=PROMPT, seed=seed)
 
 
-def update(policy: TrainablePolicy, seed: int) -> dict[str, float]:
+def update(policy, seed):
     return update_of(policy).run(make_batch(seed), seed=seed, kl_coef=0.1)
 
 
-def needed(work: Callable[[], Any]) -> tuple[Any, int]:
+def needed(work):
     """Return the result of `work` and the bytes that it allocates in addition."""
     before = simcuda.allocated(GPU)
     simcuda.reset_peak(GPU)
     return work(), simcuda.peak(GPU) - before
 
 
-def with_room_for(num_bytes: float, work: Callable[[], Any]) -> Any:
+def with_room_for(num_bytes, work):
     with memory_limit(GPU, simcuda.allocated(GPU) + int(num_bytes)):
         return work()
 
@@ -119,16 +114,16 @@ def test_gpu_bytes_reports_allocated_peak_and_total_memory():
 
 
 def test_served_model_exports_the_memory_of_its_own_gpu(tmp_path, monkeypatch):
-    shown: dict[str, float] = {}
+    shown = {}
 
     class Family(stub.MetricFamily):
-        def __init__(self, *, name: str, **_: object) -> None:
+        def __init__(self, *, name, **_):
             self._name = name
 
-        def Metric(self, *, labels: dict[str, str]) -> Family:
+        def Metric(self, *, labels):
             return Family(name="/".join([self._name, *labels.values()]))
 
-        def set(self, value: float) -> None:
+        def set(self, value):
             shown[self._name] = value
 
     monkeypatch.setattr(stub, "MetricFamily", Family)
@@ -160,9 +155,9 @@ def test_status_shows_the_memory_of_actor_and_sidecar(tmp_path):
         None,
     )
     critic = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))  # a line without a GPU's memory
-    failed: Any = SimpleNamespace(trained=SimpleNamespace(memory=MemoryBudget("x", remedy="y")), critic=critic)
+    failed = SimpleNamespace(trained=SimpleNamespace(memory=MemoryBudget("x", remedy="y")), critic=critic)
     failed.trained.memory.num_halvings = 3
-    publisher: Any = SimpleNamespace(rejected=0)
+    publisher = SimpleNamespace(rejected=0)
     progress.log_failure(2, 1, "no memory", publisher, failed)
     exported = {each.name: each.samples[0].value for each in progress._exporter.collect() if each.samples}
     assert exported["rlhf_trainer_gpu_peak_bytes"] == 40 * GIB

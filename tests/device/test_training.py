@@ -1,15 +1,10 @@
 """Updates of policy and critic, and the reference, on simulated GPUs: synchronisations, results, a GPU per rank."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
 from policy_training import (
-    TrainablePolicy,
     random_batch,
     samples_of,
     trainable_policy,
@@ -19,22 +14,20 @@ from policy_training import (
 from ranks import on_ranks, whole_tensors
 from safetensors.torch import load_file
 from settings import trainer_section
+from sidecar_rig import payload
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
-from torch import Tensor, nn
+from torch import nn
 
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.generation.cache import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.models.canary import CANARY_TOKENS
 from rlhf_triton.models.language_model import load_language_model
 from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.models.output_head import head_logprobs
-from rlhf_triton.trainer.critic_update import CriticUpdate, load_update
+from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
-from rlhf_triton.training_engine.ranks import Ranks
-from tests.device.test_critic_training import payload
 from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
 from tests.training_engine.test_policy_ranks import session
 
@@ -45,24 +38,24 @@ WAITS_OF_A_REFERENCE = 1  # a micro-batch: its log-probs; one more if its prompt
 POLICY_CASES["lora in bfloat16"] = {"lora_rank": 2, "precision": "bfloat16"}
 
 
-def make_policy(checkpoint: Path, device: str = "cuda:2", **settings: Any) -> TrainablePolicy:
+def make_policy(checkpoint, device="cuda:2", **settings):
     section = {"lr": 1e-2, "minibatch_size": len(LENGTHS), "token_budget": 30, "algorithm_name": "grpo"}
     torch.manual_seed(0)
     return trainable_policy(**{**section, "model": checkpoint, "device": device, **settings})
 
 
-def make_batch(*, shared: bool = False) -> PPOBatch:
+def make_batch(*, shared=False):
     return random_batch(LENGTHS, prompt=PROMPT, seed=0, shared=shared)
 
 
-def traced(work: Callable[[], Any]) -> Trace:
+def traced(work):
     work()  # what is copied once, such as the banned tokens
     with Trace() as trace:
         work()
     return trace
 
 
-def num_shared(policy: TrainablePolicy, batch: PPOBatch) -> int:
+def num_shared(policy, batch):
     """Return the number of micro-batches whose prompts are shared."""
     found = 0
     for rows in policy.trained.plan(batch.lengths.tolist()):
@@ -126,10 +119,10 @@ def test_output_layer_as_bfloat16_products_matches_float32():
     torch.manual_seed(0)
     head, hidden, targets = nn.Linear(512, 1000, bias=False), torch.randn(64, 512), torch.randint(0, 1000, (64,))
 
-    def results(device: str) -> list[Tensor]:
+    def results(device):
         there, on = nn.Linear(512, 1000, bias=False).to(device), hidden.clone().to(device).requires_grad_()
         there.weight = nn.Parameter(head.weight.data.clone().to(device))
-        settings: dict[str, Any] = {"temperature": 0.9, "banned_token_ids": [3], "with_entropy": True}
+        settings = {"temperature": 0.9, "banned_token_ids": [3], "with_entropy": True}
         with Trace() as trace:
             logprobs, entropies = head_logprobs(on, there, targets.to(device), **settings)
             (logprobs.sum() + 0.1 * entropies.sum()).backward()
@@ -146,14 +139,14 @@ def test_output_layer_as_bfloat16_products_matches_float32():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("policies")
     save_tiny(root / "untied", "llama", "language", vocab_size=200)
     make_tokenizer().save_pretrained(root / "untied")
     return root
 
 
-def devices_of(policy: Policy) -> set[str]:
+def devices_of(policy):
     """Return the devices of all weights and of the optimizer's state."""
     models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -161,16 +154,16 @@ def devices_of(policy: Policy) -> set[str]:
     return {str(tensor.device) for tensor in (*tensors, *moments)}
 
 
-def session_on_gpus(ranks: Ranks, folder: Path, case: str, device: str) -> dict[str, Any]:
+def session_on_gpus(ranks, folder, case, device):
     """Return what rank 0 of a session returns, where this rank's tensors are, and what its threads launched."""
-    made: list[Policy] = []
+    made = []
     init = Policy.__init__
 
-    def kept(policy: Policy, *arguments: Any) -> None:
+    def kept(policy, *arguments):
         made.append(policy)
         init(policy, *arguments)
 
-    Policy.__init__ = kept  # type: ignore[method-assign]
+    Policy.__init__ = kept
     with recorded_launches() as record:
         found = session(ranks, folder, case, device=device) or {}
     found["devices"] = devices_of(made[0])
@@ -196,27 +189,27 @@ def test_policy_trains_on_each_ranks_own_gpu(folder, case, device, gpus):
 # ---- a critic on two ranks with a GPU each ----
 
 CANARY = np.arange(CANARY_TOKENS)
-CRITICS: dict[str, dict[str, Any]] = {
+CRITICS = {
     "bert": {},
     "gpt2": {"lora_rank": 2},
     "llama": {"lora_rank": 2, "gradient_checkpointing": True},
 }
 
 
-def load_critic_update(root: Path, family: str, **ranks: Ranks) -> CriticUpdate:
+def load_critic_update(root, family, **ranks):
     settings = {"device": "cuda", "precision": "bfloat16", "token_budget": 20, "global_batch_size": 4, "lr": 1e-2}
     section = trainer_section(**settings, warmup_steps=0, **CRITICS[family])
     return load_update(root / family, section, seed=0, **ranks)
 
 
-def trained_critics(ranks: Ranks, root: Path) -> list[dict[str, Any]]:
+def trained_critics(ranks, root):
     """Train a critic of each family and write a version; return this rank's weights, canary and report."""
     ranks.announce = lambda *_, **__: None
     found = []
     for family in CRITICS:
         ranks.run_on_all_ranks(lambda folder=root / f"{family} version": folder.mkdir(exist_ok=True))
         update = load_critic_update(root, family, ranks=ranks)
-        report = update.train(payload() if ranks.rank == 0 else None, lambda _: None)
+        report = update.train(payload(0) if ranks.rank == 0 else None, lambda _: None)
         canary = update.critic.values([CANARY])[0].tolist()
         update.critic.write(root / f"{family} version")
         weights = {name: tensor.numpy() for name, tensor in whole_tensors(MergedSlices(update.critic.model))}
@@ -238,7 +231,7 @@ def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_pa
         }
         served = load_critic(tmp_path / f"{family} version", device="cpu")
         alone = load_critic_update(tmp_path, family)
-        report = alone.train(payload(), lambda _: None)
+        report = alone.train(payload(0), lambda _: None)
         for found in results:
             assert found["weights"].keys() == stored.keys()
             assert all(np.array_equal(found["weights"][name], stored[name]) for name in stored)

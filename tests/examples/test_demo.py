@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ GOLD = "examples.demo.gold:sections"
 VERIFIER = f"{ROOT / 'configs' / 'rlvr_reward.py'}:is_correct"
 
 
-def demo(*arguments: str, code: int = 0, **environment: str) -> str:
+def demo(*arguments, code=0, **environment):
     command = [sys.executable, "-m", "examples.demo", *arguments]
     env = {**os.environ, **environment}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=540, check=False)
@@ -32,14 +31,14 @@ def demo(*arguments: str, code: int = 0, **environment: str) -> str:
     return done.stderr if code else done.stdout
 
 
-def prepared(recipe: str, cache: Path, *options: str) -> dict[str, Path]:
+def prepared(recipe, cache, *options):
     """Return the prepared paths by configuration key, which the demo prints instead of running."""
     printed = demo(recipe, "--quick", "--prepare-only", "--cache-dir", str(cache), *options)
     pairs = (line.split("=") for line in printed.splitlines() if line.startswith(("reward.", "critic.", "actor.")))
     return {key: Path(path) for key, path in pairs}
 
 
-def prompts_of(files: dict[str, Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def prompts_of(files):
     return read_jsonl(files["actor.prompts.path"]), read_jsonl(files["actor.validation.prompts"])
 
 
@@ -47,7 +46,7 @@ def prompts_of(files: dict[str, Path]) -> tuple[list[dict[str, Any]], list[dict[
 @pytest.mark.timeout(600)
 class TestSentences:
     @pytest.fixture(scope="class")
-    def files(self, tmp_path_factory) -> dict[str, Path]:
+    def files(self, tmp_path_factory):
         return prepared("sentences", tmp_path_factory.mktemp("cache"), "run.seed=3")
 
     def test_demo_checkpoints_load_through_auto_classes_and_serve_the_same_scores(self, files):
@@ -134,7 +133,7 @@ def test_reasoning_sao_and_agent_demos_share_the_same_sums(tmp_path):
         assert [games[str(row["seed"])] for row in rows] == expected
 
 
-def verdict(line: dict[str, Any], response: str) -> float:
+def verdict(line, response):
     """Return the verifier's score of what the actor sends."""
     metadata = {"task": line["task"], "prompt": line["text"], "response": response}
     return checked(load_function(VERIFIER)(Sample(text=line["text"] + response, metadata=metadata)))

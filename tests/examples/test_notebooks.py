@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import numpy as np
@@ -24,7 +23,7 @@ RENEWED = bool(os.environ.get("RENEW_NOTEBOOKS"))
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working directory of the notebooks."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -33,9 +32,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def execute(path: Path, folder: Path, *, steps: int, check: str) -> None:
+def execute(path, folder, *, steps, check):
     """Execute a notebook with fewer steps and a cell `check` at its end; or renew it."""
-    notebook: Any = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     if not RENEWED:
         first = next(cell for cell in notebook.cells if cell.cell_type == "code")
         first.source, found = re.subn(r"^STEPS = \d+", f"STEPS = {steps}", first.source, flags=re.MULTILINE)
@@ -53,10 +52,10 @@ def execute(path: Path, folder: Path, *, steps: int, check: str) -> None:
     assert all(len(cell.get("outputs", [])) <= 4 for cell in notebook.cells), "more than a live line and warnings"
 
 
-def portable(text: str, folder: Path) -> str:
+def portable(text, folder):
     """Return outputs without absolute paths, and with SVGs that are smaller, on one line, and have no date."""
 
-    def smaller(svg: re.Match[str]) -> str:
+    def smaller(svg):
         rounded = re.sub(r"(\d\d\.\d)\d{3,}", r"\1", svg[0])
         return re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|(\\n| )+(?=\\n| )", "", rounded).replace("\\n", " ")
 

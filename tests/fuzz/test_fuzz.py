@@ -8,12 +8,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -21,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import reward_functions
-from bad_requests import DEFECTS, HANG_S, HUNG, Answer, Request, bad_requests, call, grpc_sender, send_http
+from bad_requests import DEFECTS, HANG_S, HUNG, bad_requests, call, grpc_sender, send_http
 from fake_vllm import FakeVllm
 from gateway_attacks import ATTACKS, GATEWAY_KEY, HEADERS, LEFT_OPEN
 from hypothesis import strategies as st
@@ -50,7 +48,7 @@ GATEWAY_BYTES = 300e6  # above its memory at the start
 WAITING_BYTES = 2 * 262_144  # of a body that waits for room: asyncio reads as much at once, twice
 NUM_LEFT_OPEN = 40
 TRAINING_KEY, KEY_VARIABLE, GATEWAY_KEY_VARIABLE = "open sesame", "FUZZ_TRAINING_KEY", "FUZZ_GATEWAY_KEY"
-MIXTURE: dict[str, dict[str, Any]] = {
+MIXTURE = {
     "rewards": {
         "model": {},
         "length": {"function": f"{reward_functions.__file__}:by_row", "timeout_s": 1.0, "weight": 0.1},
@@ -64,24 +62,24 @@ MIXTURE: dict[str, dict[str, Any]] = {
 class GoodClient:
     """Sends the same valid request repeatedly and compares each answer with the first one."""
 
-    def __init__(self, url: str, path: str, body: Any, headers: Mapping[str, str], read: Callable[[Any], Any]) -> None:
+    def __init__(self, url, path, body, headers, read):
         """`read` returns the numbers of a reply, by name."""
-        self.wrong: list[str] = []
+        self.wrong = []
         self.longest_wait_s, self.answers = 0.0, 0
         self._request = url, path, json.dumps(body).encode(), headers
         self._read, self._end = read, threading.Event()
-        self._expected: dict[str, Any] = {}
+        self._expected = {}
         self._thread = threading.Thread(target=self._run, name="good client")
 
-    def __enter__(self) -> "GoodClient":
+    def __enter__(self):
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._end.set()
         self._thread.join()
 
-    def check(self) -> None:
+    def check(self):
         """Fail unless it is served, was always served, and got the same numbers each time."""
         answers = self.answers
         wait_for(lambda: self.answers > answers + 1)
@@ -90,7 +88,7 @@ class GoodClient:
         assert self.longest_wait_s < HANG_S
         self.longest_wait_s = 0.0
 
-    def _run(self) -> None:
+    def _run(self):
         while not self._end.wait(PAUSE_S):
             begin = time.monotonic()
             answer = call(*self._request)
@@ -106,7 +104,7 @@ class GoodClient:
                     self.wrong.append(f"{name}: {found.get(name)} instead of {expected}")
 
 
-def numbers_of(reply: Any) -> dict[str, Any]:
+def numbers_of(reply):
     return {item["name"]: item["data"] for item in reply["outputs"] if item["datatype"] == "FP32"}
 
 
@@ -118,7 +116,7 @@ class Stage:
     log: Path
     good: GoodClient
 
-    def check(self) -> None:
+    def check(self):
         """Fail if the good client was not served well, or a process had to be replaced."""
         self.good.check()
         replaced = [line for line in self.log.read_text().splitlines() if "restarting" in line or "reloading" in line]
@@ -126,7 +124,7 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory, checkpoints) -> Iterator[Stage]:
+def guarded(tmp_path_factory, checkpoints):
     """Yield a server with a reward mixture, training key and reference, but no sidecar, which would change values."""
     with contextlib.ExitStack() as running:
         keys = {KEY_VARIABLE: TRAINING_KEY, GATEWAY_KEY_VARIABLE: GATEWAY_KEY}
@@ -145,7 +143,7 @@ def guarded(tmp_path_factory, checkpoints) -> Iterator[Stage]:
         print(f"{good.answers} good answers, at most {good.longest_wait_s:.2f} s apart")
 
 
-def each_round(strategy: st.SearchStrategy[Any], play: Callable[[Sequence[Any]], None]) -> None:
+def each_round(strategy, play):
     """Call `play` once with TOGETHER of the simplest examples, and ROUNDS times with as many others."""
 
     @hypothesis.seed(SEED)
@@ -157,13 +155,13 @@ def each_round(strategy: st.SearchStrategy[Any], play: Callable[[Sequence[Any]],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(st.lists(strategy, min_size=TOGETHER, max_size=TOGETHER))
-    def play_one(examples: Sequence[Any]) -> None:
+    def play_one(examples):
         play(examples)
 
     play_one()
 
 
-def check_answer(answer: Answer) -> None:
+def check_answer(answer):
     """Fail if there is no answer, an internal error instead of a sentence, or an empty output."""
     assert answer.status != HUNG
     if answer.status in ("500", "INTERNAL", "UNKNOWN"):
@@ -177,11 +175,11 @@ def test_bad_requests_are_answered_and_valid_scoring_continues(defect, guarded):
     models = sorted(path.parent.name for path in guarded.run.config.run.repository_dir.glob("*/config.pbtxt"))
     at = guarded.run.config.server
 
-    def over_grpc(request: Request) -> Answer:
+    def over_grpc(request):
         with grpc_sender(at.grpc_url) as send:
             return send(request)
 
-    def play(requests: Sequence[Request]) -> None:
+    def play(requests):
         ways = [
             over_grpc if i % 2 and each.body is None else partial(send_http, at.http_url)
             for i, each in enumerate(requests)
@@ -199,7 +197,7 @@ def test_bad_requests_are_answered_and_valid_scoring_continues(defect, guarded):
 
 
 @pytest.fixture(scope="module")
-def policy() -> Iterator[FakeVllm]:
+def policy():
     """Yield a policy whose server runs in a thread."""
     loop, server = asyncio.new_event_loop(), FakeVllm()
     thread = threading.Thread(target=loop.run_forever, name="policy")
@@ -221,14 +219,14 @@ class Gateway:
     bytes_at_start: int
     good: GoodClient
 
-    def check(self, num_open: int = 0) -> None:
+    def check(self, num_open=0):
         """Fail if the good client was not served well, or the gateway has grown beyond what `num_open` bodies need."""
         self.good.check()
         assert self.process.memory_info().rss - self.bytes_at_start < GATEWAY_BYTES + num_open * WAITING_BYTES
 
 
 @pytest.fixture(scope="module")
-def gateway(guarded, policy) -> Iterator[Gateway]:
+def gateway(guarded, policy):
     section = {"port": free_port(), "key_env": GATEWAY_KEY_VARIABLE}
     model = str(guarded.run.config.actor.policy.model)
     section["policy"] = {"model": model, "servers": [policy.url]}
@@ -245,7 +243,7 @@ def gateway(guarded, policy) -> Iterator[Gateway]:
         stop_process(child)
 
 
-def status_of(url: str, content: bytes) -> str:
+def status_of(url, content):
     """Send bytes; return the reply's status, or "" if the connection was closed without a reply."""
     host, port = url.split(":")
     with socket.create_connection((host, int(port)), HANG_S) as connection:
@@ -259,7 +257,7 @@ def status_of(url: str, content: bytes) -> str:
 
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_gateway_answers_attacks_and_valid_scoring_continues(gateway, kind):
-    def play(attacks: Sequence[bytes]) -> None:
+    def play(attacks):
         with ThreadPoolExecutor(TOGETHER) as executor:
             statuses = list(executor.map(partial(status_of, gateway.url), attacks))
         print(kind, statuses)

@@ -7,10 +7,9 @@ import json
 import logging
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fake_reward import Caller, gateway
+from fake_reward import gateway
 from fake_vllm import FakeVllm
 from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scripted_gateway
 from scripted_servers import until
@@ -29,10 +28,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 USER = {"role": "user", "content": "Hello"}
-Json = dict[str, Any]
 
 
-async def chat(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
+async def chat(caller, session, messages, **fields):
     """Call like OpenAI's client; return the body."""
     body = {"model": "m", "messages": messages, **fields}
     status, reply = await caller.post(f"/sessions/{session}{CHAT}", body)
@@ -40,12 +38,12 @@ async def chat(caller: Caller, session: str, messages: list[Json], **fields: Any
     return reply
 
 
-async def say(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
+async def say(caller, session, messages, **fields):
     """Call like OpenAI's client; return the message."""
     return (await chat(caller, session, messages, **fields))["choices"][0]["message"]
 
 
-async def ask(caller: Caller, session: str, messages: list[Json], **fields: Any) -> Json:
+async def ask(caller, session, messages, **fields):
     """Call like Anthropic's client; return the body."""
     body = {"model": "m", "max_tokens": 100, "messages": messages, **fields}
     status, reply = await caller.post(f"/sessions/{session}{MESSAGES}", body)
@@ -53,11 +51,11 @@ async def ask(caller: Caller, session: str, messages: list[Json], **fields: Any)
     return reply
 
 
-async def rows(caller: Caller, session: str) -> list[Json]:
+async def rows(caller, session):
     return (await caller.get(f"/sessions/{session}"))[1]["trajectories"]
 
 
-def trained(row: Json) -> list[list[int]]:
+def trained(row):
     """Return the tokens of each turn, and check that exactly the turns are marked for training."""
     turns = [range(turn["start"], turn["end"]) for turn in row["turns"]]
     seen = [not any(i in turn for turn in turns) for i in range(len(row["tokens"]))]
@@ -67,16 +65,16 @@ def trained(row: Json) -> list[list[int]]:
     return [row["tokens"][turn.start : turn.stop] for turn in turns]
 
 
-def rendered(messages: list[Json], *tools: Json) -> str:
+def rendered(messages, *tools):
     return str(TOKENIZER.apply_chat_template(messages, tools=[*tools] or None, tokenize=False))
 
 
 # ---- tokens ----
 
 
-async def with_openai(caller: Caller) -> None:
+async def with_openai(caller):
     """Make three calls, one with a tool; each reply is sent back as the official client dumps it."""
-    messages: list[Json] = [{"role": "developer", "content": "Be brief."}, USER]
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
     for answers in (
         [{"role": "tool", "content": "2"}],
         [{"role": "user", "content": [{"type": "text", "text": "Bye"}]}],
@@ -89,14 +87,14 @@ async def with_openai(caller: Caller) -> None:
     await say(caller, "s", messages, tools=[TOOL])
 
 
-async def with_anthropic(caller: Caller) -> None:
+async def with_anthropic(caller):
     tools = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
-    messages: list[Json] = [USER]
+    messages = [USER]
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     for answers in ([{"type": "tool_result", "content": "2"}], "Bye"):
         content = (await ask(caller, "s", messages, tools=tools, system=system))["content"]
         if content[-1]["type"] == "tool_use":
-            answers[0]["tool_use_id"] = content[-1]["id"]  # type: ignore[index]
+            answers[0]["tool_use_id"] = content[-1]["id"]
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": answers}]
     await ask(caller, "s", messages, tools=tools, system=system)
 
@@ -120,7 +118,7 @@ async def test_captured_conversation_continues_its_sampled_tokens(lead):
 
 async def test_sampled_tokens_survive_ambiguous_tokenisation():
     class Spelling(ScriptedSampler):
-        async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> Any:
+        async def sample(self, session, tokens, sampling):
             self.prompts.append(tokens)
             self.completions.append([*(ids(letter)[0] for letter in "the"), EOS])
             return type(await super().sample(session, tokens, sampling))(self.completions[0], True, [-1.0] * 4, [7] * 4)
@@ -156,7 +154,7 @@ async def test_edited_history_and_other_contexts_start_new_rows():
     assert [row["tokens"][: len(shared)] == shared for row in found] == [True, True, False, False, False]
 
 
-def stripping() -> Any:
+def stripping():
     """Return a tokenizer whose chat template changes replies."""
     strips = TEMPLATE.replace("{{ m.content }}", "{{ '…' * (m.role == 'assistant') }}{{ m.content }}")
     return make_text_tokenizer("qwen2", ["Yes. Hello …"], chat_template=strips, model_max_length=1000)
@@ -200,7 +198,7 @@ async def test_session_rewards_are_summed_in_the_documented_trl_function(tmp_pat
     found = read_jsonl(export)
     assert [row["turns"][0]["reward"] for row in found] == [0.0, 0.5, 1.0]
     code = next(block for block in page.read_text().split("```py\n") if "def exported" in block).partition("```")[0]
-    given: Json = {"json": json, "open": lambda _: export.read_text().splitlines()}
+    given = {"json": json, "open": lambda _: export.read_text().splitlines()}
     exec(code, given)
     assert given["exported"]([""] * 3, None)["reward"] == [1.5] * 3
 
@@ -246,7 +244,7 @@ async def test_only_well_formed_tool_calls_are_parsed():
             assert message["content"] == f"I add. {CALL}{CALL} {wrong}"
 
 
-async def events_of(caller: Caller, path: str, body: Json) -> list[str]:
+async def events_of(caller, path, body):
     async with caller.session.post(f"{caller.url}/sessions/s{path}", json={**body, "stream": True}) as reply:
         assert reply.content_type == "text/event-stream"
         return (await reply.text()).removesuffix("\n\n").split("\n\n")
@@ -285,7 +283,7 @@ async def test_streamed_replies_have_openai_and_anthropic_events():
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-BOTH: list[tuple[str, Json]] = [
+BOTH = [
     ("messages", {"messages": []}),
     ("messages[0]", {"messages": [5]}),
     ("messages[0].role", {"messages": [{"role": "critic", "content": "x"}]}),
@@ -294,7 +292,7 @@ BOTH: list[tuple[str, Json]] = [
     ("body", {"unknown": 1}),
     ("stream", {"stream": 1}),
 ]
-REFUSED: list[tuple[str, str, Json]] = [
+REFUSED = [
     *((path, field, fields) for path in (CHAT, MESSAGES) for field, fields in BOTH),
     (CHAT, "n", {"n": 2}),
     (CHAT, "messages[0].name", {"messages": [{**USER, "name": "x" * 201}]}),
@@ -384,10 +382,10 @@ async def test_request_bodies_are_released_before_the_policy_samples():
 
 
 async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
-    places: list[threading.Thread] = []
+    places = []
     prompt = Chat.prompt
 
-    def watched(chat: Chat, messages: list[Json]) -> str:
+    def watched(chat, messages):
         places.append(threading.current_thread())
         return prompt(chat, messages)
 
@@ -465,7 +463,7 @@ async def test_disconnected_clients_leave_no_session_turn_or_task():
     """Of 60 sessions, every third disconnects while the policy samples in its first call, the next in its second."""
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
-        messages: dict[int, list[Json]] = {name: [USER] for name in range(60)}
+        messages = {name: [USER] for name in range(60)}
         for number in range(2):
             sampler.open.clear()
             calls = {

@@ -5,13 +5,10 @@ import contextlib
 import json
 import socket
 import tracemalloc
-from collections.abc import AsyncIterator
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_reward import Caller, FakeReward, gateway, rows_of
-from fake_triton import Behaviour
+from fake_reward import FakeReward, gateway, rows_of
 from loop_clock import advance, hurried
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,14 +24,14 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 @contextlib.asynccontextmanager
-async def fake_gateway(*terms: str, **settings: Any) -> AsyncIterator[tuple[Caller, FakeReward]]:
+async def fake_gateway(*terms, **settings):
     """A gateway in front of one fake server."""
     served = {name: settings.pop(name) for name in ("labels", "text", "groupwise") if name in settings}
     async with FakeReward(terms=terms, **served) as server, gateway(server.url, **settings) as caller:
         yield caller, server
 
 
-def metadata_of(server: FakeReward) -> list[dict[str, Any]]:
+def metadata_of(server):
     return [json.loads(item) for inputs in server.received for item in inputs.get("metadata", NONE)[:, 0]]
 
 
@@ -244,9 +241,9 @@ def test_gateway_command_expects_the_reward_terms_of_its_yaml(monkeypatch):
     class Connected(Exception):
         pass
 
-    given: dict[str, Any] = {}
+    given = {}
 
-    def connect(*_: Any, expected: dict[str, Any]) -> None:
+    def connect(*_, expected):
         given.update(expected)
         raise Connected
 
@@ -284,9 +281,7 @@ PROTOCOLS = {
 
 
 @contextlib.asynccontextmanager
-async def checked_gateway(
-    behaviour: Behaviour = lambda model, number: "ok", **settings: Any
-) -> AsyncIterator[tuple[Caller, FakeReward]]:
+async def checked_gateway(behaviour=lambda model, number: "ok", **settings):
     """Yield a gateway; check at the end that it still answers a good request correctly."""
     async with FakeReward(behaviour) as server, gateway(server.url, **settings) as caller:
         yield caller, server
@@ -298,8 +293,8 @@ async def checked_gateway(
         assert reply["rewards"] == [5]
 
 
-ROW: dict[str, Any] = {"text": "a"}
-WRONG_BODIES: list[tuple[str, Any, int, str]] = [
+ROW = {"text": "a"}
+WRONG_BODIES = [
     ("/v1/rewards", {"inputs": [{"txet": "a"}]}, 400, "inputs[0]: unknown field 'txet'; known: messages"),
     ("/v1/rewards", {"inputs": [ROW | {"tokens": [1]}]}, 400, "text and tokens"),
     ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "belong together"),
@@ -346,7 +341,7 @@ async def test_request_options_that_would_change_a_score_are_refused():
 
 
 async def test_oversized_bodies_are_refused_before_reading():
-    async def chunks() -> Any:
+    async def chunks():
         for _ in range(20):
             yield b" " * 3000
 
@@ -405,7 +400,7 @@ async def test_requests_wait_for_a_stopped_server_until_the_deadline():
         assert (await caller.get("/readyz"))[0] == 503
         await server.start()
 
-        async def until_it_is_found() -> None:
+        async def until_it_is_found():
             while (await caller.post("/get_reward", {"query": ["abc"]}))[0] != 200:
                 pass
 
@@ -428,11 +423,11 @@ async def test_shutdown_does_not_wait_for_disconnected_clients(monkeypatch):
     """Not even while their request waits for a server."""
     asked, served = asyncio.Event(), reward_source.RewardSource.served
 
-    async def watched(source: reward_source.RewardSource) -> Any:
+    async def watched(source):
         asked.set()
         return await served(source)
 
-    async def leave() -> None:
+    async def leave():
         async with gateway("127.0.0.1:1", DEADLINE_S=600.0) as caller:
             request = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"]}))
             await asked.wait()
@@ -447,7 +442,7 @@ def test_gateway_finds_a_running_server_with_http_port_0(tmp_path, monkeypatch):
     config = RunConfig.model_validate({"run": {"dir": tmp_path}, "server": {"http_port": 0}})
     given = config.model_copy(update={"server": config.server.model_copy(update={"http_port": 5})})
     assert command.server_url(given) == "127.0.0.1:5"
-    up: list[str] = []
+    up = []
     monkeypatch.setattr(command, "is_triton", up.__contains__)
     for written in ({}, {"http": "127.0.0.1:7"}):
         (tmp_path / "server.json").write_text(json.dumps(written))
@@ -481,7 +476,7 @@ async def test_rewards_are_refused_until_the_server_matches_the_yaml():
 
 LONG = "x" * 200_000
 # Bodies of at most 4 MB, which took 100 MB to 1 GB.
-BOMBS: list[tuple[str, Any, int, str]] = [
+BOMBS = [
     ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 4096 per request"),
     ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
     ("/score", {"text_1": "x" * 4_100_000, "text_2": ["b"] * 2}, 413, "a text of 4100001 characters, must have at"),
@@ -585,7 +580,7 @@ async def test_max_items_counts_parsed_items_not_brackets_in_texts(monkeypatch):
             assert "more than 10 texts" in await caller.error("/get_reward", body, 413)
 
 
-async def answer(caller: Caller, *parts: bytes) -> bytes:
+async def answer(caller, *parts):
     """Return what the gateway sends until it closes the connection; b"" if it sends nothing or resets it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]))
     try:

@@ -10,7 +10,6 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -41,13 +40,13 @@ pytestmark = [
 ]
 
 
-def theirs(script: str, *arguments: object, **environment: str) -> subprocess.Popen[bytes]:
+def theirs(script, *arguments, **environment):
     """Start a script of tests/support in TRL's environment."""
     known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen([str(THEIRS), str(ROOT / "tests/support" / script), *map(str, arguments)], env=known)
 
 
-def lines(path: Path) -> int:
+def lines(path):
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
@@ -98,7 +97,7 @@ def test_trl_grpo_trains_on_exported_agent_rows(tmp_path):
     """Ten groups of two sessions, with two turns each; all but the replies is masked."""
     export = tmp_path / "rows.jsonl"
 
-    async def play() -> None:
+    async def play():
         sampler = ScriptedSampler(reply=lambda prompt: f"I say {len(prompt)}.")
         async with scripted_gateway(sampler, export=export) as (caller, _):
             for i in range(20):
@@ -126,7 +125,7 @@ def test_trl_grpo_trains_on_exported_agent_rows(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     """Return a folder with two reward models, as TRL's RewardTrainer writes them."""
     folder = tmp_path_factory.mktemp("trained")
     tokenizer = make_text_tokenizer("qwen2")
@@ -159,7 +158,7 @@ def test_trl_reward_model_serves_the_scores_of_its_training(trained, tmp_path, c
     assert (scores[:, 0] > scores[:, 1]).mean() == told["accuracy"]
 
 
-def served_scores(url: str, pairs: list[dict[str, Any]], side: str) -> np.ndarray:
+def served_scores(url, pairs, side):
     if isinstance(pairs[0][side], str):
         return ask(url, REWARD_MODEL, {SENTENCES: texts_array([pair["prompt"] + pair[side] for pair in pairs])})[
             REWARDS

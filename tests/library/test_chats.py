@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import pytest
 from jinja2 import TemplateError
@@ -130,10 +129,10 @@ def test_names_and_reasoning_left_out_by_the_template_are_warned_about_once(temp
 
 
 def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch):
-    tokenizer, calls = make_text_tokenizer("qwen2", chat_template=CHATML), list[Any]()
+    tokenizer, calls = make_text_tokenizer("qwen2", chat_template=CHATML), []
     render = tokenizer.apply_chat_template
 
-    def counted(*messages: Any, **options: Any) -> str:
+    def counted(*messages, **options):
         calls.append(messages)
         return str(render(*messages, **options))
 

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from rlhf_triton.checkpoints.inspection import (
 from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens, special_tokens_in
 
 
-def refused(*parts: object):
+def refused(*parts):
     return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
 
 
@@ -94,7 +93,7 @@ def test_folder_that_is_not_a_checkpoint_is_refused_with_the_reason(tmp_path):
             inspect_checkpoint(tmp_path)
 
 
-def header(text: str, data: bytes = b"") -> bytes:
+def header(text, data=b""):
     return struct.pack("<Q", len(text)) + text.encode() + data
 
 
@@ -209,7 +208,7 @@ def test_end_of_sequence_matches_the_loaded_models_eos_ids(tmp_path, family, has
     ],
 )
 def test_special_tokens_gives_eos_pad_and_banned_ids(ids, eos, vocab_size, expected):
-    tokenizer: Any = SimpleNamespace(**dict(zip(("eos_token_id", "pad_token_id", "bos_token_id"), ids, strict=True)))
+    tokenizer = SimpleNamespace(**dict(zip(("eos_token_id", "pad_token_id", "bos_token_id"), ids, strict=True)))
     tokenizer.get_vocab = lambda: {str(i): i for i in range(13)}
     if expected is None:
         with pytest.raises(ValueError, match="define no end-of-sequence token"):
@@ -251,7 +250,7 @@ def test_special_tokens_combine_tokenizer_embeddings_generation_config_and_templ
 
 def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
     words = {"a": 0, "</s>": 1, "b": 3, "c": 7}
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "a")), eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "a")), eos_token="</s>")
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]
     tokenizer.get_vocab = lambda: {"a": 0, "</s>": 1}  # as one in Python whose pieces have equal texts
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]

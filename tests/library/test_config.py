@@ -17,18 +17,18 @@ from rlhf_triton.models.placement import device_of, devices_of, own_device
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(tmp_path: Path, text: str | bytes = "", *overrides: str) -> RunConfig:
+def load(tmp_path, text="", *overrides):
     path = tmp_path / "my.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return load_config(path, overrides)
 
 
-def listed(*names: str) -> str:
+def listed(*names):
     """Return the names as an error message lists them."""
     return ", ".join(map(repr, names))
 
 
-def dumped(config: RunConfig) -> str:
+def dumped(config):
     return yaml.safe_dump(config.model_dump(mode="json", exclude={"report"}))
 
 
@@ -686,12 +686,12 @@ VALUES = {
 }
 
 
-def names_elsewhere() -> dict[str, set[str]]:
+def names_elsewhere():
     """Return {setting of another trainer: our keys for it} from docs/coming-from.md; the set may be empty.
 
     Dotted names of OpenRLHF and verl are complete; of NeMo-Aligner's names only the last part is used.
     """
-    named: dict[str, set[str]] = {}
+    named = {}
     is_verl = False
     for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines():
         is_verl |= line == "## verl"

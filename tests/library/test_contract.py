@@ -16,7 +16,7 @@ TOKENS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]])
 LENGTHS = np.array([[4], [2], [3]])
 
 
-def padded(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
+def padded(**changes):
     """Return a training payload of the rows above; `[N, S-1]` targets are 10 * row + position."""
     targets = np.add.outer(10 * np.arange(3), np.arange(3)).astype(np.float32)
     mask = np.array([[0, 1, 1], [1, 0, 0], [0, 1, 0]], np.float32)
@@ -30,7 +30,7 @@ def padded(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
     return {**arrays, **changes}
 
 
-def packed(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
+def packed(**changes):
     """Return the same payload without padding."""
     arrays = {
         "tokens": np.array([[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
@@ -42,13 +42,13 @@ def packed(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
     return {**arrays, **changes}
 
 
-def at(array: np.ndarray, index: tuple[int, int], value: float) -> np.ndarray:
+def at(array, index, value):
     changed = array.copy()
     changed[index] = value
     return changed
 
 
-def refused(text: str):
+def refused(text):
     return pytest.raises(ContractError, match=re.escape(text))
 
 
@@ -177,7 +177,7 @@ def test_training_requests_are_refused_by_field_and_value(arrays, message):
 # ---- identity, sentences, metadata ----
 
 
-def texts(*rows: bytes) -> np.ndarray:
+def texts(*rows):
     """Return a column of rows, as sentences and metadata are sent."""
     return np.array([[row] for row in rows], dtype=np.object_)
 
@@ -206,7 +206,7 @@ def test_version_range_round_trips_through_request_parameters(parameters, includ
     assert contract.VersionRange.of({"priority": 3}) is None
 
 
-def nested(opening: bytes, closing: bytes, depth: int) -> bytes:
+def nested(opening, closing, depth):
     return b'{"a": ' + opening * depth + b"1" + closing * depth + b"}"
 
 

@@ -4,15 +4,13 @@ import asyncio
 import os
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from fake_triton import Behaviour, FakeTriton
+from fake_triton import FakeTriton
 
 from rlhf_triton import (
     AsyncCriticClient,
@@ -29,16 +27,15 @@ from rlhf_triton.wire.training_payload import train_payload
 ROWS = [[5, 6, 7]]
 UPDATE = (ROWS, [[1.0, 2.0]], [[0.5, 1.5]], [[0, 1]])  # tokens, returns, prev_values, mask
 QUICK = ClientSection(max_outage_s=0.0)
-Call = Callable[[CriticClient], Any]
 
 
-def play(call: Call, behaviour: Behaviour = lambda *_: "ok") -> Any:
+def play(call, behaviour=lambda *_: "ok"):
     """Return what `call` returns in a thread, with a client of a fake server."""
 
-    async def run() -> Any:
+    async def run():
         async with FakeTriton(behaviour) as fake:
 
-            def body() -> Any:
+            def body():
                 with CriticClient(fake.url, run_id="mine", settings=QUICK) as critic:
                     return call(critic)
 
@@ -80,12 +77,12 @@ def test_invalid_training_rows_are_refused_by_field_and_index(change, told):
 
 
 def test_critic_client_raises_on_non_finite_values(monkeypatch):
-    def call(critic: CriticClient) -> None:
+    def call(critic):
         monkeypatch.setattr(critic._client._client, "score", not_finite)
         with pytest.raises(RlhfError, match=r"values\[0\]: the critic returned numbers that are not finite"):
             critic.values(ROWS)
 
-    async def not_finite(rows: list[np.ndarray], outputs: tuple[str, ...], **_: object) -> dict[str, np.ndarray]:
+    async def not_finite(rows, outputs, **_):
         return {"values": np.asarray([[1.0, np.inf, 0.0]]), "weights_version": np.asarray([[3]])}
 
     play(call)
@@ -95,10 +92,10 @@ def test_critic_client_raises_on_non_finite_values(monkeypatch):
 
 
 def test_critic_client_sends_the_demanded_version(monkeypatch):
-    def call(critic: CriticClient) -> None:
-        infer, demanded = critic._client._client._infer, list[VersionRange]()
+    def call(critic):
+        infer, demanded = critic._client._client._infer, []
 
-        async def noted(*arguments: Any, **more: Any) -> dict[str, np.ndarray]:
+        async def noted(*arguments, **more):
             demanded.append(more["versions"])
             return await infer(*arguments, **more)
 
@@ -115,7 +112,7 @@ def test_critic_client_sends_the_demanded_version(monkeypatch):
 
 
 def test_critic_client_scores_trains_saves_and_rewinds():
-    def call(critic: CriticClient) -> None:
+    def call(critic):
         with ThreadPoolExecutor(8) as threads:
             for scored in threads.map(lambda _: critic.values(ROWS), range(32)):
                 assert ([row.tolist() for row in scored.values], scored.weights_version) == ([[0.5, 1.5, 2.5]], 7)
@@ -140,7 +137,7 @@ def test_critic_client_scores_trains_saves_and_rewinds():
 
 
 def test_async_critic_calls_overlap():
-    async def run() -> None:
+    async def run():
         async with FakeTriton(lambda model, number: "wait" if model == "critic_infer" else "ok") as server:
             async with AsyncCriticClient([server.url], run_id="mine", settings=QUICK) as critic:
                 asked = [asyncio.create_task(critic.values(ROWS)) for _ in range(3)]
@@ -179,7 +176,7 @@ def test_wrong_argument_raises_at_construction(given, told):
 
 
 class NoModels(FakeTriton):
-    async def _config(self, request: web.Request) -> web.Response:
+    async def _config(self, request):
         return web.json_response({"error": "Request for unknown model: 'any' is not found"}, status=400)
 
 
@@ -195,8 +192,8 @@ async def test_server_without_the_clients_model_is_refused_with_the_missing_sect
 def test_blocking_client_works_inside_a_running_event_loop():
     """As in a notebook, whose cells run in one."""
 
-    def call(critic: CriticClient) -> None:
-        async def cell() -> int:
+    def call(critic):
+        async def cell():
             return critic.values(ROWS).weights_version
 
         assert asyncio.run(cell()) == 7
@@ -205,7 +202,7 @@ def test_blocking_client_works_inside_a_running_event_loop():
 
 
 def test_futures_return_the_answers_of_values_and_train():
-    def call(critic: CriticClient) -> None:
+    def call(critic):
         critic.rewind(0)
         futures = [critic.values_future(ROWS), critic.train_future(1, *UPDATE)]
         assert [found.result().weights_version for found in futures] == [7, 7]
@@ -214,7 +211,7 @@ def test_futures_return_the_answers_of_values_and_train():
 
 
 def test_async_client_refuses_use_in_another_event_loop():
-    async def run() -> None:
+    async def run():
         async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
             await critic.values(ROWS)
             with pytest.raises(RlhfError, match="used in another event loop"):
@@ -243,7 +240,7 @@ def test_critic_client_refuses_use_in_a_forked_process():
 
 
 def test_close_ends_pending_calls_of_other_threads():
-    def call(critic: CriticClient) -> None:
+    def call(critic):
         with ThreadPoolExecutor(1) as thread:
             waiting = thread.submit(critic.values, ROWS)
             while not sent.wait(0.001):
@@ -252,7 +249,7 @@ def test_close_ends_pending_calls_of_other_threads():
             with pytest.raises(RlhfError, match="closed before the answer arrived"):
                 waiting.result()
 
-    def behaviour(model: str, number: int) -> str:
+    def behaviour(model, number):
         sent.set()
         return "hang"
 

@@ -4,8 +4,6 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,7 +13,7 @@ from live_system import make_run, random_rows, scoring_inputs, wait_for
 from out_of_memory import let_memory_be_short
 from served_model import served_model
 from tiny_checkpoints import save_tiny
-from triton_python_backend_utils import InferenceResponse, Request
+from triton_python_backend_utils import Request
 from tritonclient.utils import InferenceServerException
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -27,7 +25,7 @@ from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, is_out_o
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.trainer.publish import initialise_store
-from rlhf_triton.wire.contract import REWARDS, UNTIL_LOADED, TokenRow
+from rlhf_triton.wire.contract import REWARDS, UNTIL_LOADED
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 
@@ -38,10 +36,10 @@ REMEDY = "lower max_length"
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:99, unhandled cuda error\nLast error:\nCuda failure 2 "
 
 
-def fits(most: int) -> Callable[[Sequence[int]], list[int]]:
+def fits(most):
     """Return work on rows that runs out of memory above `most` rows."""
 
-    def work(rows: Sequence[int]) -> list[int]:
+    def work(rows):
         if len(rows) > most:
             raise torch.OutOfMemoryError(FULL)
         return list(rows)
@@ -62,7 +60,7 @@ def test_failed_attempt_holds_no_memory_during_the_retry():
     held = weakref.WeakSet[torch.Tensor]()
     gc.freeze()  # what other tests left takes a second to examine
 
-    def work(rows: Sequence[int]) -> int:
+    def work(rows):
         gc.collect()
         assert len(held) == 0
         tensor = torch.zeros(3)
@@ -125,12 +123,12 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel err
 
 
 @pytest.fixture
-def reward(tmp_path, checkpoints) -> Iterator[Any]:
+def reward(tmp_path, checkpoints):
     with served_model(make_run(tmp_path, checkpoints).config, "reward_model") as served:
         yield served
 
 
-def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (REWARDS,)) -> InferenceResponse:
+def ask(model, rows=ROWS, outputs=(REWARDS,)):
     request = Request(scoring_inputs(rows), outputs)
     model.execute([request])
     return request.responses.get(timeout=120)
@@ -138,7 +136,7 @@ def ask(model: Any, rows: list[np.ndarray] = ROWS, outputs: tuple[str, ...] = (R
 
 @pytest.mark.parametrize("at_launch", [True, False])
 def test_model_refuses_requests_after_a_device_error(reward, monkeypatch, at_launch):
-    counted: list[tuple[int, ...]] = []
+    counted = []
     monkeypatch.setattr(reward.served.compute._failures, "add", counted.append)
     fail = Mock(side_effect=torch.AcceleratorError(ILLEGAL))
     # CUDA reports an error at a later call than the one that caused it.
@@ -166,7 +164,7 @@ def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(r
     most, sizes, halved = 2, [], []
     forward = reward.served.forward
 
-    def limited(model: Any, rows: list[TokenRow], width: int) -> Any:
+    def limited(model, rows, width):
         sizes.append(len(rows))
         fits(most)(rows)
         return forward(model, rows, width)
@@ -198,18 +196,18 @@ def test_lost_serving_rank_reports_that_it_ran_out_of_memory(tmp_path, monkeypat
     save_tiny(tmp_path / "reward", "llama", "reward")
     if rank:
         let_memory_be_short(monkeypatch, tmp_path, "rlhf_triton.models.modeling", "RewardModel", "launch")
-    lost: list[str] = []
+    lost = []
     ranks = ServingRanks(2, "cpu", 1, lost.append)
     try:
-        model: Any = ranks.load("load_reward", tmp_path / "reward", None, {"dtype": "float32"})
+        model = ranks.load("load_reward", tmp_path / "reward", None, {"dtype": "float32"})
 
-        def full(*_: Any) -> None:
+        def full(*_):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         if not rank:
             monkeypatch.setattr(RewardModel, "score", full)
 
-        def forward() -> None:
+        def forward():
             with ranks.forward(model, [np.arange(3, 20)], 32):
                 model.score([np.arange(3, 20)], 32)
 

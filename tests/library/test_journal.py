@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -23,11 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from triton_python_backend_utils import InferenceResponse, Request
+from triton_python_backend_utils import Request
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.critic_save import TritonPythonModel
-from rlhf_triton.python_backend.serving.triton import TritonModel
 from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry, read_training_file
 from rlhf_triton.store.ownership import Sender
@@ -44,33 +42,33 @@ with staged_file(Path(sys.argv[1]), [b"half of an entry"]):
 """
 
 
-def payload(value: float = 0.0, lengths: Sequence[int] = (2, 3)) -> TrainPayload:
+def payload(value=0.0, lengths=(2, 3)):
     total = sum(lengths)
     targets = np.full(total - len(lengths), value, np.float32)
     return TrainPayload(np.arange(1, total + 1), np.array(lengths), targets, targets, np.ones_like(targets))
 
 
 @pytest.fixture
-def journal(tmp_path) -> Journal:
+def journal(tmp_path):
     return Journal(tmp_path / "journal", "run")
 
 
-def train(journal: Journal, step: int | None, value: float | None = None) -> Entry:
+def train(journal, step, value=None):
     value = float(step or 0) if value is None else value
     return journal.accept_training(payload(value), run_id="run", step=step)
 
 
-def done(journal: Journal, entry: Entry, **more: object) -> None:
+def done(journal, entry, **more):
     digest = journal.load(entry)[1] if entry.kind == "train" else None
     journal.finish(entry, Result(entry=entry.name, weights_version=entry.step, digest=digest, **more))
 
 
-def conflict(text: str | None) -> contextlib.AbstractContextManager[object]:
+def conflict(text):
     """Expect a refusal with these words."""
     return contextlib.nullcontext() if text is None else pytest.raises(ContractError, match=re.escape(text))
 
 
-def rewound(journal: Journal, target: int, sender: Sender | None = None, error: str | None = None) -> Entry:
+def rewound(journal, target, sender=None, error=None):
     """Rewind the journal as the sidecar does, without the weights."""
     entry = journal.accept_rewind(run_id="run", target=target, sender=sender)
     owners = journal.owners(entry)
@@ -81,37 +79,37 @@ def rewound(journal: Journal, target: int, sender: Sender | None = None, error: 
     return entry
 
 
-def entries_folder(journal: Journal) -> Path:
+def entries_folder(journal):
     return journal.root / "run" / "entries"
 
 
 class JournalMachine(RuleBasedStateMachine):
     """Compares the journal with a dict of accepted entries; each call reopens it, as other processes do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(os, "fsync", lambda descriptor: None)  # it takes most of the time
-        self.contents: dict[int, float] = {}  # of the accepted steps
-        self.pending: list[Entry] = []  # without a result
-        self.kept: set[Entry] = set()  # training entries that have one, until a checkpoint covers them
+        self.contents = {}  # of the accepted steps
+        self.pending = []  # without a result
+        self.kept = set()  # training entries that have one, until a checkpoint covers them
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.patch.undo()
         self.folder.cleanup()
 
     @property
-    def journal(self) -> Journal:
+    def journal(self):
         return Journal(Path(self.folder.name), "run")
 
-    def rewinding(self, otherwise: str | None = None) -> str | None:
+    def rewinding(self, otherwise=None):
         """Return why no new entry is accepted during a rewind."""
         to = [entry.target for entry in self.pending if entry.kind == "rewind"]
         return f"a rewind of run 'run' to step {to[0]} is in progress" if to else otherwise
 
     @rule(ahead=st.sampled_from([None, None, 1, 1, 1, 0, -1, -2, 2]), value=st.integers(1, 2))
-    def train(self, ahead: int | None, value: int) -> None:
+    def train(self, ahead, value):
         last = len(self.contents)
         step = last + 1 if ahead is None else max(1, last + ahead)
         message = self.rewinding()
@@ -127,7 +125,7 @@ class JournalMachine(RuleBasedStateMachine):
                 self.pending.append(entry)
 
     @rule(ahead=st.none() | st.integers(-2, 2))
-    def save(self, ahead: int | None) -> None:
+    def save(self, ahead):
         last = len(self.contents)
         step = last if ahead is None else max(0, last + ahead)
         message = f"step: {step}, but the last step of run 'run' is {last}" if step > last + 1 else None
@@ -142,7 +140,7 @@ class JournalMachine(RuleBasedStateMachine):
                 self.pending.append(entry)
 
     @rule(to=st.integers(0, 3))
-    def rewind(self, to: int) -> None:
+    def rewind(self, to):
         last = len(self.contents)
         ahead = f"rewind_to: {to}, but the last step of run 'run' is {last}"
         repeated = [entry for entry in self.pending if entry.target == to]
@@ -153,7 +151,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pending and min(self.pending).step <= len(self.contents))
     @rule()
-    def answer(self) -> None:
+    def answer(self):
         entry = min(self.pending)
         if entry.kind == "rewind":
             self.journal.set_aside_after(entry)
@@ -171,12 +169,12 @@ class JournalMachine(RuleBasedStateMachine):
             self.journal.drop(entry)
 
     @rule(step=st.integers(0, 6), base=st.sampled_from([None, 0, 1, 2]))
-    def cover(self, step: int, base: int | None) -> None:
+    def cover(self, step, base):
         self.journal.forget_covered(step, base=base)
         self.kept = {entry for entry in self.kept if entry.step > (step if base is None else min(base, step))}
 
     @invariant()
-    def is_what_was_accepted(self) -> None:
+    def is_what_was_accepted(self):
         assert self.journal.last_step() == len(self.contents)
         assert self.journal.entries() == sorted([*self.pending, *self.kept])
         for entry in self.journal.entries():
@@ -244,7 +242,7 @@ def test_payload_that_fails_its_check_is_not_accepted(journal, step):
     """The check runs while the file is written: a step that is new, one known, and one that does not fit."""
     train(journal, 1)
 
-    def refuse() -> None:
+    def refuse():
         raise ContractError("returns[0, 1]: nan, must be finite")
 
     with pytest.raises(ContractError, match="must be finite"):
@@ -256,7 +254,7 @@ def test_refused_step_returns_only_after_its_hashing_threads_end(tmp_path, monke
     """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
     finished = []
 
-    def slow(array: np.ndarray) -> bytes:
+    def slow(array):
         time.sleep(0.05)
         finished.append(array)
         return b"digest"
@@ -293,7 +291,7 @@ def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal):
 def test_trained_entries_are_archived_once_a_checkpoint_covers_them(journal):
     """The newest ones, and none that failed; the run itself no longer knows them."""
 
-    def on_disk() -> list[tuple[str, str]]:
+    def on_disk():
         return [(path.parent.name, path.name[:8].lstrip("0")) for path in journal.training_files()]
 
     for step in range(1, 6):
@@ -357,9 +355,9 @@ def test_a_rewind_that_failed_does_not_change_the_owner(journal):
 def test_rewind_removes_the_newest_entries_first(journal, monkeypatch):
     for step in range(1, 7):
         train(journal, step)
-    rewind, rename, left = journal.accept_rewind(run_id=None, target=2), Path.rename, list[list[int]]()
+    rewind, rename, left = journal.accept_rewind(run_id=None, target=2), Path.rename, []
 
-    def renamed(path: Path, target: Path) -> Path:
+    def renamed(path, target):
         left.append([entry.step for entry in journal.entries() if entry.kind == "train"])
         return rename(path, target)
 
@@ -415,7 +413,7 @@ def test_invalid_heartbeat_file_counts_as_none(journal, content):
 
 
 def test_racing_writers_get_distinct_numbers(journal):
-    def write(value: int) -> tuple[Entry, Entry]:
+    def write(value):
         mine = Journal(journal.root, "run")
         return mine.accept_training(payload(value), run_id=None, step=None), mine.accept_save(run_id=None)
 
@@ -426,10 +424,10 @@ def test_racing_writers_get_distinct_numbers(journal):
     assert [float(journal.load(entry)[0].returns[0]) for entry in trains] == list(range(8))
 
 
-def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], object]) -> Entry:
+def send_during(journal, step, meanwhile):
     """Call `meanwhile` while the payload is being written."""
 
-    def check() -> None:
+    def check():
         give_up_at = time.monotonic() + 120
         while not unfinished(journal) and time.monotonic() < give_up_at:
             time.sleep(0.001)
@@ -438,7 +436,7 @@ def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], obje
     return journal.accept_training(payload(), run_id="run", step=step, check=check)
 
 
-def unfinished(journal: Journal) -> list[Path]:
+def unfinished(journal):
     return list(entries_folder(journal).glob(".*"))
 
 
@@ -508,7 +506,7 @@ HOUR_S = 3600.0
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch) -> Iterator[TritonModel]:
+def model(tmp_path, monkeypatch):
     """Return critic_save of run `run`; 0.4 s without a heartbeat are too long."""
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.FOLLOWER_GRACE_S", 0.05)
     monkeypatch.setattr("rlhf_triton.python_backend.serving.journal_model.HEARTBEAT_TIMEOUT_S", 0.4)
@@ -520,7 +518,7 @@ def model(tmp_path, monkeypatch) -> Iterator[TritonModel]:
     model.finalize()
 
 
-def ask(model: TritonModel, sender: str, **inputs: int | list[int]) -> Callable[[], InferenceResponse]:
+def ask(model, sender, **inputs):
     """Send a request with the header that names its sender; returns what waits for its response."""
     arrays = {name: np.atleast_1d(np.asarray(value, np.int64)) for name, value in inputs.items()}
     request = Request(arrays, (STATUS, WEIGHTS_VERSION), json.dumps({"X-Triton-Sender": sender}))

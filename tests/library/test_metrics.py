@@ -8,21 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 import weakref
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import triton_python_backend_utils as stub
-from prometheus_client.parser import text_string_to_metric_families
-from span_collector import Collector, Span
+from scrape import scrape
+from span_collector import Collector
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring import log_lines, tracing
 from rlhf_triton.monitoring.log_lines import JsonFormatter, parsed, set_log_position
-from rlhf_triton.monitoring.metrics import SHARED, Exporter, MetricSpec, Values
+from rlhf_triton.monitoring.metrics import SHARED, Exporter, MetricSpec
 from rlhf_triton.monitoring.tracing import end_step, parsed_traceparent, span, traceparent
 from rlhf_triton.process import StopRequested, StopSignals, long_lived_imports
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters
@@ -30,7 +27,7 @@ from rlhf_triton.tools.server.ports import free_port
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_fresh_process() -> Iterator[None]:
+def as_in_a_fresh_process():
     """Undo what lasts until a process ends: an exporter's log handlers and the signal handlers."""
     root = logging.getLogger()
     before = list(root.handlers)
@@ -55,20 +52,10 @@ METRICS = (
 )
 
 
-def scrape(port: int) -> dict[str, float]:
-    """Return the samples of `rlhf_test_` by name and label."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-        text = answer.read().decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    ours = {s.name + "".join(s.labels.values()): s.value for s in samples if s.name.startswith("rlhf_test_")}
-    assert any(sample.name == "process_resident_memory_bytes" for sample in samples)
-    return {name.removeprefix("rlhf_test_"): value for name, value in ours.items()}
-
-
 def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
-    depth: list[float] = []
+    depth = []
 
-    def live() -> Values:
+    def live():
         if not depth:
             raise OSError("the disk is away")
         return {"depth": depth[-1]}
@@ -77,7 +64,7 @@ def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
     exporter = Exporter("rlhf_test_", METRICS, tmp_path, live=live)
     exporter.serve("127.0.0.1", port)
     logging.getLogger("anything").info("fine")
-    first = scrape(port)
+    first = scrape(port, "rlhf_test_")
     assert first.pop("disk_size_bytes") >= first.pop("disk_free_bytes") > 0
     assert first == {"rows_total": 0, "log_messages_totalwarning": 0, "log_messages_totalerror": 0}
     exporter.show({"step": 3, "phase_seconds": {"generate": 1.5, "score": 0.5}})
@@ -87,7 +74,8 @@ def test_exporter_shows_gauges_counters_and_counts_log_messages(tmp_path):
     depth.append(7)
     for level in (logging.WARNING, logging.ERROR, logging.CRITICAL):
         logging.getLogger("anything").log(level, "odd")
-    found = scrape(port)
+    assert scrape(port, "process_")["resident_memory_bytes"] > 0
+    found = scrape(port, "rlhf_test_")
     last = [found.pop(f"last_problem_timestamp_seconds{level}") for level in ("warning", "error")]
     assert 0 < last[0] <= last[1]
     assert {name: value for name, value in found.items() if "disk" not in name} == {
@@ -116,7 +104,7 @@ def test_triton_metric_families_are_never_freed(monkeypatch):
     families, metric = weakref.WeakSet[stub.MetricFamily](), stub.MetricFamily()
 
     class Family(stub.MetricFamily):
-        def Metric(self, **_: object) -> stub.MetricFamily:  # the real one does not hold its family either
+        def Metric(self, **_):  # the real one does not hold its family either
             families.add(self)
             return metric
 
@@ -131,7 +119,7 @@ def test_triton_metric_families_are_never_freed(monkeypatch):
 # ---- log lines ----
 
 
-def line(message: str = "hello", *arguments: Any, rank: int = 0, **attributes: Any) -> dict[str, Any]:
+def line(message="hello", *arguments, rank=0, **attributes):
     """Return what the formatter writes for a record."""
     record = logging.LogRecord("actor.loop", logging.WARNING, "loop.py", 1, message, arguments, None)
     vars(record).update(created=1_700_000_000.25, **attributes)
@@ -226,14 +214,14 @@ REMOTE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
 @pytest.fixture
-def received() -> Iterator[Collector]:
+def received():
     pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
     with Collector() as server:
         yield server
         server.answering.set()
 
 
-def only(spans: list[Span]) -> Span:
+def only(spans):
     (found,) = spans
     return found
 
@@ -271,13 +259,13 @@ def test_span_continues_a_remote_parents_trace(received):
 
 
 def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received):
-    async def phase(name: str, step: int) -> None:
+    async def phase(name, step):
         with span(name, of_step=step):
             await asyncio.sleep(0)
             with span("request"):
                 await asyncio.sleep(0)
 
-    async def run() -> None:
+    async def run():
         await asyncio.gather(phase("train", 1), phase("rollout", 2))
         end_step(1)
         await phase("train", 2)
@@ -414,8 +402,8 @@ def test_garbage_collection_skips_objects_of_imports():
     try:
         with long_lived_imports():
             assert not gc.isenabled()
-            lasting: list[object] = []
-        later: list[object] = []
+            lasting = []
+        later = []
         assert gc.isenabled()
         assert [any(item is each for item in gc.get_objects()) for each in (lasting, later)] == [False, True]
     finally:

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,11 +24,11 @@ from rlhf_triton.store.record_log import (
 KINDS = sorted(record_log.NAMES)
 
 
-def a_record(number: int) -> StoredRecord:
+def a_record(number):
     return StoredRecord({"number": number}, {"tokens": np.arange(number), "empty": np.zeros((0, 3), np.float32)})
 
 
-def write(folder: Path, *numbers: int, apart: bool = True) -> None:
+def write(folder, *numbers, apart=True):
     """Append records; `apart`: each is on disk before the next is appended."""
     log = RecordLog(folder, {"opening": numbers[0]})
     futures = []
@@ -41,7 +40,7 @@ def write(folder: Path, *numbers: int, apart: bool = True) -> None:
     assert all(future.done() and not future.exception() for future in futures)
 
 
-def numbers_in(folder: Path) -> list[int]:
+def numbers_in(folder):
     found = [record for number in segments(folder) for _, record in read_records(folder, number)]
     return [record.header["number"] for record in found if "number" in record.header]
 
@@ -121,7 +120,7 @@ def test_records_after_a_damaged_one_are_read(at, tmp_path):
     data = bytearray(path_of(tmp_path, 1).read_bytes())
     data[position + at] ^= 1
     path_of(tmp_path, 1).write_bytes(bytes(data))
-    damage: list[DamagedRecord] = []
+    damage = []
     found = [record.header.get("number") for _, record in read_records(tmp_path, 1, damage.append)]
     assert (found, [error.position for error in damage]) == ([None, 1, 3], [position])
 
@@ -156,7 +155,7 @@ def test_full_disk_fails_the_record_and_all_later_ones(tmp_path, monkeypatch):
     log = RecordLog(tmp_path, {})
     log.append(lambda: a_record(1)).result()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(record_log, "write_all", full)

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import json
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from fake_reward import FakeReward
 
-from rlhf_triton import AsyncRewardClient, ClientSection, ContractError, RequestFailed, RewardClient, RlhfError, Scores
+from rlhf_triton import ClientSection, ContractError, RequestFailed, RewardClient, RlhfError, Scores
 from rlhf_triton.client.reward_source import RowResult
 from rlhf_triton.client.served import ServedModel
 
@@ -20,17 +19,17 @@ QUICK = ClientSection(max_outage_s=0.0)
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-def reply(text: str) -> list[dict[str, str]]:
+def reply(text):
     return [{"role": "assistant", "content": text}]
 
 
-def play(call: Callable[[RewardClient, FakeReward], Any], **options: Any) -> Any:
+def play(call, **options):
     """Return what `call` returns in a thread, with a client of a fake server."""
 
-    async def run() -> Any:
+    async def run():
         async with FakeReward(**options) as fake:
 
-            def body() -> Any:
+            def body():
                 with RewardClient(fake.url, settings=QUICK) as reward:
                     return call(reward, fake)
 
@@ -43,7 +42,7 @@ def play(call: Callable[[RewardClient, FakeReward], Any], **options: Any) -> Any
 
 
 def test_reward_client_scores_texts_pairs_chats_and_tokens_in_one_call():
-    def call(reward: RewardClient, server: FakeReward) -> Scores:
+    def call(reward, server):
         inputs = ["four", ("ab", "cde"), [*CHAT, *reply("Yes")], (CHAT, "No"), [1, 2, 3], torch.tensor([4, 5])]
         return reward.score(inputs, [{"answer": str(i)} for i in range(6)], prompt_lengths=[0] * 6)
 
@@ -54,7 +53,7 @@ def test_reward_client_scores_texts_pairs_chats_and_tokens_in_one_call():
 
 
 def test_chat_is_sent_as_messages_response_and_metadata():
-    def call(reward: RewardClient, server: FakeReward) -> dict[str, Any]:
+    def call(reward, server):
         reward.score([[*CHAT, *reply("Yes")]], [{"answer": 5}])
         (inputs,) = server.received
         assert inputs["sentences"].tolist() == [[b"Yes"]]
@@ -82,7 +81,7 @@ def test_scores_behave_as_an_array_and_slices_are_plain_arrays():
 
 
 def test_scores_report_their_version_and_min_version_is_sent():
-    def call(reward: RewardClient, server: FakeReward) -> list[int | None]:
+    def call(reward, server):
         server.version = 4
         with pytest.raises(ContractError, match=r"^min_version: -1, must be an integer"):
             reward.score(["a"], min_version=-1)
@@ -108,7 +107,7 @@ class Table(list[str]):
 
     columns = ("a", "b")
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "a b\n0 1"
 
 
@@ -149,7 +148,7 @@ class Table(list[str]):
     ],
 )
 def test_invalid_inputs_are_refused_by_index_and_not_sent(inputs, options, told):
-    def call(reward: RewardClient, server: FakeReward) -> None:
+    def call(reward, server):
         with pytest.raises(ContractError, match=told):
             reward.score(inputs, **options)
         assert server.received == []
@@ -163,12 +162,12 @@ def test_rows_of_arrays_iterators_and_columns_are_scored():
     class Column(list[Any]):
         dtype, ndim = np.dtype(object), 1
 
-        def __getitem__(self, label: Any) -> Any:
+        def __getitem__(self, label):
             raise KeyError(label)
 
     parts = [{"role": "user", "content": np.array([{"type": "text", "text": "Hi"}], object)}, *reply("four")]
 
-    def call(reward: RewardClient, server: FakeReward) -> list[list[float]]:
+    def call(reward, server):
         texts = [
             np.array(["a", "bc"]),
             np.array(["a", "bc"], object),
@@ -225,7 +224,7 @@ def test_an_invalid_address_is_refused(url):
 
 
 def test_an_unpickled_client_opens_its_own_connections():
-    def call(reward: RewardClient, _: FakeReward) -> None:
+    def call(reward, _):
         assert reward.score(["a"]).tolist() == [1]
         with copy.copy(reward) as other:
             assert other.score_future(["ab"]).result().tolist() == [2]
@@ -234,8 +233,8 @@ def test_an_unpickled_client_opens_its_own_connections():
 
 
 def test_a_callback_that_would_wait_for_its_own_loop_raises():
-    def call(reward: RewardClient, _: FakeReward) -> None:
-        async def callback(_: AsyncRewardClient) -> Scores:
+    def call(reward, _):
+        async def callback(_):
             return reward.score(["a"])
 
         with pytest.raises(RlhfError, match="a future's callback cannot wait for the client; let another thread"):
@@ -248,8 +247,8 @@ def test_a_callback_that_would_wait_for_its_own_loop_raises():
 
 
 def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog):
-    def call(reward: RewardClient, server: FakeReward) -> list[float | None]:
-        function, logged = reward.as_trl(), dict[str, float]()
+    def call(reward, server):
+        function, logged = reward.as_trl(), {}
         assert function.__name__ == "triton_reward"  # TRL's name of its metrics
         texts = function(["a", "b", "c"], ["bc", "refuse", "nan"], completion_ids=[[1], [2], [3]], trainer_state=None)
         assert texts == [3, None, None]
@@ -271,7 +270,7 @@ def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog):
 def test_functions_of_trainers_travel_to_other_processes():
     """TRL's asynchronous trainer pickles them, and a column of the data set may have any name."""
 
-    def call(reward: RewardClient, server: FakeReward) -> list[Any]:
+    def call(reward, server):
         trl, verl, openrlhf = (
             pickle.loads(pickle.dumps(function))  # noqa: S301 -- its own
             for function in (reward.as_trl(), reward.as_verl("q"), reward.as_openrlhf())
@@ -287,7 +286,7 @@ def test_functions_of_trainers_travel_to_other_processes():
 
 
 def test_as_verl_returns_a_number_or_raises():
-    def call(reward: RewardClient, server: FakeReward) -> float:
+    def call(reward, server):
         function = reward.as_verl()
         info = {"question": "2+3=", "num_turns": np.int64(1)}
         with pytest.raises(RlhfError, match=r"row 0: .*has no tokens"):
@@ -302,7 +301,7 @@ def test_as_verl_returns_a_number_or_raises():
 
 
 def test_as_openrlhf_returns_rewards_scores_and_terms_or_raises():
-    def call(reward: RewardClient, server: FakeReward) -> dict[str, Any]:
+    def call(reward, server):
         function = reward.as_openrlhf()
         with pytest.raises(RlhfError, match=r"row 1: .*has no tokens"):
             function(["ab", "refuse"], ["a", "r"], ["x", "y"])
@@ -318,7 +317,7 @@ def test_as_openrlhf_returns_rewards_scores_and_terms_or_raises():
 
 
 def test_reward_functions_raise_while_the_server_is_busy():
-    def call(reward: RewardClient, server: FakeReward) -> None:
+    def call(reward, server):
         function = reward.as_trl()
         server.behaviour = lambda model, number: "failed"  # the server's last word on this row
         assert function(["a"], ["b"]) == [None]

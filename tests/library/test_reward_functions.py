@@ -13,10 +13,8 @@ import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import openai
@@ -55,23 +53,22 @@ WRONG_URLS = (
     "host:8000/v1",
     f"http://user:{KEY}@h/v1",
 )
-MakePool = Callable[..., WorkerPool]
 
 
 @pytest.fixture
-def make_pool() -> Iterator[MakePool]:
+def make_pool():
     """Starts pools, and closes them."""
-    made: list[WorkerPool] = []
+    made = []
     before = workers()
 
     def make(
-        spec: str = "by_row",
+        spec="by_row",
         *,
-        num_workers: int = 1,
-        timeout_s: float = 60.0,
-        most_waiting: float = math.inf,
-        **call: Any,
-    ) -> WorkerPool:
+        num_workers=1,
+        timeout_s=60.0,
+        most_waiting=math.inf,
+        **call,
+    ):
         spec = spec if ":" in spec else f"{FILE}:{spec}"
         settings = FunctionCall(spec=spec, timeout_s=timeout_s, **call)
         made.append(WorkerPool(settings, num_workers=num_workers, most_waiting=most_waiting))
@@ -84,48 +81,48 @@ def make_pool() -> Iterator[MakePool]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
+def pool():
     """Return two workers, for samples that do not kill them."""
     pool = WorkerPool(FunctionCall(spec=f"{FILE}:by_row", timeout_s=60.0), num_workers=2)
     yield pool
     pool.close()
 
 
-def limit_passes_when_these_hang(monkeypatch: pytest.MonkeyPatch, files: Sequence[Path]) -> None:
+def limit_passes_when_these_hang(monkeypatch, files):
     """Advance the pools' clock by LIMIT_S whenever one of these files is written, by a function that then hangs."""
 
-    def monotonic() -> float:
+    def monotonic():
         return LIMIT_S * sum(file.is_file() and file.stat().st_size > 0 for file in files)
 
     monkeypatch.setattr(workers_module, "time", SimpleNamespace(monotonic=monotonic))
 
 
-def workers() -> list[psutil.Process]:
+def workers():
     """Return the worker processes of this process."""
     return [child for child in psutil.Process().children() if "rlhf_triton.rewards.worker" in child.cmdline()]
 
 
-def doing(*actions: str | None, **metadata: object) -> list[Sample]:
+def doing(*actions, **metadata):
     """Return one sample per action; sample i has i tokens."""
     return [Sample("text", [0] * i, {**({"do": a} if a else {}), **metadata}) for i, a in enumerate(actions)]
 
 
-def responses(*texts: str, **metadata: object) -> list[Sample]:
+def responses(*texts, **metadata):
     """Return one sample per response, with as many tokens as it has letters."""
     return [Sample(each, [0] * len(each), {"response": each, "prompt": "p", **metadata}) for each in texts]
 
 
-def scored(pool: WorkerPool, *groups: Sequence[Sample]) -> list[list[ScoreOutcome]]:
+def scored(pool, *groups):
     """The outcomes of each group of one request."""
     return pool.submit([[*group] for group in groups]).result(timeout=120)
 
 
-def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[ScoreOutcome]:
+def outcomes(pool, samples):
     """The outcome of each sample, alone in its group."""
     return [outcome for (outcome,) in scored(pool, *([sample] for sample in samples))]
 
 
-def errors_of(found: Sequence[ScoreOutcome]) -> list[str]:
+def errors_of(found):
     """Return the errors without line numbers; a sample has a score only if it has no error."""
     assert all(math.isnan(outcome.score) == bool(outcome.error) for outcome in found)
     return [re.sub(r" \(reward_functions.py:\d+\)$", "", outcome.error) for outcome in found]
@@ -196,7 +193,7 @@ def test_worker_that_breaks_the_protocol_is_replaced(make_pool):
         assert failed.error
         assert (before.error, after.error) == ("", "")
         assert before.score != after.score, "it has been killed"
-    deep: list[Any] = []
+    deep = []
     for _ in range(5000):
         deep = [deep]
     failed, after = outcomes(pool, [Sample("", [], {"deep": deep}), *doing(None)])
@@ -250,7 +247,7 @@ def test_workers_end_if_their_parent_is_killed(tmp_path):
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, f"{FILE}:by_row", str(pid_file)], cwd=ROOT) as parent:
-        children: list[psutil.Process] = []  # two workers, what watches each, the daemon, perhaps what began it
+        children = []  # two workers, what watches each, the daemon, perhaps what began it
         while not pid_file.is_file() or pid_file.read_text() not in [f"{child.pid}\n" for child in children]:
             assert parent.poll() is None
             children = psutil.Process(parent.pid).children(recursive=True)
@@ -328,7 +325,7 @@ def test_wrong_function_option_raises_one_sentence(spec, options, cause):
 
 
 def test_reward_class_is_created_once_with_its_options_and_reports_counts():
-    counted: list[Any] = []
+    counted = []
     call = FunctionCall(spec=f"{FILE}:Scaled", timeout_s=2.0, options={"factor": 10})
     pool = WorkerPool(call, num_workers=1, counted=counted.append)
     *found, failed = outcomes(pool, [*responses("a", "bbb"), *responses("c", do="raise")])
@@ -381,7 +378,7 @@ def test_groupwise_failure_fails_its_group_and_a_bad_score_only_its_row(make_poo
 def test_group_key_is_equal_for_rows_with_the_same_group_or_prompt():
     chat = [{"role": "user", "content": "?"}]
     reply = {"role": "assistant", "content": ""}
-    alike: list[list[dict[str, Any]]] = [
+    alike = [
         [{"group": 1}, {"group": 1, "prompt": "x"}],
         [{"group": "1"}],
         [{"prompt": "1"}, {"prompt": "1", "group": None}],
@@ -394,7 +391,7 @@ def test_group_key_is_equal_for_rows_with_the_same_group_or_prompt():
 
 
 def test_group_key_raises_only_contract_errors():
-    prompt: list[Any] = []
+    prompt = []
     for _ in range(10_000):
         prompt = [prompt]
     causes = {f"metadata.group: {bad!r}, must be": {"group": bad, "prompt": "p"} for bad in (True, 1.5, [1], {})}
@@ -407,15 +404,15 @@ def test_group_key_raises_only_contract_errors():
 # ---- TRL's reward functions run unchanged: called with lists; None is no score and no error ----
 
 QUESTION = [{"role": "user", "content": "6 times 7?"}]
-NO_TURN: dict[str, Any] = {"messages": []}
+NO_TURN = {"messages": []}
 
 
-def chat(reply: str, **columns: object) -> Sample:
+def chat(reply, **columns):
     """Return a sample as the actor sends a chat."""
     return Sample(reply, [1], {"response": reply, "messages": QUESTION, **columns})
 
 
-def message(content: str) -> list[dict[str, str]]:
+def message(content):
     return [{"role": "assistant", "content": content}]
 
 
@@ -526,7 +523,7 @@ def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypat
 
     rows = {"tokens": np.ones((2, 3), np.int64), "sequence_lengths": np.full((2, 1), 3)}
 
-    def ask(inputs: dict[str, Any] = rows, **headers: str) -> Any:
+    def ask(inputs=rows, **headers):
         request = Request(inputs, (REWARD_COMPONENT, REWARD_ERROR), json.dumps(headers))
         model.execute([request])
         outputs = request.responses.get(timeout=120).outputs
@@ -537,7 +534,7 @@ def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypat
     assert ask() == ("[[3.0], [3.0]]", [[b""], [b""]])
     send = Request.send
 
-    def once(*_: object, **__: object) -> None:
+    def once(*_, **__):
         monkeypatch.setattr(Request, "send", send)
         raise MemoryError("/dev/shm is full")
 
@@ -571,13 +568,13 @@ def test_function_model_prefers_the_sent_text_over_decoding_tokens(metadata, tex
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[ChatServer]:
+def endpoint():
     with ChatServer() as server:
         yield server
 
 
 @pytest.fixture
-def server(endpoint, monkeypatch) -> ChatServer:
+def server(endpoint, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not what `api_key_env` names
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.001)
@@ -585,23 +582,23 @@ def server(endpoint, monkeypatch) -> ChatServer:
     return endpoint
 
 
-def judge(server: ChatServer, *, timeout_s: float = 30.0, **options: Any) -> Any:
+def judge(server, *, timeout_s=30.0, **options):
     """Return a judge whose prompt is only the response."""
     options = {"model": "m", "base_url": server.url, "rubric": "{{ response }}", **options}
     return load_function(SPEC, options, timeout_s=timeout_s)
 
 
-def shipped_judge(server: ChatServer) -> Any:
+def shipped_judge(server):
     """Return a judge with the shipped rubric."""
     return load_function(SPEC, {"model": "m", "base_url": server.url}, timeout_s=30.0)
 
 
-def reader(**options: Any) -> Judge:
+def reader(**options):
     """Return a judge that only parses answers."""
     return Judge(model="m", base_url="http://h/v1", timeout_s=1.0, **options)
 
 
-def row(response: str, prompt: str | None = "Why?", **metadata: Any) -> Sample:
+def row(response, prompt="Why?", **metadata):
     texts = {"response": response, **({} if prompt is None else {"prompt": prompt})}
     return Sample(f"{prompt}{response}", [], {**metadata, **texts})
 
@@ -740,11 +737,11 @@ def test_keyboard_interrupt_during_an_import_is_not_a_function_error(tmp_path, c
 
 
 @contextlib.contextmanager
-def answering(answer: bytes) -> Iterator[str]:
+def answering(answer):
     """Run a server that sends these bytes, whatever it receives; yield its `host:port`."""
 
     class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
+        def handle(self):
             self.request.recv(1)
             self.request.sendall(answer)
             self.request.shutdown(socket.SHUT_WR)

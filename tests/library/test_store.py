@@ -1,7 +1,5 @@
 """Tests of `rlhf_triton.store`: what is on disk after a call or a kill; versions of weights, serving records, locks."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl
@@ -16,9 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -27,6 +23,7 @@ import xxhash
 from live_system import make_run
 from safetensors.numpy import save_file
 from test_journal import done, train
+from test_journal import journal as journal  # a fixture
 from versions import reseal
 
 import rlhf_triton.tools.run
@@ -50,32 +47,25 @@ from rlhf_triton.store.weights import (
 
 
 @pytest.fixture
-def journal(tmp_path) -> Journal:
-    return Journal(tmp_path / "journal", "run")
-
-
-@pytest.fixture
-def store(tmp_path) -> WeightsStore:
+def store(tmp_path):
     return WeightsStore(tmp_path / "weights")
 
 
-def writer(value: float) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+def writer(value):
+    def write(folder):
         save_file({"w": np.full((2, 3), value, np.float32)}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
 
     return write
 
 
-def add(
-    store: WeightsStore, step: int, *, parent: int | None = None, value: float | None = None, reuse: bool = True
-) -> Manifest:
+def add(store, step, *, parent=None, value=None, reuse=True):
     write = writer(step if value is None else value)
     return store.add(write, run_id="run", step=step, parent=parent, epoch=1, reuse=reuse)
 
 
 @pytest.fixture
-def records(tmp_path) -> ServingRecords:
+def records(tmp_path):
     return ServingRecords(tmp_path / "serving")
 
 
@@ -85,11 +75,11 @@ def records(tmp_path) -> ServingRecords:
 class Synced(list[Path]):
     """Records every synced path in order, and the contents of the files at that time, by inode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.contents: dict[int, bytes] = {}
+        self.contents = {}
 
-    def record(self, descriptor: int) -> None:
+    def record(self, descriptor):
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         self.append(path)
         if path.suffix == TEMPORARY_SUFFIX:  # not yet under its name
@@ -97,7 +87,7 @@ class Synced(list[Path]):
 
 
 @pytest.fixture
-def synced(monkeypatch) -> Synced:
+def synced(monkeypatch):
     found, fsync = Synced(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (found.record(descriptor), fsync(descriptor)))
     return found
@@ -137,9 +127,8 @@ def test_set_aside_entries_are_synced(journal, synced):
 
 
 def test_checkpoints_and_versions_are_synced_before_their_rename(make, synced):
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.save()
     for root, staged in ((rig.checkpoints.root, 1), (rig.store.root, 2)):
         assert sum(path.parent == root and path.name.startswith(".staging-") for path in synced) == staged
@@ -195,7 +184,7 @@ def test_folder_replacement_is_atomic_at_every_kill_point(tmp_path):
     assert found == sorted(found, reverse=True), "once it is the new one, it stays the new one"
 
 
-def filled(text: str) -> Callable[[Path], None]:
+def filled(text):
     return lambda folder: (folder / "file").write_text(text) and None
 
 
@@ -204,7 +193,7 @@ def test_failed_rename_keeps_the_old_folder(tmp_path, monkeypatch, refused):
     write_folder(tmp_path / "best", filled("old"))
     calls, rename = [], Path.rename
 
-    def failing(path: Path, target: Path) -> Path:
+    def failing(path, target):
         calls.append(path)
         if len(calls) == refused:
             raise OSError(errno.EIO, "Input/output error")
@@ -272,14 +261,14 @@ def test_concurrent_appends_to_jsonl_wait_for_each_other(tmp_path):
 class NfsClient:
     """A host that caches missing names and folder attributes until it opens the folder, as NFS allows."""
 
-    def __init__(self) -> None:
-        self._known: dict[Path, os.stat_result | None] = {}
+    def __init__(self):
+        self._known = {}
 
-    def __call__(self, look: Callable[[], Any]) -> Any:
+    def __call__(self, look):
         """Return what `look` finds on this host."""
         status = os.stat
 
-        def remembered(path: Any, **more: Any) -> os.stat_result:
+        def remembered(path, **more):
             if Path(path) not in self._known:
                 self._known[Path(path)] = None  # unless it is found
                 self._known[Path(path)] = status(path, **more)
@@ -288,8 +277,8 @@ class NfsClient:
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
             return found
 
-        def opening(real: Callable[..., Any]) -> Callable[..., Any]:
-            def opened(path: Any, *arguments: Any, **more: Any) -> Any:
+        def opening(real):
+            def opened(path, *arguments, **more):
                 if stat.S_ISDIR(remembered(path).st_mode):
                     inside = [name for name in self._known if Path(path) in (name, name.parent)]
                     for name in inside:
@@ -379,7 +368,7 @@ def test_interrupted_prune_leaves_no_partial_version(store, monkeypatch):
     for step in range(3):
         add(store, step)
 
-    def killed(folder: Path, **_: object) -> None:
+    def killed(folder, **_):
         (folder / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
@@ -484,7 +473,7 @@ def test_store_write_times_out_if_a_suspended_writer_holds_the_lock(store, monke
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(weights, "time", clock)
     return clock
@@ -493,17 +482,17 @@ def clock(monkeypatch) -> Clock:
 class Clock:
     """The records' time: elapsed seconds, and a wall clock that may be set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.passed, self.set_by = 0.0, 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.passed
 
-    def time(self) -> float:
+    def time(self):
         return 1e9 + self.passed + self.set_by
 
 
-def instances(found: list[ServingRecord]) -> list[str]:
+def instances(found):
     return [record.instance for record in found]
 
 
@@ -545,7 +534,7 @@ def test_serving_record_of_a_reused_process_id_is_dead(records):
 
 
 @pytest.fixture
-def elsewhere(records, clock) -> ServingRecord:
+def elsewhere(records, clock):
     """Return a record of another machine, or of another container with the same host name and process ids."""
     record = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
     records.put(record)

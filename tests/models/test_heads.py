@@ -5,23 +5,20 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from loaders import load_critic, load_reward
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from settings import trainer_section
-from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, save_tiny, save_with_value_head
+from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, change_tensors, save_tiny, save_with_value_head
 from transformers import AutoModelForTokenClassification
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models import modeling
 from rlhf_triton.models.collation import collate
-from rlhf_triton.models.modeling import CriticModel, quiet_transformers, save_critic
+from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.models.token_head import TokenHead
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -33,7 +30,7 @@ near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE)
 quiet_transformers()
 
 
-def rows(*lengths: int) -> list[np.ndarray]:
+def rows(*lengths):
     rng = np.random.default_rng(0)
     return [rng.integers(2, VOCAB, length) for length in lengths]
 
@@ -42,53 +39,50 @@ MIXED = rows(1, 7, POSITIONS - 2, 3, 12, 2)
 
 
 @torch.no_grad()
-def hidden_states(body: Any, row: np.ndarray) -> torch.Tensor:
+def hidden_states(body, row):
     """Return `[length, hidden]` of one row, alone and with a mask."""
     ids = torch.from_numpy(row)[None]
     return body(input_ids=ids, attention_mask=torch.ones_like(ids))[0][0]
 
 
 @torch.no_grad()
-def directly(model: Any, row: np.ndarray) -> np.ndarray:
+def directly(model, row):
     """Return Hugging Face's own logits of one row."""
     ids = torch.from_numpy(row)[None]
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].numpy()
 
 
-Score = Callable[[np.ndarray], np.ndarray]
-Save = Callable[[Path, int], Score]  # writes a checkpoint from a seed; returns what scores a row without this project
-
-
-def sequence(family: str, **config: Any) -> Save:
-    def save(folder: Path, seed: int) -> Score:
+# A `save(folder, seed)` of the functions below writes a checkpoint and returns what scores a row without this project.
+def sequence(family, **config):
+    def save(folder, seed):
         model = save_tiny(folder, family, "reward", seed=seed, **config)
         return lambda row: directly(model, row)
 
     return save
 
 
-def tokens(family: str) -> Save:
-    def save(folder: Path, seed: int) -> Score:
+def tokens(family):
+    def save(folder, seed):
         model = save_tiny(folder, family, "critic", seed=seed)
         return lambda row: directly(model, row)[-1]
 
     return save
 
 
-def mean(folder: Path, seed: int) -> Score:
+def mean(folder, seed):
     model = save_tiny(folder, "gpt2", "reward", seed=seed)
     return lambda row: model.score(hidden_states(model.base_model, row).mean(dim=0)).detach().numpy()
 
 
-def value_head(family: str, **settings: Any) -> Save:
-    def save(folder: Path, seed: int) -> Score:
+def value_head(family, **settings):
+    def save(folder, seed):
         body, head = save_with_value_head(folder, family, seed=seed, **settings)
         return lambda row: head(hidden_states(body, row)[-1]).detach().numpy()
 
     return save
 
 
-def same(scores: np.ndarray) -> np.ndarray:
+def same(scores):
     return scores
 
 
@@ -96,7 +90,7 @@ ATTRIBUTES = {"num_labels": 3, "reward_standardization": {"mean": 0.5, "std": 2.
 WEIGHTS = [0.5, -1.0, 2.0]
 MEAN = {"attribute_weights": [1 / 3] * 3}  # as a critic merges them
 OPENRLHF = {"prefix": "my_head", "value_head_prefix": "my_head", "mean": 0.25, "std": 0.5, "normalize_reward": True}
-HEADS: dict[str, tuple[Save, dict[str, Any], Score]] = {
+HEADS = {
     **{family: (sequence(family), {}, same) for family in (*CAUSAL, "roberta", "mixtral")},
     **{
         f"{family}, each token": (tokens(family), {} if CAUSAL[family] else {"pooling": "last"}, same)
@@ -183,11 +177,11 @@ def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved
     assert not {"normalize_reward", "value_head_prefix", "mean", "std"} & written.keys(), "the constants are there once"
 
 
-def last_values(critic: CriticModel) -> np.ndarray:
+def last_values(critic):
     return np.array([[values[-1]] for values in critic.values(MIXED)])
 
 
-def saved(critic: CriticModel, folder: Path, **settings: torch.dtype) -> Path:
+def saved(critic, folder, **settings):
     folder.mkdir()
     save_critic(critic, folder, **settings)
     return folder
@@ -208,7 +202,7 @@ def test_reward_reads_the_last_token_even_if_it_is_the_padding_id(tmp_path, fami
 # ---- refusals ----
 
 
-def refused(*parts: object) -> Any:
+def refused(*parts):
     return pytest.raises(CheckpointError, match=".*".join(re.escape(str(part)) for part in parts))
 
 
@@ -225,34 +219,34 @@ def test_pooling_and_attribute_weights_that_do_not_fit_the_head_are_refused(tmp_
             load_reward(tmp_path, **settings)
 
 
-MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
+NAN, NORM = float("nan"), "model.norm.weight"
+MISFITS = {
     "another family": ("qwen2", {}, "is a qwen2 model, but the served model"),
     "more labels": ("llama", {"num_labels": 2}, "but the served model's is"),
     "another size": ("llama", {"intermediate_size": 32}, "intermediate_size in config.json is"),
     "another padding": ("llama", {"pad_token_id": 3}, "pad_token_id in config.json is 3"),
     "more layers": ("llama", {"num_hidden_layers": 3}, "num_hidden_layers in config.json is 3"),
-    "not finite": ("llama", {}, "score.weight has values that are not finite"),
-    "a shape of its own": ("llama", {}, "does not fit the served model"),
-    "a missing tensor": ("llama", {}, "the weights have no"),
+    "not finite": (
+        "llama",
+        {},
+        "score.weight has values that are not finite",
+        lambda own: own["score.weight"].fill_(NAN),
+    ),
+    "a shape of its own": ("llama", {}, "does not fit the served model", lambda own: own.update({NORM: torch.ones(3)})),
+    "a missing tensor": ("llama", {}, "the weights have no", lambda own: own.pop(NORM)),
     "cut short": ("llama", {}, "is damaged"),
 }
 
 
 @pytest.mark.parametrize("kind", MISFITS)
 def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path, kind):
-    family, config, message = MISFITS[kind]
+    family, config, message, *changes = MISFITS[kind]
     save_tiny(tmp_path / "served", "llama", "reward")
     save_tiny(tmp_path / "other", family, "reward", **config)
-    file = tmp_path / "other" / "model.safetensors"
-    tensors = load_file(file)
-    if kind == "not finite":
-        tensors["score.weight"][0, 3] = float("nan")
-    elif kind == "a shape of its own":
-        tensors["model.norm.weight"] = torch.ones(3)
-    elif kind == "a missing tensor":
-        tensors.pop("model.norm.weight")
-    save_file(tensors, file)
+    for change in changes:
+        change_tensors(tmp_path / "other", change)
     if kind == "cut short":
+        file = tmp_path / "other" / "model.safetensors"
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with refused(message):
         load_model("load_reward", tmp_path / "other", load_reward(tmp_path / "served"), {})
@@ -261,9 +255,7 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path, kind):
 @pytest.mark.parametrize(("loader", "kind"), [("load_reward", "reward"), ("load_language_model", "language")])
 def test_load_model_refuses_non_finite_weights(tmp_path, loader, kind):
     save_tiny(tmp_path, "llama", kind)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][0, 3] = float("nan")
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(tmp_path, lambda own: own["model.layers.0.mlp.up_proj.weight"][0].fill_(NAN))
     with refused("model.layers.0.mlp.up_proj.weight has values that are not finite"):
         load_model(loader, tmp_path, None, {})
 

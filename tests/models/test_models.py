@@ -8,9 +8,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from loaders import load_critic, load_language_model, load_process_reward, load_
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
 from tiny_checkpoints import CONFIGS, save_tiny
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -99,12 +97,12 @@ near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE)
 quiet_transformers()
 
 
-def names(known: Sequence[str]) -> Any:
+def names(known):
     marked = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in known]
     return pytest.mark.parametrize("name", marked)
 
 
-def rows_of(*lengths: int) -> list[np.ndarray]:
+def rows_of(*lengths):
     """Token rows without special tokens."""
     rng = np.random.default_rng(0)
     return [rng.integers(3, VOCAB, length) for length in lengths]
@@ -113,9 +111,7 @@ def rows_of(*lengths: int) -> list[np.ndarray]:
 ROWS = rows_of(5, 11, 30, 3, 18, 8, 1)
 
 
-def assert_alone_and_together(
-    score: Callable[[list[np.ndarray]], Sequence[np.ndarray]], rows: list[np.ndarray], expected: list[np.ndarray]
-) -> None:
+def assert_alone_and_together(score, rows, expected):
     """Compare rows as sent, in reverse, as planned, and each alone, with `expected`."""
     order = [*range(len(rows))]
     planned = plan_micro_batches([row.size for row in rows], token_budget=40, max_rows=8)
@@ -125,7 +121,7 @@ def assert_alone_and_together(
 
 
 @torch.no_grad()
-def directly(model: Any, row: np.ndarray) -> np.ndarray:
+def directly(model, row):
     """Return Hugging Face's own logits of one row: `[1]`, or `[length]` for its tokens."""
     ids = torch.from_numpy(row)[None]
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, ..., 0].reshape(-1).numpy()
@@ -144,7 +140,7 @@ def test_row_scores_match_transformers_alone_and_batched(tmp_path, name):
             continue
         if kind == "reward" and name in ("flaubert", "xlm"):  # their head is no last layer of its own
             continue
-        served: Any = (load_reward if kind == "reward" else load_critic)(tmp_path / kind)
+        served = (load_reward if kind == "reward" else load_critic)(tmp_path / kind)
         outputs = served._outputs if kind == "reward" else served._token_head
         rows = [row for row in ROWS if row.size <= (served.limits.max_length or POSITIONS)]
         assert len(rows) > 4
@@ -231,7 +227,7 @@ def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path):
         assert {row.size: same.values([row])[0].tobytes() for row in rows[::-1]} == fresh
 
 
-def all_mapped(model: torch.nn.Module) -> bool:
+def all_mapped(model):
     """Return whether every weight of the body lies in a mapping of a safetensors file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
     spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines if line[-1].endswith(".safetensors")]
@@ -292,8 +288,8 @@ close = torch.testing.assert_close
 LENGTHS = (5, 1, 32, 2, 17, 3, 31)
 
 
-SAMPLING: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": [0, 2]}
-SMALL: dict[str, Any] = {
+SAMPLING = {"temperature": 0.7, "banned_token_ids": [0, 2]}
+SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -307,14 +303,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def token_rows(lengths: Sequence[int] = LENGTHS) -> list[np.ndarray]:
+def token_rows(lengths=LENGTHS):
     """Token rows, banned ids among them."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, VOCAB, length, dtype=np.int64) for length in lengths]
 
 
 @torch.no_grad()
-def assert_direct(folder: Path, model: Any, rows: list[np.ndarray], temperature: float, banned_token_ids: Any) -> None:
+def assert_direct(folder, model, rows, temperature, banned_token_ids):
     """Compare with transformers' forward pass and log_softmax of each row alone."""
     theirs = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     for row, found in zip(rows, model.launch(rows)(), strict=True):
@@ -326,12 +322,12 @@ def assert_direct(folder: Path, model: Any, rows: list[np.ndarray], temperature:
 
 
 @pytest.fixture
-def sizes(monkeypatch) -> list[int]:
+def sizes(monkeypatch):
     """Return how many positions got logits at once; at most seven fit."""
-    found: list[int] = []
+    found = []
     logits_of = output_head._logits
 
-    def watched(*arguments: Any) -> Tensor:
+    def watched(*arguments):
         logits = logits_of(*arguments)
         found.append(len(logits))
         return logits
@@ -396,7 +392,7 @@ def test_log_probs_and_entropies_equal_a_loop_over_softmax(seed, temperature, ba
     generator = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(6, (3, 4), generator=generator)
-    sampling: Any = {"temperature": temperature, "banned_token_ids": sorted(banned)}
+    sampling = {"temperature": temperature, "banned_token_ids": sorted(banned)}
     found, entropies = target_logprobs(logits, targets, **sampling), sampling_entropy(logits, **sampling)
     for at in itertools.product(range(3), range(4)):
         weights = [0.0 if v in banned else math.exp(float(z) / temperature) for v, z in enumerate(logits[at])]
@@ -430,7 +426,7 @@ def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(sizes,
     targets = torch.arange(3, 19)
     weights = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     results = []
-    kept: list[int] = []  # what the backward pass needs
+    kept = []  # what the backward pass needs
     for whole in (True, False):
         torch.manual_seed(0)
         head = nn.Linear(4, VOCAB, bias=bias, dtype=torch.float64).requires_grad_(not is_frozen)
@@ -492,7 +488,7 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
     "longrope": ("llama", {"rope_parameters": LONGROPE}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
@@ -500,7 +496,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 models = pytest.mark.parametrize("model", MODELS)
 
 
-def save(folder: Path, model: str, head: str, **more: Any) -> Any:
+def save(folder, model, head, **more):
     """Save one of MODELS, or of another family with 32 positions."""
     family, settings = MODELS.get(model, (model, {"n_positions": 32} if model == "gptj" else {}))
     return save_tiny(folder, family, head, **settings, **more)
@@ -509,14 +505,14 @@ def save(folder: Path, model: str, head: str, **more: Any) -> Any:
 MIXED = rows_of(3, LIMIT, 9, LIMIT + 4, LIMIT - 1, tiny_checkpoints.POSITIONS, 5)  # some longer than what is served
 
 
-ROLES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+ROLES = {
     "reward": ("reward", load_reward),
     "critic": ("critic", load_critic),
     "reference": ("language", load_language_model),
 }
 
 
-def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+def assert_close(found, expected):
     for one, other in zip(found, expected, strict=True):
         near(one, other)
 

@@ -2,8 +2,6 @@
 
 import copy
 import weakref
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from settings import actor_section
 from tiny_checkpoints import POSITIONS, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
+from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models.adapters import MergedWeights
@@ -44,20 +42,20 @@ FAMILIES = ("llama", "gpt2", "mixtral")
 quiet_transformers()
 
 
-def save_policy(folder: Path, family: str = "llama") -> Path:
+def save_policy(folder, family="llama"):
     tokenizer = make_tokenizer()
     save_tiny(folder, family, "language", vocab_size=len(tokenizer), pad_token_id=2, eos_token_id=1)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def make_policy(folder: Path, **settings: Any) -> Policy:
+def make_policy(folder, **settings):
     limits = {"model": folder, "max_new_tokens": 8, "prompts_max_tokens": 12, "precision": "bfloat16"}
     torch.manual_seed(0)
     return Policy(actor_section(**{**limits, **settings}))
 
 
-def by_hand(model: Any, rows: list[RolloutRow], banned: list[int]) -> torch.Tensor:
+def by_hand(model, rows, banned):
     """Return log-probs `[B, S-1]` of whole rows from a float32 model under autocast with a float32 head."""
     tokens, lengths = tokens_of(rows).to(model.device), torch.tensor([[len(row.tokens)] for row in rows])
     attention = (torch.arange(tokens.shape[1]) < lengths).long().to(model.device)
@@ -178,7 +176,7 @@ def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(tmp_path, m
                 parameter.normal_(std=0.1)
     alive, merge = weakref.WeakSet[torch.Tensor](), MergedWeights.__getitem__
 
-    def watched(weights: MergedWeights, name: str) -> torch.Tensor:
+    def watched(weights, name):
         assert not alive, "the tensor before is still in memory"
         tensor = merge(weights, name)
         if name in weights.adapted:
@@ -200,7 +198,7 @@ def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(tmp_path, m
 # ---- rows of as many tokens as the model has positions for ----
 
 
-def policy_of(folder: Path, model: str, *, length: int, **settings: Any) -> Policy:
+def policy_of(folder, model, *, length, **settings):
     """Return a policy whose rows have at most `length` tokens, six of them for the prompt."""
     tokenizer = make_tokenizer()
     save(folder, model, "language", vocab_size=len(tokenizer))

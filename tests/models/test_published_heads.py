@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from loaders import load_critic, load_process_reward, load_reward
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
+from tiny_checkpoints import change_config
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -45,7 +46,7 @@ from rlhf_triton.wire.training_payload import TrainPayload
 
 H, VOCAB = 16, 64
 LARGE = {"llama": 128_300, "gemma2": 2_600}  # vocabularies with the header of an answer
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": H,
     "intermediate_size": 24,
@@ -58,7 +59,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 32},
     "t5": {"d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
@@ -82,7 +83,7 @@ Tensors = dict[str, Tensor]
 Formula = Callable[[Tensor, int, Tensors], Tensor]  # hidden states [S, H], where the gate reads, tensors -> rewards [A]
 
 
-def quick(names: Iterable[Any], *chosen: Any) -> list[Any]:
+def quick(names, *chosen):
     """Mark all but the chosen names as slow: one of each kind is enough for `make test`."""
     return [
         name
@@ -92,14 +93,14 @@ def quick(names: Iterable[Any], *chosen: Any) -> list[Any]:
     ]
 
 
-def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
+def linear(x, t, name):
     return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
 
 
-def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Formula:
+def layers(*names, activation=F.relu):
     """Return the formula of linear layers at the last token."""
 
-    def formula(h: Tensor, _: int, t: Tensors) -> Tensor:
+    def formula(h, _, t):
         x = h[-1]
         for name in names[:-1]:
             x = activation(linear(x, t, name))
@@ -108,7 +109,7 @@ def layers(*names: str, activation: Callable[[Tensor], Tensor] = F.relu) -> Form
     return formula
 
 
-def armo(h: Tensor, at: int, t: Tensors) -> Tensor:
+def armo(h, at, t):
     x = h[at]
     for i in range(3):
         x = F.relu(linear(x, t, f"gating.layers.{i}"))
@@ -116,7 +117,7 @@ def armo(h: Tensor, at: int, t: Tensors) -> Tensor:
     return (gate * (linear(h[-1], t, "regression_layer") @ t["reward_transform_matrix"])).sum()[None]
 
 
-def qrm(h: Tensor, at: int, t: Tensors) -> Tensor:
+def qrm(h, at, t):
     x = h[at]
     for i in (0, 3):
         n = {part: t[f"gating.layers.{i + 2}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")}
@@ -126,25 +127,25 @@ def qrm(h: Tensor, at: int, t: Tensors) -> Tensor:
     return (gate * (quantiles.mean(1) @ t["reward_transform_matrix"])).sum()[None]
 
 
-def urm(h: Tensor, _: int, t: Tensors) -> Tensor:
+def urm(h, _, t):
     gate = layers("weights.fc.0", "weights.fc.2", "weights.fc.4", activation=F.selu)(h, 0, t)
     return (linear(h[-1], t, "score").view(5, 2)[:, 0] * gate).sum()[None]
 
 
-def ldl(h: Tensor, _: int, t: Tensors) -> Tensor:
+def ldl(h, _, t):
     names = ("regression_layer.network.0", "regression_layer.network.2", "regression_layer.network.4")
     bins = layers(*names, activation=F.leaky_relu)(h, 0, t).view(-1, 10).softmax(-1)
     gate = layers(*(f"gating_layer.network.{i}" for i in (0, 3, 6)), activation=F.leaky_relu)(h, 0, t)
     return ((gate[None] @ bins)[0] * torch.linspace(0, 1, 10)).sum()[None]
 
 
-def scaled(formula: Formula, mean: float, std: float) -> Formula:
+def scaled(formula, mean, std):
     return lambda h, at, t: (formula(h, at, t) - mean) / std
 
 
-def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str, tuple[int, ...]]:
+def mlp(prefix, *sizes, step=2, bias=True):
     """Return the shapes of `prefix.0`, `prefix.2`, ... with these sizes."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         shapes[f"{prefix}.{step * i}.weight"] = (outputs, inputs)
         if bias:
@@ -152,7 +153,7 @@ def mlp(prefix: str, *sizes: int, step: int = 2, bias: bool = True) -> dict[str,
     return shapes
 
 
-def one(prefix: str, outputs: int = 1, *, bias: bool = False) -> dict[str, tuple[int, ...]]:
+def one(prefix, outputs=1, *, bias=False):
     return {f"{prefix}.weight": (outputs, H)} | ({f"{prefix}.bias": (outputs,)} if bias else {})
 
 
@@ -307,13 +308,13 @@ SHAPES = {
 }
 
 
-def tiny(shape: Shape, **more: Any) -> Any:
+def tiny(shape, **more):
     vocabulary = {key: value for key, value in shape.config.items() if key == "vocab_size"}
     sizes = {name: size for name, size in SIZES.items() if shape.family != "xlnet" or "position" not in name}
     return AutoConfig.for_model(shape.family, **{**sizes, **FAMILIES.get(shape.family, {}), **vocabulary, **more})
 
 
-def large(model: Any) -> Any:
+def large(model):
     """Return the model with weights ten times as large: near-initial ones hardly depend on the other tokens."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -322,7 +323,7 @@ def large(model: Any) -> Any:
     return model.eval()
 
 
-def save(folder: Path, shape: Shape) -> Any:
+def save(folder, shape):
     """Write the folder; return its body."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -342,24 +343,19 @@ def save(folder: Path, shape: Shape) -> Any:
     store(folder, body if shape.file else {**body, **head})
     if shape.file is not None:
         store(folder, head, shape.file)
-    change_config(folder, {"architectures": [shape.architecture], **shape.config})
+    change_config(folder, architectures=[shape.architecture], **shape.config)
     return model.base_model
 
 
-def stored_in(folder: Path) -> Tensors:
+def stored_in(folder):
     return load_file(folder / "model.safetensors")
 
 
-def store(folder: Path, tensors: Tensors, file: str = "model.safetensors") -> None:
+def store(folder, tensors, file="model.safetensors"):
     save_file(tensors, folder / file, metadata={"format": "pt"})
 
 
-def change_config(folder: Path, settings: dict[str, Any]) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
-
-
-def rows(shape: Shape) -> list[np.ndarray]:
+def rows(shape):
     rng = np.random.default_rng(0)
     found = [rng.integers(5, VOCAB, length) for length in (9, 14, 7, 20, 12)]
     if "gating.logit_scale" in shape.head:
@@ -369,7 +365,7 @@ def rows(shape: Shape) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def right(shape: Shape, body: Any, tensors: Tensors) -> np.ndarray:
+def right(shape, body, tensors):
     t = {name: tensor.float() for name, tensor in tensors.items()}
     header = list(GATE_HEADERS.get(shape.family, ("", ()))[1])
     found = []
@@ -380,7 +376,14 @@ def right(shape: Shape, body: Any, tensors: Tensors) -> np.ndarray:
     return torch.stack(found).numpy()
 
 
-def assert_scores(folder: Path, shape: Shape, expected: np.ndarray) -> None:
+def saved(folder, shape):
+    """Write the folder; return its tensors, and the scores of `rows` by the formula."""
+    body = save(folder, shape)
+    stored = stored_in(folder)
+    return stored, right(shape, body, stored)
+
+
+def assert_scores(folder, shape, expected):
     """Compare the scores of rows that are alone, batched, and mixed with padding."""
     reward, given = load_reward(folder, **shape.settings), rows(shape)
     tolerance = 1e-5 * max(1.0, float(np.abs(expected).max()))
@@ -423,7 +426,7 @@ def test_published_head_scores_by_its_formula_and_damaged_ones_are_refused(tmp_p
             assert_scores_or_refused(tmp_path, shape, expected)
 
 
-def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -> None:
+def assert_scores_or_refused(folder, shape, expected):
     try:
         load_reward(folder, **shape.settings)
     except CheckpointError:
@@ -433,13 +436,12 @@ def assert_scores_or_refused(folder: Path, shape: Shape, expected: np.ndarray) -
 
 def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path):
     shape = SHAPES["LDL"]
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     for module in ("regression_layer", "gating_layer"):
         own = {name.removeprefix(f"{module}."): tensor for name, tensor in stored.items() if name.startswith(module)}
         store(tmp_path, own, f"{module}.safetensors")
     store(tmp_path, {name: tensor for name, tensor in stored.items() if "_layer.network" not in name})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
     store(tmp_path, {"scale": torch.ones(1)}, "calibration.safetensors")
     with refused(match=r"calibration\.scale"):
         load_reward(tmp_path)
@@ -453,7 +455,7 @@ def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path):
     assert np.isnan(scores[1:]).all()
     with refused(match="pooling: mean needs a linear head"):
         load_reward(tmp_path, pooling="mean")
-    change_config(tmp_path, {"vocab_size": VOCAB})
+    change_config(tmp_path, vocab_size=VOCAB)
     with refused(match=r"gating.layers reads at the header of an answer.*has no tokens for it"):
         load_reward(tmp_path)
 
@@ -461,11 +463,11 @@ def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path):
 # ---- which tensors and files ----
 
 
-def renamed(folder: Path, rename: Callable[[str], str]) -> None:
+def renamed(folder, rename):
     store(folder, {rename(name): tensor for name, tensor in stored_in(folder).items()})
 
 
-def bare(name: str) -> str:
+def bare(name):
     return name.removeprefix("model.")
 
 
@@ -480,7 +482,7 @@ def test_value_head_prefix_selects_one_of_two_heads(tmp_path, pair, rename):
         load_reward(tmp_path)
     assert all(name in str(caught.value) for name in pair)
     for name in pair:
-        change_config(tmp_path, {"value_head_prefix": name})
+        change_config(tmp_path, value_head_prefix=name)
         chosen = Shape("llama", LLAMA, {}, layers(name))
         assert_scores(tmp_path, chosen, right(chosen, body, stored))
     for extra in ("my_head.weight", "normalizer.mean"):  # no heads, which it would leave out
@@ -493,7 +495,7 @@ def test_value_head_prefix_selects_one_of_two_heads(tmp_path, pair, rename):
 def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path, name):
     save(tmp_path, SHAPES[name])
     for prefix in ("value_hed", "score.weight", "model"):
-        change_config(tmp_path, {"value_head_prefix": prefix})
+        change_config(tmp_path, value_head_prefix=prefix)
         for load in (load_reward, load_critic):
             if name == "OpenRLHF":  # without the prefix, no head is known
                 with pytest.raises(
@@ -508,7 +510,7 @@ def test_a_value_head_prefix_that_names_no_tensor_is_refused(tmp_path, name):
                     load(tmp_path)
 
 
-WRAPPERS: dict[str, Callable[[str], str]] = {
+WRAPPERS = {
     "DistributedDataParallel": lambda name: f"module.{name}",
     "torch.compile": lambda name: f"_orig_mod.module.{name}",
     "Lightning": lambda name: f"model.{name}",
@@ -531,8 +533,7 @@ QUICK = [
 @pytest.mark.parametrize(("name", "wrapper"), quick(WRAPPED, *QUICK))
 def test_prefix_around_all_tensor_names_changes_no_score(tmp_path, wrapper, name):
     shape = SHAPES[name]
-    body = save(tmp_path, shape)
-    expected = right(shape, body, stored_in(tmp_path))
+    _, expected = saved(tmp_path, shape)
     renamed(tmp_path, WRAPPERS[wrapper])
     assert_scores(tmp_path, shape, expected)
     again = load_reward(tmp_path).with_weights(tmp_path)
@@ -547,13 +548,12 @@ COPIES = [("model.model", "transformer"), ("model", "transformer"), ("model", "r
 @pytest.mark.parametrize("name", ["v_head", "score"])
 def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path, root, other, name):
     shape = Shape("llama", "GPTRewardModel", one(name), root=root, language=name == "v_head")
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     inside = {key.removeprefix(f"{root}."): each for key, each in stored.items() if key.startswith(f"{root}.")}
     again = {f"{other}.{key}": each.clone() for key, each in inside.items() if "lm_head" not in key}
     again |= {} if root == "reward_model" else {f"{root}.{name}.weight": stored[f"{name}.weight"].clone()}
     store(tmp_path, {**stored, **again})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
     assert load_critic(tmp_path).note == f"the value head is {name}"
     for changed in (min(again), max(again)):
         store(tmp_path, {**stored, **again, changed: 2 * again[changed]})
@@ -565,7 +565,7 @@ def test_duplicate_body_or_head_is_accepted_only_if_equal(tmp_path, root, other,
         load_reward(tmp_path)
 
 
-UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
+UNKNOWN = [
     *(
         ("my_head", str, None),
         ("my_layer", bare, None),
@@ -583,8 +583,7 @@ UNKNOWN: list[tuple[str, Callable[[str], str], Shape | None]] = [
 @pytest.mark.parametrize(("name", "rename", "given"), UNKNOWN)
 def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, rename, given):
     shape = given or Shape("llama", "X", one(name))
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     beside = {} if name == "lm_head" else {"lm_head.bias": torch.ones(VOCAB)}
     store(tmp_path, {**{rename(key): each for key, each in stored.items()}, **beside})
     message = f"{name}.*value_head_prefix: {name} in config.json"
@@ -592,15 +591,15 @@ def test_head_with_an_unknown_name_is_refused_with_the_remedy(tmp_path, name, re
         load_reward(tmp_path)
     with refused(match=name):
         load_critic(tmp_path)
-    change_config(tmp_path, {"value_head_prefix": name})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    change_config(tmp_path, value_head_prefix=name)
+    assert_scores(tmp_path, shape, expected)
 
 
 @pytest.mark.parametrize("family", ["distilbert", "electra"])
 def test_pooler_layers_of_a_classifier_are_never_ignored(tmp_path, family):
     model = AutoModelForSequenceClassification.from_config(tiny(Shape(family, "", {}), num_labels=1))
     large(model).save_pretrained(tmp_path)
-    change_config(tmp_path, {"architectures": ["RewardModel"]})
+    change_config(tmp_path, architectures=["RewardModel"])
     for pooling, message in (("auto", r"how its head .* pools is unknown"), ("last", "does not use")):
         with refused(match=message):
             load_reward(tmp_path, pooling=pooling)
@@ -649,10 +648,9 @@ COUNTERS = {"global_step": [12], "module.steps": 3, "v_head.num_updates": 7, "ep
 @pytest.mark.parametrize("name", COUNTERS)
 def test_counter_tensors_beside_the_weights_change_no_score(tmp_path, name):
     shape = SHAPES["Skywork-Reward"]
-    body = save(tmp_path, shape)
-    stored = stored_in(tmp_path)
+    stored, expected = saved(tmp_path, shape)
     store(tmp_path, {**stored, name: torch.tensor(COUNTERS[name])})
-    assert_scores(tmp_path, shape, right(shape, body, stored))
+    assert_scores(tmp_path, shape, expected)
     store(tmp_path, {**stored, "scale": torch.tensor(2)})
     with refused(match="does not use scale"):
         load_reward(tmp_path)
@@ -688,7 +686,7 @@ def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path
         shape = replace(shape, head=one("score_head"), values={}, config={**shape.config, "mean": 0.5, "var": [4.0]})
     save(tmp_path, shape)
     if name == "LDL":
-        change_config(tmp_path, {"softmax": True})
+        change_config(tmp_path, softmax=True)
     given = rows(shape) if "gating.logit_scale" in shape.head else [row[:5] for row in rows(shape)]  # 5 positions
     expected = load_reward(tmp_path, **shape.settings).score(given)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -704,7 +702,7 @@ def test_config_key_of_a_wrong_json_type_is_refused_or_changes_no_score(tmp_path
 
 
 # Keys of config.json and what is said of them; None: the score stays.
-UNUSUAL: list[tuple[str, dict[str, Any], str | None]] = [
+UNUSUAL = [
     ("llama", {"attn_implementation": "flash_attention_2"}, None),
     ("llama", {"_attn_implementation": "nonsense"}, None),
     ("llama", {"output_hidden_states": "x", "output_attentions": True, "torchscript": True}, None),
@@ -735,7 +733,7 @@ def test_unusual_config_key_changes_no_score_or_is_refused_by_name(tmp_path, fam
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
     monkeypatch.setattr(transformers_classes, "OWN_PATHS", {})
-    change_config(tmp_path, config)
+    change_config(tmp_path, **config)
     if told is None:
         np.testing.assert_allclose(load_reward(tmp_path).score(rows(shape)), expected, rtol=1e-5)
         return
@@ -759,7 +757,7 @@ OWN_CLASSES = [
     ("jamba", AutoModelForSequenceClassification),
     ("mistral", AutoModelForSequenceClassification),
 ]
-OF_BASE_MODELS: dict[str, dict[str, Any]] = {  # keys that are in config.json of the published ones, but in no class
+OF_BASE_MODELS = {  # keys that are in config.json of the published ones, but in no class
     "deberta-v2": {"position_buckets": 64, "share_att_key": True, "norm_rel_ebd": "none", "conv_act": "gelu"},
     "modernbert": {"layer_norm_eps": 1e-5, "global_rope_theta": 160000.0},
 }
@@ -777,12 +775,12 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path,
         model = kind.from_config(tiny(shape, num_labels=1, **OF_BASE_MODELS.get(family, {}))).eval()
     model = large(model) if scale == "as trained" else model
     model.save_pretrained(tmp_path)
-    change_config(tmp_path, OF_BASE_MODELS.get(family, {}))
+    change_config(tmp_path, **OF_BASE_MODELS.get(family, {}))
     given = rows(shape)
     with torch.no_grad():
         logits = [model(input_ids=torch.from_numpy(row)[None]).logits[0] for row in given]
     expected = np.stack([(each if each.ndim == 1 else each[-1]).numpy() for each in logits])
-    settings: dict[str, Any] = {}
+    settings = {}
     if kind is AutoModelForTokenClassification:  # which has no pooling
         settings["pooling"] = "last"
         with refused(match=r"which token.*classifier.*pooling"):
@@ -805,12 +803,12 @@ def test_transformers_classes_score_exactly_and_reject_missing_tensors(tmp_path,
 # ---- labels ----
 
 
-def labelled(folder: Path, *labels: str) -> tuple[list[np.ndarray], np.ndarray]:
+def labelled(folder, *labels):
     """Write a classifier; return rows and its logits."""
     shape = Shape("llama", LLAMA, one("score", len(labels)))
-    body = save(folder, shape)
-    change_config(folder, {"id2label": dict(enumerate(labels))})
-    return rows(shape), right(shape, body, stored_in(folder))
+    _, logits = saved(folder, shape)
+    change_config(folder, id2label=dict(enumerate(labels)))
+    return rows(shape), logits
 
 
 def test_several_labels_need_attribute_weights(tmp_path):
@@ -834,7 +832,7 @@ def test_swap_refuses_labels_in_another_order(tmp_path):
         served.with_weights(tmp_path / "other")
 
 
-LABELS: list[tuple[tuple[str, str], int | None]] = [
+LABELS = [
     (("incorrect", "correct"), 1),
     (("correct", "incorrect"), 0),
     (("Good", "BAD"), 0),
@@ -864,7 +862,7 @@ def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(tmp_path, l
     steps = load_process_reward(tmp_path, score="logit", attribute_weights=None if good is not None else weights)
     odds = [scores[-1] for scores in steps.launch_token_scores(given)()]
     np.testing.assert_allclose(odds, logits @ np.float32(weights), atol=1e-4)
-    change_config(tmp_path, {"label2id": {labels[0]: 1, labels[1]: 0}})
+    change_config(tmp_path, label2id={labels[0]: 1, labels[1]: 0})
     with refused(match=r"id2label .* and label2id .* contradict each other"):
         load_process_reward(tmp_path)
 
@@ -884,7 +882,7 @@ def test_process_reward_matches_published_formulas_at_each_token(tmp_path):
 
 # ---- what has no score of one text ----
 
-UNSERVED: dict[str, tuple[Shape, list[str]]] = {
+UNSERVED = {
     "PairRM": (
         Shape("deberta-v2", "DebertaV2PairRM", {"head_layer.1.weight": (H, 2 * H)}, root="pretrained_model"),
         ["compares two candidates in one row"],
@@ -941,7 +939,7 @@ def test_checkpoints_that_give_no_score_are_refused_with_the_cause(tmp_path, nam
         load_reward(tmp_path)
 
 
-HEAD_KEYS: list[tuple[str, Any]] = [
+HEAD_KEYS = [
     ("head_activation", "tanh"),
     ("score_activation", "sigmoid"),
     ("summary_activation", "tanh"),
@@ -982,7 +980,7 @@ HEAD_KEYS: list[tuple[str, Any]] = [
 def test_head_settings_in_config_json_are_applied_or_refused(tmp_path, family, key, value):
     shape = Shape(family, {"llama": LLAMA, "gpt2": "GPT2ForSequenceClassification"}[family], one("score"))
     save(tmp_path, shape)
-    change_config(tmp_path, {key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
+    change_config(tmp_path, **{key: value, "attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6})
     with refused(match=rf"has {key}: {re.escape(repr(value))}, which the head score"):
         load_reward(tmp_path)
     if "pool" in key or key == "summary_type":
@@ -991,7 +989,7 @@ def test_head_settings_in_config_json_are_applied_or_refused(tmp_path, family, k
         with refused(match=key):
             load_reward(tmp_path, pooling="mean")
     silent = {"pooling": "last", "pooling_type": "last_token", "use_mean_pooling": False, "summary_type": "last"}
-    change_config(tmp_path, {key: silent.get(key)})
+    change_config(tmp_path, **{key: silent.get(key)})
     load_reward(tmp_path)
 
 
@@ -1002,11 +1000,11 @@ UNREAD = json.loads(Path(__file__).with_name("published_keys.json").read_text())
 @pytest.mark.parametrize("family", quick(UNREAD["of a family"], "llama", "gptj", "bloom", "gemma3_text"))
 def test_irrelevant_config_keys_are_accepted_silently(tmp_path, family, caplog):
     save(tmp_path, Shape(family, "", one("score")))
-    change_config(tmp_path, {**UNREAD["read by nothing"], **UNREAD["of a family"][family]})
+    change_config(tmp_path, **(UNREAD["read by nothing"] | UNREAD["of a family"][family]))
     load_reward(tmp_path)
     assert "keys that nothing reads" not in caplog.text
     for _ in range(2):
-        change_config(tmp_path, {"use_deep_thought": True, "reading": "backwards"})
+        change_config(tmp_path, use_deep_thought=True, reading="backwards")
         load_reward(tmp_path)
     assert caplog.text.count(f"keys that nothing reads, for a {family} model: reading, use_deep_thought;") == 1
 
@@ -1016,9 +1014,9 @@ def test_config_keys_without_effect_on_scores_are_accepted(tmp_path, config):
     shape = Shape("bert", "BertForSequenceClassification", one("classifier", bias=True))
     save(tmp_path, shape)
     expected = load_reward(tmp_path).score(rows(shape))
-    change_config(tmp_path, config)
+    change_config(tmp_path, **config)
     np.testing.assert_array_equal(load_reward(tmp_path).score(rows(shape)), expected)
-    change_config(tmp_path, {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}})
+    change_config(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.activation.Sigmoid"})
     with refused(match=r"has activation_fn: 'torch\.nn\.modules\.activation\.Sigmoid'"):
         load_reward(tmp_path)
 
@@ -1027,7 +1025,7 @@ def test_model_type_that_transformers_remaps_is_remapped(tmp_path):
     """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
     shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
-    change_config(tmp_path, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4})
+    change_config(tmp_path, layer_types=["full_attention", "sliding_attention"], sliding_window=4)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
     assert theirs.config.model_type == "ministral"
     with torch.no_grad():
@@ -1071,8 +1069,7 @@ def test_misplaced_missing_or_duplicate_body_tensor_is_refused(tmp_path, family,
 )
 def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, name):
     shape = SHAPES[name]
-    body = save(tmp_path / "0", shape)
-    expected = right(shape, body, stored_in(tmp_path / "0"))
+    _, expected = saved(tmp_path / "0", shape)
     given = rows(shape)
     critic = load_critic(tmp_path / "0")
     np.testing.assert_allclose(last(critic, given), expected, atol=1e-5 * max(1, np.abs(expected).max()))
@@ -1086,7 +1083,7 @@ def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, nam
         np.testing.assert_array_equal(last(again, given), last(update.critic, given))
 
 
-def last(critic: Any, given: list[np.ndarray]) -> np.ndarray:
+def last(critic, given):
     return np.array([[values[-1]] for values in critic.values(given)])
 
 

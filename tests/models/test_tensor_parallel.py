@@ -2,10 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,14 +17,13 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.models import token_head
 from rlhf_triton.models.modeling import CriticModel, save_critic
 from rlhf_triton.models.tensor_parallel import RankGroup
-from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.python_backend.serving.ranks.process import Rank
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {**HEADS, "intermediate_size": 25},  # rank 1 gets one feature less
     "qwen2": {**HEADS, "tie_word_embeddings": True},
     "mistral": HEADS,
@@ -45,13 +41,13 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[ServingRanks]:
+def ranks():
     """Two ranks on the CPU; this process is rank 0."""
     with serving_ranks("cpu") as ranks:
         yield ranks
 
 
-def random_rows(*lengths: int) -> list[np.ndarray]:
+def random_rows(*lengths):
     generator = np.random.default_rng(0)
     return [generator.integers(3, 40, length) for length in lengths]
 
@@ -59,14 +55,14 @@ def random_rows(*lengths: int) -> list[np.ndarray]:
 ROWS = random_rows(1, 3, 9, 30)
 
 
-def outputs(model: Any) -> np.ndarray:
+def outputs(model):
     """All outputs of a forward pass over `ROWS`, in one array."""
     if isinstance(model, CriticModel):
         return np.concatenate(model.values(ROWS, 32))
     return np.concatenate(model.score(ROWS, 32) if hasattr(model, "score") else model.launch(ROWS, 32)())
 
 
-def assert_same(ranks: ServingRanks, split: Any, whole: Any) -> None:
+def assert_same(ranks, split, whole):
     with ranks.forward(split, ROWS, 32):
         found = outputs(split)
     np.testing.assert_allclose(found, outputs(whole), atol=TOLERANCE, rtol=0)
@@ -86,7 +82,7 @@ def test_tensor_parallel_outputs_match_one_process(ranks, tmp_path, family, load
 
 
 @pytest.fixture
-def versions(tmp_path) -> list[Path]:
+def versions(tmp_path):
     """Two critics of one architecture, saved as the sidecar saves them."""
     folders = [tmp_path / "1", tmp_path / "2"]
     for seed, folder in enumerate(folders):
@@ -137,14 +133,14 @@ def test_rank_loads_models_one_at_a_time(monkeypatch):
     """Rank 0 may begin a load while a refused one still ends on another rank: both would count votes together."""
     log, may_end = [], threading.Event()
 
-    def load(group: Any, loader: str, folder: Path, *_: Any) -> Mock:
+    def load(group, loader, folder, *_):
         log.append(folder)
         may_end.wait()
         log.append(folder)
         return Mock()
 
     monkeypatch.setattr("rlhf_triton.python_backend.serving.ranks.process.load_part", load)
-    rank = Rank(SimpleNamespace())  # type: ignore[arg-type]
+    rank = Rank(SimpleNamespace())
     for key in range(2):
         message = {"op": "load", "key": key, "unused": [], "loader": "", "folder": str(key), "served": None}
         rank.execute({**message, "options": {}}, Mock())
@@ -158,7 +154,7 @@ def test_rank_loads_models_one_at_a_time(monkeypatch):
 def test_rank_that_fails_before_the_vote_votes_once():
     """Its vote on the outer block meets theirs on the inner one; a second vote would wait for one that never comes."""
     group = RankGroup.__new__(RankGroup)
-    group._gather_reasons = Mock(side_effect=[{1: "no file"}, {}])  # type: ignore[method-assign]
+    group._gather_reasons = Mock(side_effect=[{1: "no file"}, {}])
     with pytest.raises(CheckpointError, match="rank 1: no file"), group.run_on_all_ranks(), group.run_on_all_ranks():
         pass
     assert group._gather_reasons.call_count == 1

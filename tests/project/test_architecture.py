@@ -59,7 +59,7 @@ HEAVY = {"pydantic", "safetensors", "torch", "transformers", "tritonclient", "ya
 NUMPY_ALONE = ["rlhf_triton.models.batching", "rlhf_triton.wire.contract"]
 
 
-def tracked(*patterns: str) -> list[Path]:
+def tracked(*patterns):
     """Return the files that git tracks, or would track if they were added now."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
@@ -68,7 +68,7 @@ def tracked(*patterns: str) -> list[Path]:
     return [path for name in names if (path := ROOT / name).is_file()]
 
 
-def modules() -> dict[Path, str]:
+def modules():
     """The source of each module of the packages."""
     return {path: path.read_text() for path in tracked(*(f"{package}/*.py" for package in PACKAGES))}
 
@@ -83,7 +83,7 @@ def test_tests_import_neither_benchmarks_nor_examples():
             assert not {name.partition(".")[0] for name in names} & {"benchmarks", "examples"}, path
 
 
-def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:
+def imported_after(modules, tmp_path):
     """Return what a fresh interpreter has loaded after each of `modules`, imported in this order."""
     (tmp_path / "triton_python_backend_utils.py").write_text("")  # exists only inside a stub
     script = (
@@ -112,8 +112,8 @@ def test_clients_and_the_gateway_are_installed_without_torch():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 
-    def packages(requirements: list[str]) -> set[str]:
-        names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # type: ignore[index]
+    def packages(requirements):
+        names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
         inner = re.findall(r"rlhf-on-triton\[(.+?)\]", " ".join(requirements))
         return names.union(*(packages(extras[extra]) for found in inner for extra in found.split(",")))
 
@@ -161,7 +161,7 @@ def test_errors_docstring_lists_every_exception_class():
     ]
     bases = {node.name: [ast.unparse(base).split(".")[-1] for base in node.bases] for node in nodes}
 
-    def is_exception(name: str) -> bool:
+    def is_exception(name):
         if name in bases:
             return any(is_exception(base) for base in bases[name])
         return issubclass(getattr(builtins, name, object), BaseException)

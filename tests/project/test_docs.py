@@ -3,10 +3,8 @@
 import ast
 import re
 import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -71,17 +69,17 @@ FOLDERS = (
 )
 
 
-def blocks(language: str) -> list[Any]:
+def blocks(language):
     """Return the fenced blocks in `language`, each with its page."""
     found = [(page, text) for page in PAGES for name, text in FENCE.findall(page.read_text()) if name == language]
     return [pytest.param(text, id=f"{page.stem}-{i}") for i, (page, text) in enumerate(found)]
 
 
-def prose(page: Path) -> str:
+def prose(page):
     return FENCE.sub("", page.read_text())
 
 
-def commands() -> Iterator[str]:
+def commands():
     """Return every command line: in bash blocks, in indented lines, and between backticks."""
     for page in PAGES:
         text = page.read_text()
@@ -119,7 +117,7 @@ def test_documented_commands_and_options_exist(command, tmp_path):
     load_config(tmp_path / "my.yaml", overrides)
 
 
-def script_of(arguments: list[str]) -> str | None:
+def script_of(arguments):
     """Return the file that a Python command runs; None if it is not ours."""
     if arguments[0] != "-m":
         return None if arguments[0] in RECIPE_FILES else arguments[0]
@@ -133,7 +131,7 @@ def script_of(arguments: list[str]) -> str | None:
 
 
 @cache
-def options_in(file: Path) -> set[str]:
+def options_in(file):
     """Return the options that a file's argument parser declares by literal names, or shares with other files."""
     source = file.read_text()
     if "command_line" in source:
@@ -164,7 +162,7 @@ def test_documented_yaml_is_a_valid_configuration(text, tmp_path):
     ],
 )
 def test_documented_reward_functions_score(text, tmp_path):
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile(text, "a page", "exec"), names)
     arguments = {name: getattr(value, "__annotations__", {}).keys() for name, value in names.items()}
     name = next(name for name, found in arguments.items() if found & {"group", "sample", "completions"})
@@ -199,7 +197,7 @@ def test_documented_keys_paths_and_links_exist(page):
     assert {key for key in used if not key.endswith(FILE_ENDINGS)} <= KNOWN_KEYS
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, as GitHub and MyST make them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

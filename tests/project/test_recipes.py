@@ -22,13 +22,13 @@ FILES = {name: text for page in PAGES.values() for name, text in FILE.findall(pa
 NUM_STEPS = 5
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     """Return a page's commands that use its files, as words; the others install and make models."""
     lines = [shlex.split(line, comments=True) for block in COMMANDS.findall(PAGES[page]) for line in block.splitlines()]
     return [words for words in lines if FILES.keys() & {*words}]
 
 
-def execute(words: list[str], folder: Path) -> None:
+def execute(words, folder):
     program, *arguments = words
     if program == "rlhf-triton":
         arguments = ["-m", "rlhf_triton.tools", *arguments, *(f"server.{key}=0" for key in PORT_KEYS)]
@@ -40,7 +40,7 @@ def execute(words: list[str], folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A folder with the files of all pages, for few steps and with tiny models."""
     path = tmp_path_factory.mktemp("recipes")
     assert main([str(path / "models")]) == 0

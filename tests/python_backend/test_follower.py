@@ -4,9 +4,6 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +22,13 @@ PATIENCE_S = 120.0
 class Instance:
     """A follower whose critics are the number in their folder; `while_loading` is called in the middle of a load."""
 
-    def __init__(self, store: WeightsStore, *, swaps: bool = True) -> None:
+    def __init__(self, store, *, swaps=True):
         self.store = store
-        self.loaded: list[tuple[int, Any]] = []
-        self.counted: list[tuple[int, bool]] = []
-        self.logged: list[str] = []
-        self.freed: list[int] = []  # versions that were served when the memory of another one was free
-        self.while_loading: Callable[[int], None] = lambda number: None
+        self.loaded = []
+        self.counted = []
+        self.logged = []
+        self.freed = []  # versions that were served when the memory of another one was free
+        self.while_loading = lambda number: None
         self.follower = Follower(
             store,
             "critic_0",
@@ -42,7 +39,7 @@ class Instance:
             freed=lambda: self.freed.append(self.follower.version.number),
         )
 
-    def _load(self, folder: Path, served: Any) -> float:
+    def _load(self, folder, served):
         number = int(folder.name)
         self.loaded.append((number, served))
         self.while_loading(number)
@@ -52,20 +49,20 @@ class Instance:
         return value
 
     @property
-    def record(self) -> ServingRecord:
+    def record(self):
         (record,) = self.store.records.alive()
         return record
 
 
 @pytest.fixture
-def store(tmp_path) -> WeightsStore:
+def store(tmp_path):
     store = WeightsStore(tmp_path / "weights")
     publish(store, 0.0)
     return store
 
 
 @pytest.fixture
-def instance(store) -> Iterator[Instance]:
+def instance(store):
     made = Instance(store)
     made.follower.start()
     yield made
@@ -73,15 +70,15 @@ def instance(store) -> Iterator[Instance]:
     assert store.records.alive() == []
 
 
-def add(store: WeightsStore, value: float, *, canary: list[float] | None = None) -> int:
-    def write(folder: Path) -> None:
+def add(store, value, *, canary=None):
+    def write(folder):
         save_file({"w": np.full(1, value, np.float32)}, folder / WEIGHTS_FILE)
         (folder / "config.json").write_text("{}")
 
     return store.add(write, run_id="run", step=len(store.versions()), parent=None, epoch=1, canary=canary).version
 
 
-def publish(store: WeightsStore, value: float) -> int:
+def publish(store, value):
     version = add(store, value)
     store.set_current(version)
     return version
@@ -151,7 +148,7 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
 
 
 def test_follower_expects_the_version_that_current_names_until_it_is_rejected(store, instance):
-    follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), list[int]()
+    follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), []
     instance.while_loading = lambda number: (loading.set(), go.wait(PATIENCE_S))
     follower.changed = lambda: changes.append(follower.version.number)
     assert not follower.is_arriving(VersionRange(1))
@@ -202,9 +199,9 @@ def test_version_truncated_after_its_load_is_rejected(store, instance):
 def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store, swaps):
     """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
     publish(store, 0.5)
-    instance, pruned = Instance(store, swaps=swaps), list[int]()
+    instance, pruned = Instance(store, swaps=swaps), []
 
-    def prune(number: int) -> None:
+    def prune(number):
         if not pruned:
             for value in range(1, 5):
                 publish(store, float(value))
@@ -220,7 +217,7 @@ def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store,
 def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(store, instance, monkeypatch):
     put, full = store.records.put, threading.Event()
 
-    def refuse(record: ServingRecord) -> None:
+    def refuse(record):
         if full.is_set():
             raise OSError(28, "No space left on device")
         put(record)

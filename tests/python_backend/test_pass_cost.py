@@ -11,20 +11,20 @@ cost = importlib.import_module("rlhf_triton.python_backend.serving.pass_cost")
 class Machine:
     """A machine whose passes take `constant + slope x tokens` seconds plus up to 10 %; the first one `first_s` more."""
 
-    def __init__(self, constant: float, slope: float, seed: int = 0, first_s: float = 0.0) -> None:
+    def __init__(self, constant, slope, seed=0, first_s=0.0):
         self.now = 0.0
-        self.sizes: list[tuple[int, int]] = []
+        self.sizes = []
         self._first_s = first_s
         self._constant = constant
         self._slope = slope
         self._noise = np.random.default_rng(seed)
 
-    def run(self, num_rows: int, width: int) -> None:
+    def run(self, num_rows, width):
         seconds = self._constant + self._slope * num_rows * width
         self.now += seconds * (1 + 0.1 * self._noise.random()) + self._first_s * (not self.sizes)
         self.sizes.append((num_rows, width))
 
-    def overhead(self, token_budget: int = 1024, longest: int | None = None) -> int:
+    def overhead(self, token_budget=1024, longest=None):
         found = cost.fit_pass_cost(self.run, token_budget=token_budget, longest=longest, clock=lambda: self.now)
         return int(cost.overhead_tokens(found, token_budget))
 

@@ -14,9 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +22,11 @@ import reward_functions
 import triton_python_backend_utils as stub
 from hypothesis import given
 from hypothesis import strategies as st
-from live_system import LiveRun, make_run, random_rows, scoring_inputs, training_inputs
+from live_system import make_run, random_rows, scoring_inputs, training_inputs
 from loaders import load_language_model
 from scoring_rig import started
 from served_model import served_model
-from triton_python_backend_utils import InferenceResponse, Request
+from triton_python_backend_utils import Request
 
 from rlhf_triton.python_backend.serving import scheduling
 from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
@@ -44,21 +42,19 @@ from rlhf_triton.wire.contract import (
     ContractError,
     ScoringRows,
     TokenRow,
-    VersionRange,
     outputs_of,
     texts_array,
 )
 from rlhf_triton.wire.texts import printable
 
 LONE = "\ud800"
-MIB = 1 << 20
 PATIENCE_S = 120.0
 
 # ---- answers: text that Triton and terminals can take, one answer for each request, no exception ----
 
 
 @pytest.fixture
-def serving() -> Any:
+def serving():
     """Return rlhf_triton.python_backend.serving.triton with the stand-in for Triton's module."""
     return importlib.import_module("rlhf_triton.python_backend.serving.triton")
 
@@ -81,7 +77,7 @@ def test_printable_escapes_control_characters_and_truncates(text, shown):
 
 @pytest.mark.parametrize("error", [ContractError(f"messages: {LONE}"), KeyError(LONE), RuntimeError("x" * 100_000)])
 def test_errors_with_any_text_are_sent_as_responses(serving, error):
-    def handle(call: Any) -> None:
+    def handle(call):
         raise error
 
     requests = [Request({}, ()), Request({}, ())]
@@ -96,7 +92,7 @@ def test_errors_with_any_text_are_sent_as_responses(serving, error):
 def test_request_is_answered_once_with_escaped_texts(serving):
     request = Request({}, ("reward_errors",))
 
-    def handle(call: Any) -> None:
+    def handle(call):
         call.answer({"reward_errors": texts_array(["\x1b[31mred", "", f"{LONE}"])})
         raise RuntimeError("after the answer")
 
@@ -108,9 +104,9 @@ def test_request_is_answered_once_with_escaped_texts(serving):
 
 @pytest.mark.parametrize("failures", [1, 9])
 def test_response_that_cannot_be_sent_becomes_an_error_response(serving, monkeypatch, failures):
-    send, tried = Request.send, list[int]()
+    send, tried = Request.send, []
 
-    def refuse(self: Request, *arguments: Any, **named: Any) -> None:
+    def refuse(self, *arguments, **named):
         tried.append(1)
         if len(tried) <= failures:
             raise MemoryError("/dev/shm is full")
@@ -161,7 +157,7 @@ def test_shared_memory_files_are_private_even_with_a_non_ascii_library_path(tmp_
 # ---- scheduling: oldest first, mates of its length, no starvation ----
 
 
-def pool(*, budget: int = 100, overhead: int = 10) -> RowPool[str]:
+def pool(*, budget=100, overhead=10):
     return RowPool(token_budget=budget, overhead_tokens=overhead)
 
 
@@ -226,7 +222,7 @@ def test_row_pool_bounds_the_pressing_tokens_of_a_long_request():
     discarded=st.sets(st.integers(0, 11)),
 )
 def test_row_pool_returns_each_row_once_within_the_token_budget(requests, budget, overhead, discarded):
-    waiting: RowPool[int] = RowPool(token_budget=budget, overhead_tokens=overhead)
+    waiting = RowPool(token_budget=budget, overhead_tokens=overhead)
     for owner, lengths in enumerate(requests):
         waiting.add(owner, lengths)
     for owner in discarded:
@@ -246,10 +242,10 @@ def test_row_pool_returns_each_row_once_within_the_token_budget(requests, budget
 
 def test_round_robin_finishes_short_jobs_first_and_all_at_close(monkeypatch):
     monkeypatch.setattr(scheduling, "SLICE_S", 0.0)  # a step is a slice
-    log: list[str] = []
+    log = []
     begin = threading.Event()
 
-    def job(name: str, steps: int) -> Iterator[None]:
+    def job(name, steps):
         begin.wait(PATIENCE_S)  # until all are there
         for _ in range(steps):
             yield
@@ -275,47 +271,47 @@ class Model:
 
     version = 1
 
-    def __init__(self, scoring: Any, patch: pytest.MonkeyPatch, **settings: int) -> None:
+    def __init__(self, scoring, patch, **settings):
         self.now, self.begun = 100.0, 0
-        self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.ran = queue.Queue()
         self.go, self.may_read = threading.Semaphore(0), threading.Event()
         self.reply = {VALUES: lambda done: np.full((len(done.rows), 1), self.number(done.model))}
         patch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         self.loaded = started(self, **settings)
 
-    def number(self, version: Any) -> int:
+    def number(self, version):
         return version
 
-    def read(self, call: Any) -> ScoringRows:
+    def read(self, call):
         sentences = call.array("sentences")
         if sentences is not None:
             return ScoringRows(self.tokenized(sentences), unread_bytes=10)
         return ScoringRows([TokenRow(row) for row in call.array("tokens")])
 
-    def tokenized(self, sentences: np.ndarray) -> Iterator[TokenRow]:
+    def tokenized(self, sentences):
         assert self.may_read.wait(PATIENCE_S)
         if b"bad" in sentences[0, 0]:
             raise ValueError("a bad sentence")
         yield TokenRow(np.zeros(1, np.int64))
 
-    def forward(self, model: int, rows: Sequence[TokenRow], width: int) -> Callable[[], list[np.ndarray]]:
+    def forward(self, model, rows, width):
         self.begun += 1
         assert self.go.acquire(timeout=PATIENCE_S)
         self.now += 2.0
         self.ran.put((model, len(rows)))
         return lambda: [np.zeros(1)] * len(rows)
 
-    def run(self, forwards: int) -> list[tuple[int, int]]:
+    def run(self, forwards):
         self.go.release(forwards)
         return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
 
-    def end(self) -> None:
+    def end(self):
         """Let all received requests be answered, and end the threads."""
         self.go.release(10_000)
         self.may_read.set()
         self.loaded.finalize()
 
-    def swap_during(self, forward: int) -> None:
+    def swap_during(self, forward):
         """Serve version 2 once this forward pass is in progress, as the follower's single assignment does."""
         deadline = time.monotonic() + PATIENCE_S
         while self.begun < forward:
@@ -325,10 +321,10 @@ class Model:
 
 
 @pytest.fixture
-def make_model(scoring, monkeypatch) -> Iterator[Callable[..., Model]]:
-    made: list[Model] = []
+def make_model(scoring, monkeypatch):
+    made = []
 
-    def make(**settings: int) -> Model:
+    def make(**settings):
         made.append(Model(scoring, monkeypatch, **settings))
         return made[-1]
 
@@ -337,11 +333,11 @@ def make_model(scoring, monkeypatch) -> Iterator[Callable[..., Model]]:
         model.end()
 
 
-def rows_of(num: int, width: int, *outputs: str) -> Request:
+def rows_of(num, width, *outputs):
     return Request({"tokens": np.zeros((num, width), np.int64)}, (VALUES, *outputs))
 
 
-def answers(*requests: Request) -> list[InferenceResponse]:
+def answers(*requests):
     return [request.responses.get(timeout=PATIENCE_S) for request in requests]
 
 
@@ -377,30 +373,30 @@ def test_request_not_started_by_its_deadline_is_refused(make_model):
     assert "deadline passed" in refused
 
 
-def demanding(**parameters: int) -> Request:
+def demanding(**parameters):
     return Request({"tokens": np.zeros((2, 10), np.int64)}, (VALUES,), json.dumps(parameters))
 
 
 class Numbered(Model):
     """A model with numbered versions, one of which may be about to be swapped in."""
 
-    def __init__(self, *arguments: Any, **settings: int) -> None:
+    def __init__(self, *arguments, **settings):
         self.coming, self.version = 0, types.SimpleNamespace(number=1)
         super().__init__(*arguments, **settings)
 
-    def number(self, version: Any) -> int:
+    def number(self, version):
         return version.number
 
-    def is_arriving(self, demanded: VersionRange) -> bool:
+    def is_arriving(self, demanded):
         return demanded.includes(self.coming)
 
-    def swap(self, number: int) -> None:
+    def swap(self, number):
         self.version = types.SimpleNamespace(number=number)
         self.changed()
 
 
 @pytest.fixture
-def numbered(scoring, monkeypatch) -> Iterator[Numbered]:
+def numbered(scoring, monkeypatch):
     model = Numbered(scoring, monkeypatch, token_budget=100)
     yield model
     model.end()
@@ -459,10 +455,10 @@ def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered)
 
 
 def test_requests_are_answered_while_triton_refuses_counters(make_model, serving, monkeypatch):
-    model, sent = make_model(token_budget=10), list[float]()
+    model, sent = make_model(token_budget=10), []
     named = serving.NamedCounters("m", "f", "", "counter")
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise RuntimeError("Failed to allocate shared memory")
 
     with monkeypatch.context() as patch:
@@ -479,7 +475,7 @@ def test_requests_are_answered_while_triton_refuses_counters(make_model, serving
     assert sum(sent) == 9 + 9 + 90, "nothing is lost: nine forward passes of one row of ten tokens"
 
 
-def sentence(text: bytes = b"A list") -> Request:
+def sentence(text=b"A list"):
     return Request({"sentences": np.asarray([[text]], dtype=np.object_)}, (VALUES,))
 
 
@@ -544,7 +540,7 @@ INPUTS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, checkpoints) -> LiveRun:
+def run(tmp_path_factory, checkpoints):
     """Return a run whose repository has every model."""
     rewards = {
         "model": {"weight": 1.0},
@@ -556,14 +552,14 @@ def run(tmp_path_factory, checkpoints) -> LiveRun:
 
 
 @pytest.fixture(scope="module")
-def models(run) -> Iterator[dict[str, Any]]:
+def models(run):
     """Each model, loaded from its rendered configuration into this process."""
     assert render_configs(run.config).keys() - ENSEMBLES == OUTPUTS.keys()
     with contextlib.ExitStack() as stack:
         yield {model: stack.enter_context(served_model(run.config, model)) for model in OUTPUTS}
 
 
-def answer_to(model: Any, request: Request, run: LiveRun) -> InferenceResponse:
+def answer_to(model, request, run):
     """Return the model's answer; finish at once what it journals."""
     assert model.execute([request]) is None
     for entry in run.journal.entries():
@@ -606,7 +602,7 @@ def test_optional_outputs_are_not_sent_if_the_request_names_none(models, run):
 
 @pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer
 def test_critic_runs_a_forward_only_if_values_are_requested(models, run, monkeypatch, requested):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise AssertionError("no forward is needed")
 
     monkeypatch.setattr(models["critic"].served, "forward", fail)

@@ -8,9 +8,6 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ from transformers import (
     ByT5Tokenizer,
     pipeline,
 )
-from triton_python_backend_utils import InferenceResponse, Request
+from triton_python_backend_utils import Request
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.tokenization import (
@@ -40,7 +37,7 @@ from rlhf_triton.checkpoints.tokenization import (
     turn_ends,
 )
 from rlhf_triton.config import RunConfig
-from rlhf_triton.models.modeling import RewardModel, quiet_transformers
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.wire.contract import (
     METADATA,
@@ -49,7 +46,6 @@ from rlhf_triton.wire.contract import (
     TEXT_PAIRS,
     TOKENS,
     ContractError,
-    TokenRow,
     texts_array,
 )
 
@@ -58,7 +54,6 @@ MESSAGES = [{"role": "user", "content": "Open it."}]
 CHAT = [*MESSAGES, {"role": "assistant", "content": "Good day."}]
 REPLY = "Good day."
 LONG = " ".join(TEXTS)
-WORDS = LONG.split()
 families = pytest.mark.parametrize("family", CHATS)
 near = functools.partial(np.testing.assert_allclose, atol=TOLERANCE, rtol=0)
 quiet_transformers()
@@ -67,55 +62,53 @@ quiet_transformers()
 class Texts:
     """A request of texts, as the reader sees it."""
 
-    def __init__(
-        self, texts: list[str], metadata: list[dict[str, Any]] | None = None, **arrays: np.ndarray | None
-    ) -> None:
+    def __init__(self, texts, metadata=None, **arrays):
         self._arrays = {SENTENCES: texts_array(texts), **arrays}
         if metadata is not None:
             self._arrays[METADATA] = texts_array([json.dumps(row) for row in metadata])
 
-    def array(self, name: str) -> np.ndarray | None:
+    def array(self, name):
         return self._arrays.get(name)
 
 
 def read(
-    folder: Path,
-    texts: list[str],
-    metadata: list[dict[str, Any]] | None = None,
+    folder,
+    texts,
+    metadata=None,
     *,
-    add_special_tokens: bool = True,
-    takes_pairs: bool = False,
-    append_eos: bool = False,
-    **arrays: np.ndarray | None,
-) -> tuple[RewardModel, list[TokenRow]]:
+    add_special_tokens=True,
+    takes_pairs=False,
+    append_eos=False,
+    **arrays,
+):
     """Return the model and the rows of one request, through the server's code."""
     model = load_reward(folder)
     settings = {"add_special_tokens": add_special_tokens, "takes_pairs": takes_pairs, "append_eos": append_eos}
-    reader = RowReader(folder, model.limits, skipped_pad_id=model.skipped_pad_id, **settings)  # type: ignore[arg-type]
-    return model, list(reader.read(Texts(texts, metadata, **arrays)).rows)  # type: ignore[arg-type]
+    reader = RowReader(folder, model.limits, skipped_pad_id=model.skipped_pad_id, **settings)
+    return model, list(reader.read(Texts(texts, metadata, **arrays)).rows)
 
 
-def score(*args: Any, **settings: Any) -> tuple[list[list[int]], np.ndarray]:
+def score(*args, **settings):
     """Return token rows and rewards `[B]` of one request; see `read`."""
     model, rows = read(*args, **settings)
     rewards = model.score([row.tokens for row in rows], types=[row.types for row in rows])
     return [row.tokens.tolist() for row in rows], rewards[:, 0]
 
 
-def classify(folder: Path, texts: list[Any]) -> list[float]:
+def classify(folder, texts):
     """Return the scores of transformers' pipeline, each text alone."""
     classifier = pipeline("text-classification", model=str(folder), device="cpu")
     settings = {"function_to_apply": "none"}
     return [found["score"] for found in classifier(texts, **settings)]
 
 
-def plain_ids(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer, text):
     """The ids of a text without special tokens."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @torch.no_grad()
-def score_ids(folder: Path, ids: list[int]) -> float:
+def score_ids(folder, ids):
     """Return the score of the pipeline's model for ids from the tokenizer's own chat template."""
     model = pipeline("text-classification", model=str(folder), device="cpu").model
     return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
@@ -203,11 +196,11 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path, head
 def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path):
     tokenizer = save_text_reward(tmp_path / "qwen2", "qwen2")
     eos = [tokenizer.eos_token_id]
-    metadata: list[dict[str, Any]] = [{}, {}, {"messages": MESSAGES}]
+    metadata = [{}, {}, {"messages": MESSAGES}]
     rows, _ = score(tmp_path / "qwen2", ["y", "y<|im_end|>", "y"], metadata, append_eos=True)
     assert rows[0] == rows[1] == tokenizer("y")["input_ids"] + eos
     assert rows[2] == score(tmp_path / "qwen2", ["y"], metadata[2:])[0][0]
-    pair: dict[str, Any] = {"takes_pairs": True, "text_pairs": texts_array(["one"])}
+    pair = {"takes_pairs": True, "text_pairs": texts_array(["one"])}
     assert score(tmp_path / "qwen2", ["y"], append_eos=True, **pair)[0] == [tokenizer("y", "one")["input_ids"] + eos]
     tokenizer = save_text_reward(tmp_path, "bert", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     rows, _ = score(tmp_path, [""], metadata[2:], **pair)
@@ -225,7 +218,7 @@ def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path):
 def test_invalid_sentences_and_text_pairs_are_refused(tmp_path):
     save_text_reward(tmp_path, "qwen2", chat_template=None)
     ones, pairs = texts_array(["y"]), {"takes_pairs": True}
-    cases: list[tuple[str, str, list[dict[str, Any]] | None, dict[str, Any]]] = [
+    cases = [
         (r"sentences\[0\]: '' has no tokens", "", None, {}),
         (r"has no chat template; save one in that folder", "y", [{"messages": MESSAGES}], {}),
         (r"text_pairs: this model scores one text per row, unless reward.text is pair", "y", None, {TEXT_PAIRS: ones}),
@@ -261,7 +254,7 @@ def test_probabilities_match_the_pipeline(tmp_path, num_labels, problem):
 
 def test_trailing_padding_tokens_are_skipped_as_in_the_pipeline(tmp_path):
     """end-of-text is also the padding token: transformers pools the token before it."""
-    settings: dict[str, Any] = {"added": ("<s>", "</s>"), "pad_token": "</s>"}
+    settings = {"added": ("<s>", "</s>"), "pad_token": "</s>"}
     tokenizer = save_text_reward(tmp_path, "llama", **settings)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer("y")["input_ids"][-1]
     texts = [*TEXTS, "", "</s></s>"]
@@ -387,10 +380,9 @@ def test_encode_text_works_with_a_slow_tokenizer():
 PROMPT, STEPS = TEXTS[0], [" Open the file. ", "Read a line. ", "It returns its words"]
 OUTPUTS = ("rewards", "token_rewards", "step_rewards", "step_ends")
 LOGIT = {"tokens": [" the"], "against": [" it"]}
-Ask = Callable[..., InferenceResponse]
 
 
-def save_model(folder: Path, head: str, *, family: str = "qwen2", num_labels: int = 1) -> Any:
+def save_model(folder, head, *, family="qwen2", num_labels=1):
     """Save a causal LM (`language`) or a token classifier (`critic`) with a tokenizer; return the tokenizer."""
     tokenizer = make_text_tokenizer(family)
     config = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "pad_token_id": tokenizer.pad_token_id}
@@ -400,11 +392,11 @@ def save_model(folder: Path, head: str, *, family: str = "qwen2", num_labels: in
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Ask]]:
+def serve():
     """Return a function that loads a reward model from its rendered configuration into this process."""
     with contextlib.ExitStack() as stack:
 
-        def load(folder: Path, *, server: dict[str, Any] | None = None, **reward: Any) -> Ask:
+        def load(folder, *, server=None, **reward):
             data = {
                 "server": server or {},
                 "reward": {"model": str(folder), "dtype": "float32", **reward},
@@ -412,7 +404,7 @@ def serve() -> Iterator[Callable[..., Ask]]:
             }
             model = stack.enter_context(served_model(RunConfig.model_validate(data), REWARD_MODEL))
 
-            def ask(**inputs: Any) -> InferenceResponse:
+            def ask(**inputs):
                 texts = {name: value for name, value in inputs.items() if not isinstance(value, np.ndarray)}
                 if "metadata" in texts:
                     texts["metadata"] = [json.dumps(row) for row in texts["metadata"]]
@@ -427,12 +419,12 @@ def serve() -> Iterator[Callable[..., Ask]]:
 
 
 @torch.no_grad()
-def logits(kind: Any, folder: Path, ids: list[int]) -> torch.Tensor:
+def logits(kind, folder, ids):
     """Return transformers' outputs `[S, A]` of one row."""
     return kind.from_pretrained(str(folder), dtype=torch.float32).eval()(input_ids=torch.tensor([ids])).logits[0]
 
 
-def assert_refused(ask: Ask, cases: list[tuple[dict[str, Any], str]]) -> None:
+def assert_refused(ask, cases):
     for inputs, message in cases:
         error = ask(**inputs).error
         assert error is not None, inputs
@@ -493,7 +485,7 @@ def test_reward_template_refuses_bad_input_and_keeps_serving(serve, tmp_path):
     ask = serve(tmp_path, logit=LOGIT, template=" {{ prompt }}{{ response }} ")
     needs = "tokens: reward.template needs more than a row of tokens; send sentences and metadata"
     long = [{"prompt": "the file " * 80}]
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         ({"tokens": np.asarray([[5, 6]])}, needs),
         ({"sentences": ["x"]}, "reward.template cannot be rendered: 'prompt' is undefined"),
         ({"sentences": [""], "metadata": [{"prompt": ""}]}, "reward.template gives an empty text"),
@@ -507,7 +499,7 @@ def test_reward_template_refuses_bad_input_and_keeps_serving(serve, tmp_path):
 # ---- steps ----
 
 
-def of_trl(tokenizer: Any, prompt: str, steps: list[str], separator: str) -> tuple[list[int], list[int]]:
+def of_trl(tokenizer, prompt, steps, separator):
     """Return ids and labelled positions as TRL's PRMTrainer makes them from prompt, completions and separator."""
     ids, labelled = [tokenizer.bos_token_id, *plain_ids(tokenizer, prompt)], []
     for step in steps:
@@ -628,7 +620,7 @@ def test_process_reward_reads_logits_at_marks_as_math_shepherd(serve, tmp_path):
     assert_refused(merges, [({"sentences": ["the words are here"]}, "as a separate token")])
 
 
-BAD_ENDS: list[tuple[Any, str]] = [
+BAD_ENDS = [
     ([4, 2], "step_ends: 2, must be between 1 and 12, and above the previous one"),
     ([-1], "step_ends: -1, must be between"),
     ([], "step_ends: [], must be a list of integers"),
@@ -640,7 +632,7 @@ def test_process_reward_refuses_bad_step_ends_and_keeps_serving(serve, tmp_path)
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={})
     full = {"tokens": np.asarray([[5] * POSITIONS])}
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         *(({"sentences": ["Open a file."], "metadata": [{"step_ends": ends}]}, text) for ends, text in BAD_ENDS),
         ({"sentences": ["Open a file."]}, "metadata[0].step_ends: missing; a process reward without"),
         ({"tokens": np.asarray([[5, 6]]), "metadata": [{"step_ends": [2]}]}, "must be between 0 and 1"),

@@ -6,12 +6,11 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
-from live_system import POSITIONS, Checkpoints, LiveRun, make_run, run_actor, start_system, wait_for
+from live_system import POSITIONS, make_run, run_actor, start_system, wait_for
 from safetensors.numpy import load_file
 
 from rlhf_triton.config import load_config
@@ -23,9 +22,9 @@ KILLS = int(os.environ.get("AGENT_KILLS", "3"))  # by hand: 20
 STEPS = 12
 
 
-def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", **sections: Any) -> LiveRun:
+def agent_run(folder, checkpoints, name="Countdown", **sections):
     folder.mkdir(parents=True)
-    rows: list[dict[str, Any]] = [{"id": str(i), "text": "The server ", "turns": 1 + i % 3} for i in range(16)]
+    rows = [{"id": str(i), "text": "The server ", "turns": 1 + i % 3} for i in range(16)]
     if "agent" in sections.get("environment", {}):
         rows = [{"id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(16)]
     prompts = folder / "rows.jsonl"
@@ -47,7 +46,7 @@ def agent_run(folder: Path, checkpoints: Checkpoints, name: str = "Countdown", *
     return make_run(folder, checkpoints, environment=environment, actor=given, rewards={"model": {}}, **sections)
 
 
-def steps_of(run: LiveRun) -> list[dict[str, Any]]:
+def steps_of(run):
     """Return the metrics of each step of a run beside its servers."""
     system = start_system(run)
     try:
@@ -73,11 +72,11 @@ def test_ppo_trains_all_context_rows_of_an_agents_conversation(tmp_path, checkpo
     assert [line["weights_version"] for line in run.critic_updates(up_to=3)] == [1, 2, 3]
 
 
-def lines_of(log: Path) -> int:
+def lines_of(log):
     return log.read_text().count("\n")
 
 
-def without_server(run: LiveRun) -> LiveRun:
+def without_server(run):
     """Return the run as deterministic GRPO with only the environment's rewards."""
     data = yaml.safe_load(run.path.read_text())
     for section in ("reward", "rewards", "critic"):

@@ -14,7 +14,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +62,7 @@ sys.exit(entry_point.main())
 """
 
 
-def start_entry_point(folder: Path, tritonserver: str, *arguments: str) -> subprocess.Popen[str]:
+def start_entry_point(folder, tritonserver, *arguments):
     """Start the image's entry point in `folder`, next to the image's repository, with this script as `tritonserver`."""
     fake = folder / "bin" / "tritonserver"
     fake.parent.mkdir()
@@ -108,7 +107,7 @@ def test_drain_ends_soon_after_the_models_last_process_dies(tmp_path, monkeypatc
     now = [100.0]
     with subprocess.Popen([f"/somewhere/{name}", "600"], executable=shutil.which("sleep")) as stub:
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds):
             now[0] += seconds
             if now[0] > 103.0 and stub.poll() is None:
                 stub.kill()
@@ -167,7 +166,7 @@ def test_truncated_control_key_is_refused(tmp_path, monkeypatch):
 # ---- the repository ----
 
 
-def rendered(folder: Path, **sections: dict) -> Path:
+def rendered(folder, **sections):
     render_repository(RunConfig.model_validate(sections), folder, resolve_paths=False)
     return folder
 
@@ -196,7 +195,7 @@ def test_the_container_adds_the_training_key_to_a_repository_rendered_without_on
 # ---- the health check ----
 
 
-def make_current(weights: Path, version: int) -> None:
+def make_current(weights, version):
     weights.mkdir(parents=True, exist_ok=True)
     (weights / "CURRENT").write_text(f"{version}\n")
 
@@ -243,7 +242,7 @@ def test_healthcheck_fails_if_a_model_is_behind_current_or_fails(
     """A live reward model behind CURRENT is unhealthy; a model that says it needs more than tokens is healthy."""
     repository = rendered(tmp_path / "repository", **sections)
 
-    def answer(where: str | urllib.request.Request, timeout: float) -> io.BytesIO:
+    def answer(where, timeout):
         if isinstance(where, str):
             types = (("tokens", "INT64"), ("sequence_lengths", "INT64"))
             return io.BytesIO(json.dumps({"inputs": [{"name": n, "datatype": d} for n, d in types]}).encode())
@@ -272,11 +271,11 @@ def verify(sample):
 """
 
 
-def block(language: str) -> str:
+def block(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
 
 
-def printed_lines(folder: Path, *overrides: str) -> str:
+def printed_lines(folder, *overrides):
     """Run the page's command in `folder`; return what it prints."""
     (command,) = re.findall(r"^    \.venv/bin/rlhf-triton (.* --print-command)$", PAGE, re.MULTILINE)
     ports = [f"server.{name}_port=0" for name in ("http", "grpc", "metrics")]
@@ -292,7 +291,7 @@ def printed_lines(folder: Path, *overrides: str) -> str:
 
 
 @contextlib.contextmanager
-def pasted(lines: str, log: Path) -> Iterator[tuple[psutil.Process, str]]:
+def pasted(lines, log):
     """Paste lines into a clean shell in another folder; yield the server, once it is ready, and its address."""
     url = "127.0.0.1:" + re.findall(r"--http-port=(\d+)", lines)[0]
     with log.open("wb") as output:
@@ -322,7 +321,7 @@ def pasted(lines: str, log: Path) -> Iterator[tuple[psutil.Process, str]]:
     assert "Exit timeout expired" not in log.read_text(errors="replace"), "its exit code would be 1"
 
 
-def is_ready(url: str) -> bool:
+def is_ready(url):
     try:
         return bool(urllib.request.urlopen(f"http://{url}/v2/health/ready", timeout=10).status == 200)
     except OSError:

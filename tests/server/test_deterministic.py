@@ -1,19 +1,15 @@
 """`run.deterministic`: the whole loop is bit-identical, whichever process is killed during it."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, validations_of, wait_for
+from live_system import make_run, start_system, stop_process, validations_of, wait_for
 from safetensors.torch import load_file
 
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
-from rlhf_triton.tools.server.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5
@@ -21,20 +17,20 @@ STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5
 OF_THIS_RUN = ("time", "timers/", "tokens_per_s", "client/", "train_rollouts/weights_version")
 
 
-def outcome(folder: Path) -> list[Any]:
+def outcome(folder):
     """Return what must not depend on kills: the last checkpoint, the validations, and the metrics."""
     lines = [
         {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
-    tensors: dict[str, list[Any]] = {}  # not bytes: which rank writes a tensor that is not sharded may differ
+    tensors = {}  # not bytes: which rank writes a tensor that is not sharded may differ
     for file in sorted((folder / "checkpoints" / "actor" / str(STEPS)).rglob("*.safetensors")):
         for name, tensor in load_file(file).items():
             tensors.setdefault(name, []).append(tensor.tolist())
     return [digest_of(folder / "policy" / "model.safetensors"), tensors, validations_of(folder), lines]
 
 
-def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
+def deterministic_run(folder, checkpoints):
     """Return a run of few steps on two ranks, each with several optimizer steps and micro-batches."""
     return make_run(
         folder,
@@ -63,7 +59,7 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
     )
 
 
-def finish(actor: Child) -> None:
+def finish(actor):
     """Wait until the actor has ended successfully."""
     try:
         assert actor.process.wait(400) == 0, actor.log_path.read_text()
@@ -72,7 +68,7 @@ def finish(actor: Child) -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory, checkpoints) -> Iterator[System]:
+def calm(tmp_path_factory, checkpoints):
     """Return a system on which an actor has run to its end without a kill."""
     system = start_system(deterministic_run(tmp_path_factory.mktemp("calm"), checkpoints))
     try:
@@ -82,7 +78,7 @@ def calm(tmp_path_factory, checkpoints) -> Iterator[System]:
         system.stop()
 
 
-def kill_critic(system: System) -> None:
+def kill_critic(system):
     """SIGKILL the sidecar and every process that serves the critic; then start another sidecar."""
     for record in system.run.store.serving():
         psutil.Process(record.pid).kill()
@@ -91,7 +87,7 @@ def kill_critic(system: System) -> None:
     system.start_sidecar()
 
 
-def ranks_of(agent: Child) -> dict[int, psutil.Process]:
+def ranks_of(agent):
     """The processes of the ranks, by rank."""
     found = {}
     for process in psutil.Process(agent.process.pid).children(recursive=True):
@@ -102,14 +98,14 @@ def ranks_of(agent: Child) -> dict[int, psutil.Process]:
     return found
 
 
-def kill_rank(agent: Child, rank: int) -> None:
+def kill_rank(agent, rank):
     """SIGKILL one rank, and wait until all ranks of this attempt are gone."""
     ranks = ranks_of(agent)
     ranks[rank].kill()
     wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks.values()), agent)
 
 
-def newest(run: LiveRun, room: str) -> int:
+def newest(run, room):
     return max(saved_steps(run.config.run.dir / "checkpoints" / room), default=0)
 
 
@@ -156,7 +152,7 @@ def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(calm, t
 def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm, tmp_path):
     """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
 
-    def start(folder: str, *more: str) -> Child:
+    def start(folder, *more):
         settings = {
             "run.dir": tmp_path / folder,
             "actor.ranks": 1,
@@ -181,7 +177,3 @@ def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm, tmp
     actor = start("whole", "actor.ranks=2", f"actor.steps={STEPS + 1}")
     finish(actor)
     assert "resuming with another setting: actor.ranks: 1 -> 2" in actor.log_path.read_text()
-    actor = start("whole", "actor.policy.lora_rank=4", f"actor.steps={STEPS + 2}")
-    assert actor.process.wait(300) == 2
-    log = actor.log_path.read_text()
-    assert (log.count("error: "), "Traceback" in log) == (1, False)

@@ -3,15 +3,12 @@
 import json
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from bare_client import ask
 from live_system import (
-    Checkpoints,
     LiveRun,
     identity,
     make_run,
@@ -38,7 +35,7 @@ ROWS = random_rows([3, 17], seed=0)
 class Pair:
     """Two tritonservers with one weights store, journal and sidecar; the second server is not started yet."""
 
-    def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
+    def __init__(self, folder, checkpoints):
         other = make_run(folder / "second", checkpoints)
         run = make_run(folder / "first", checkpoints)
         urls = [run.config.server.grpc_url, other.config.server.grpc_url]
@@ -51,7 +48,7 @@ class Pair:
         for name in ("weights", "journal", "model_repository"):
             (other.config.run.dir / name).symlink_to(run.config.run.dir / name)
 
-    def start(self, number: int) -> None:
+    def start(self, number):
         """Start a server that is not running; the sidecar still runs."""
         run = self.runs[number]
         state = run.config.run.dir / "server.json"
@@ -59,7 +56,7 @@ class Pair:
         self.servers[number] = run.start("server", module="serve_rendered", PYTHONPATH=str(SUPPORT))
         wait_for(state.is_file, self.servers[number], timeout_s=300.0)
 
-    def drain(self, number: int) -> str:
+    def drain(self, number):
         """Stop a server as in a rolling update, and start its successor; return what it logged."""
         server = self.servers[number]
         assert server.stop(signal.SIGTERM, 120.0) == 0
@@ -67,7 +64,7 @@ class Pair:
         self.start(number)
         return log
 
-    def kill(self, number: int) -> None:
+    def kill(self, number):
         """Kill all processes of a server at once, as if its machine failed."""
         server = psutil.Process(self.servers[number].process.pid)
         whole = [server, *server.children(recursive=True)]
@@ -79,7 +76,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path, checkpoints) -> Iterator[Pair]:
+def pair(tmp_path, checkpoints):
     made = Pair(tmp_path, checkpoints)
     yield made
     made.system.sidecar.process.kill()  # it would wait for the servers, which are gone
@@ -87,13 +84,13 @@ def pair(tmp_path, checkpoints) -> Iterator[Pair]:
         stop_process(child)
 
 
-def train(run: LiveRun, step: int) -> int:
+def train(run, step):
     """Train `step`; return the version that serves it."""
     inputs = {**training_inputs(seed=step), **identity("test", step)}
     return int(ask(run.url, CRITIC_TRAIN, inputs, ("loss_mean", "weights_version"))["weights_version"][0])
 
 
-def served(run: LiveRun) -> int:
+def served(run):
     answer = ask(run.url, CRITIC, scoring_inputs(ROWS), ["values", "weights_version"])
     return int(answer["weights_version"][0, 0])
 
@@ -132,7 +129,7 @@ def test_answer_means_that_every_live_server_serves_the_version(pair, capsys):
 
 
 def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch):
-    def lookup(name: str, port: int, **_: object) -> list[tuple]:
+    def lookup(name, port, **_):
         if name != "critic.svc":
             raise socket.gaierror(-2, "Name or service not known")
         hosts = [("10.0.0.2", 0), ("10.0.0.1", 0), ("10.0.0.2", 0), ("fd00::1", 0, 0, 0)]
@@ -145,7 +142,7 @@ def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch):
         ModelServers(["dns:critic:8001"]).urls()
 
 
-def num_answered(run: LiveRun, model: str) -> int:
+def num_answered(run, model):
     """Return the number of requests that a server has answered, by its own count."""
     with ControlPlane(run.config.server.grpc_url) as control:
         return control.statistics(model).success_count
@@ -164,17 +161,17 @@ def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair):
     settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000"]
     actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="rlhf_triton.actor")
 
-    def log() -> str:
+    def log():
         return actor.log_path.read_text()
 
-    def steps(count: int) -> dict[str, Any]:
+    def steps(count):
         """Return the metrics after `count` more steps."""
         path = pair.run.config.run.dir / "metrics.jsonl"
         last = len(read_jsonl(path)) + count
         wait_for(lambda: len(read_jsonl(path)) >= last, actor)
         return read_jsonl(path)[-1]
 
-    def words(text: str) -> None:
+    def words(text):
         wait_for(lambda: text in log(), actor)
 
     try:

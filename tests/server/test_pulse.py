@@ -1,7 +1,6 @@
 """A model's process that was stopped for a second exits before its answer reaches another caller."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tritonclient.utils import InferenceServerException
 
 from rlhf_triton.python_backend.serving import pulse
 from rlhf_triton.python_backend.serving.pulse import HANDED_OVER_S, SLOWEST_WAKE_S, TICK_S, WAKE_S, Pulse
-from rlhf_triton.tools.server.tritonserver import TritonServer
 
 ECHO = """
 import time
@@ -44,7 +42,7 @@ instance_group { count: 1 kind: KIND_CPU }
 
 
 @pytest.fixture
-def server(tmp_path) -> Iterator[TritonServer]:
+def server(tmp_path):
     folder = tmp_path / "repository" / "echo"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(CONFIG)
@@ -54,7 +52,7 @@ def server(tmp_path) -> Iterator[TritonServer]:
         yield running
 
 
-def echoed(server: TritonServer, seconds: float) -> float:
+def echoed(server, seconds):
     """Return the answer of a model that computes for `seconds`."""
     tensor = InferInput("seconds", [1], "FP32")
     tensor.set_data_from_numpy(np.array([seconds], np.float32))
@@ -80,7 +78,7 @@ def test_process_suspended_during_a_request_exits_when_it_resumes(server, tmp_pa
 class Watched(Pulse):
     """A pulse with a manual clock and wake-ups; it sets `ended` instead of exiting."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         super().__init__("model")
         self.now = self._woke_at = self._checked_at = 1000.0
         self.wakes = self._wakes = 7
@@ -91,7 +89,7 @@ class Watched(Pulse):
         monkeypatch.setattr(pulse, "_num_switches", lambda thread: self.stops if thread else self.wakes)
         monkeypatch.setattr(pulse.time, "time", lambda: self.now)
 
-    def run(self, seconds: float, every: float = TICK_S, wake_s: float = WAKE_S) -> None:
+    def run(self, seconds, every=TICK_S, wake_s=WAKE_S):
         """Let time pass, with a look every so many seconds and a wake-up of Triton's thread every `wake_s`."""
         begin, before = self.now, self.wakes
         while self.now < begin + seconds:
@@ -99,7 +97,7 @@ class Watched(Pulse):
             self.wakes = before + int((self.now - begin) / wake_s)
             self.check()
 
-    def _end(self) -> None:
+    def _end(self):
         self.ended = True
 
 

@@ -1,7 +1,6 @@
 """New weights come into service under load: one version per request, and no damaged one."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,6 @@ from bare_client import ask
 from critic_load import CriticLoad
 from live_system import (
     TOLERANCE,
-    LiveRun,
-    System,
     assert_answer,
     direct_rewards,
     identity,
@@ -26,14 +23,12 @@ from live_system import (
     wait_for,
 )
 from safetensors.torch import load_file
-from sidecar_rig import Rig
 from tiny_checkpoints import add_tensors
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.control_plane import ControlPlane, ModelServers
 from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.store.control_key import control_key
-from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.weights import main
 from rlhf_triton.wire.contract import (
@@ -51,10 +46,9 @@ from rlhf_triton.wire.contract import (
 PAUSE_S = 0.03  # two cores must start two fresh stubs beside the load
 NUM_STEPS = 3
 ROWS = random_rows([3, 17, 40], seed=0)
-Output = pytest.CaptureFixture[str]
 
 
-def assert_serves(run: LiveRun, version: int) -> np.ndarray:
+def assert_serves(run, version):
     """Assert that the server serves `version` with its folder's values; return them."""
     answer = ask(run.url, CRITIC_INFER, scoring_inputs(ROWS), [VALUES, WEIGHTS_VERSION])
     assert answer[WEIGHTS_VERSION][0, 0] == version
@@ -63,7 +57,7 @@ def assert_serves(run: LiveRun, version: int) -> np.ndarray:
 
 
 @pytest.fixture
-def reward_version_0_again(live) -> Iterator[None]:
+def reward_version_0_again(live):
     """Restore the checkpoint that other tests of this server expect."""
     yield
     assert main(["rollback", "--model", "reward", "--config", str(live.run.path), "--to", "0"]) == 0
@@ -149,7 +143,7 @@ OTHER_THREADS = 8  # of the sidecar: gRPC's, and Python's own
 
 
 @pytest.fixture(scope="module", params=SEVERAL)
-def several(request, tmp_path_factory, checkpoints) -> Iterator[System]:
+def several(request, tmp_path_factory, checkpoints):
     sections = SEVERAL[request.param]
     sections = {**sections, "trainer": {**sections.get("trainer", {}), "threads": 2}}
     system = start_system(make_run(tmp_path_factory.mktemp("several"), checkpoints, **sections))
@@ -158,19 +152,19 @@ def several(request, tmp_path_factory, checkpoints) -> Iterator[System]:
     system.stop()
 
 
-def processes_of(system: System) -> list[psutil.Process]:
+def processes_of(system):
     """Return the processes that serve the critic: two instances, or one with a second rank below it."""
     found = [psutil.Process(record.pid) for record in system.run.store.serving()]
     ranks = [child for process in found for child in process.children()]
     return found + [rank for rank in ranks if "rlhf_triton.python_backend.serving.ranks.process" in rank.cmdline()]
 
 
-def cpu_s(process: psutil.Process) -> float:
+def cpu_s(process):
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
-def assert_stored(store: WeightsStore, version: int, served: np.ndarray) -> None:
+def assert_stored(store, version, served):
     """Assert that the served values of ROWS are the version's, whose folder may be an adapter."""
     critic = load_critic(store.folder(version))
     for row, ours in zip(ROWS, served, strict=True):
@@ -224,7 +218,7 @@ def test_killed_critic_instance_is_replaced(several):
 # ---- `rlhf-triton weights` without a server ----
 
 
-def config_of(rig: Rig, folder: Path) -> list[str]:
+def config_of(rig, folder):
     """Return the rig's configuration as a file."""
     path = folder / "run.yaml"
     path.write_text(rig.config.model_dump_json(exclude_none=True))
@@ -254,8 +248,7 @@ def test_weights_verify_names_the_damaged_version(rig, tmp_path, capsys):
 def test_rollback_serves_old_bytes_under_a_new_number(make, tmp_path, capsys, dtype):
     """Without a serving instance it moves CURRENT and says so."""
     rig = make(dtype=dtype)
-    rig.serve()
-    rig.start().train(1, 2, 3)
+    rig.begin().train(1, 2, 3)
     old, weights = rig.store.manifest(1), rig.weights(1)
     config = config_of(rig, tmp_path)
     assert main(["rollback", *config, "--to", "1"]) == 0

@@ -3,10 +3,8 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from bare_client import ask
 from google.protobuf import json_format
 from live_system import (
     TEXTS,
-    System,
     make_run,
     make_tokenizer,
     random_rows,
@@ -43,7 +40,7 @@ from rlhf_triton.wire.contract import (
 FUNCTIONS = Path(reward_functions.__file__)
 
 
-def errors_of(answer: Mapping[str, np.ndarray]) -> list[str]:
+def errors_of(answer):
     return [item.decode() for item in answer[REWARD_ERRORS][:, 0]]
 
 
@@ -61,7 +58,7 @@ NUM_BAD, NUM_SENDERS = 4_000, 16
 LABELS = (1, 2, "raise", 3, "loop", 0, 4, 5)
 
 
-def mixture(folder: Path, family: str, *, seed: int) -> Path:
+def mixture(folder, family, *, seed):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = dict(TEMPLATES)
     tokens = {"vocab_size": len(tokenizer), "pad_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 128}
@@ -71,7 +68,7 @@ def mixture(folder: Path, family: str, *, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory, checkpoints) -> Iterator[System]:
+def mixed(tmp_path_factory, checkpoints):
     folder = tmp_path_factory.mktemp("mixed")
     prompts = folder / "prompts.jsonl"
     lines = [{"text": " ".join(text.split()[:3]), "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
@@ -123,7 +120,7 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed):
     at = mixed.run.config.server
     bad = [Request(model, [array_tensor("tokens", np.full((1, 5), 4711))]) for model in (REWARD_MODEL, CRITIC_INFER)]
 
-    def send() -> set[str | None]:
+    def send():
         statuses = set()
         with grpc_sender(at.grpc_url) as send_grpc:
             for request in bad * (NUM_BAD // NUM_SENDERS):
@@ -145,11 +142,11 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed):
 
 
 @pytest.fixture
-def serve_reward(live) -> Iterator[Callable[..., None]]:
+def serve_reward(live):
     """Return a function that loads another reward model into the live server, rendered from the configuration."""
     config = live.run.config
 
-    def serve(**settings: Any) -> None:
+    def serve(**settings):
         data = {**config.reward.model_dump(exclude_unset=True), **settings}
         rendered = render_configs(config.model_copy(update={"reward": type(config.reward).model_validate(data)}))
         for model in (REWARD_MODEL, CRITIC_INFER):  # Triton refuses an ensemble that does not fit its models

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -61,7 +59,7 @@ def test_short_run_writes_metrics_checkpoints_and_a_policy(live, checkpoints):
 
 
 @pytest.fixture
-def process(tmp_path, checkpoints) -> Iterator[subprocess.Popen[str]]:
+def process(tmp_path, checkpoints):
     """Start `rlhf-triton run` in a user's folder; yield it after step 2 of more steps than any test needs.
 
     The folder has modules named like ours, which the run must not import.
@@ -89,7 +87,7 @@ def process(tmp_path, checkpoints) -> Iterator[subprocess.Popen[str]]:
         process.wait(120)
 
 
-def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+def children(process):
     """Return the run's processes by role, once all are there, in the order in which they should end."""
     roles = {"actor": ["-m", "rlhf_triton.actor"], "sidecar": ["-m", "rlhf_triton.trainer"], "server": ["tritonserver"]}
     found = {}
@@ -103,10 +101,10 @@ def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     return {role: found[role] for role in roles}
 
 
-def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str], count: int) -> None:
+def wait_for_steps(tmp_path, process, count):
     """Wait for `count` steps."""
 
-    def stepped() -> bool:
+    def stepped():
         assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
         return len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) >= count
 
@@ -136,10 +134,10 @@ def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server
     wait_for_steps(tmp_path, process, len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) + 3)
     family = psutil.Process(process.pid).children(recursive=True)
     roles = children(process)
-    ended: list[str] = []
+    ended = []
     process.send_signal(signal.SIGINT)
 
-    def all_ended() -> bool:  # who ended between two looks did so in the order of `roles`, for all that can be seen
+    def all_ended():  # who ended between two looks did so in the order of `roles`, for all that can be seen
         ended.extend(role for role, child in roles.items() if role not in ended and not is_alive(child))
         return len(ended) == len(roles) and process.poll() is not None
 
@@ -158,7 +156,7 @@ def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server
     assert_nothing_is_left(process.pid, family)
 
 
-def assert_nothing_is_left(pid: int, family: list[psutil.Process]) -> None:
+def assert_nothing_is_left(pid, family):
     """Assert that no process of the run and no shared-memory region of its server is left."""
     assert not [process for process in family if is_alive(process)]
     assert not list(SHARED_MEMORY.glob(f"rlhf-{pid}-*"))
@@ -175,7 +173,7 @@ class Served(System):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, checkpoints) -> Iterator[Served]:
+def served(tmp_path_factory, checkpoints):
     pytest.importorskip("opentelemetry.exporter.otlp.json.http", reason="the extra `tracing` is not installed")
     with Collector() as received:
         told = {"trace_endpoint": received.url, "log_format": "json"}

@@ -3,8 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import psutil
@@ -14,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rlhf_triton as rt
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "actor.rollout_size": 8,
     "actor.prompts.max_tokens": 64,
     "actor.generation.max_new_tokens": 8,
@@ -24,7 +22,7 @@ SMALL: dict[str, Any] = {
 MARK = "s"
 
 
-def make_reward() -> Callable[[rt.Sample], float]:
+def make_reward():
     """Return a function that no other process could import."""
 
     def marks(sample: rt.Sample) -> float:
@@ -35,7 +33,7 @@ def make_reward() -> Callable[[rt.Sample], float]:
 
 @pytest.mark.slow
 def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, checkpoints):
-    def begin() -> rt.Run:
+    def begin():
         return rt.train(
             checkpoints.policy,
             prompts=[" ".join(text.split()[:3]) for text in TEXTS],
@@ -49,7 +47,7 @@ def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, c
             **SMALL,
         )
 
-    async def first() -> rt.Run:
+    async def first():
         run = await asyncio.to_thread(begin)
         while len(run.metrics.get("step", ())) < 2:
             assert run.is_running, run.log_path.read_text()
@@ -121,7 +119,7 @@ def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path, che
 @pytest.mark.slow
 def test_services_started_in_a_thread_outlive_it(tmp_path, checkpoints):
     """The kernel ends a child with the thread that has started it."""
-    found: list[Any] = []
+    found = []
     thread = threading.Thread(target=lambda: found.append(rt.serve(checkpoints.reward, dir=tmp_path / "served")))
     thread.start()
     thread.join()

@@ -1,16 +1,11 @@
 """The server's supervisor: health checks with a scripted server and clock, and real servers that are killed or hang."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -34,9 +29,6 @@ from rlhf_triton.tools.server.health import (
 )
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError
-from rlhf_triton.tools.server.tritonserver import TritonServer
-
-Script = Iterator[float]
 
 
 class Rig:
@@ -47,9 +39,9 @@ class Rig:
     num_instances = staticmethod(lambda model: 1)
     poll = close = staticmethod(lambda: None)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 1000.0
-        self.loads: list[float] = []
+        self.loads = []
         self.failures = 0
         self.frozen = self.lost = False
         self.grpc = True
@@ -59,58 +51,58 @@ class Rig:
         monkeypatch.setattr(server_health, "_switches", lambda processes: [str(0 if self.held() else self.now)])
         monkeypatch.setattr(server_health, "get_page", lambda url, path: "OK")
 
-    def start_process(self) -> None:
+    def start_process(self):
         self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         self.process = psutil.Process(self.child.pid)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
-    def held(self) -> bool:
+    def held(self):
         return self.frozen or self.process.status() == psutil.STATUS_STOPPED
 
-    def end_process(self) -> None:
+    def end_process(self):
         self.child.kill()
         self.child.communicate()
 
-    def run(self, script: Script) -> str | None:
+    def run(self, script):
         """Run the checks; return why the server must be restarted."""
 
-        def wait(seconds: float) -> bool:
+        def wait(seconds):
             pause = next(script, None)
             self.now += pause or 0.0
             return pause is None
 
-        health = ServerHealth(self, print)  # type: ignore[arg-type]
-        health._stopping = SimpleNamespace(wait=wait, is_set=lambda: False)  # type: ignore[assignment]
+        health = ServerHealth(self, print)
+        health._stopping = SimpleNamespace(wait=wait, is_set=lambda: False)
         health._watch()
         return health.restart_reason
 
-    def control(self) -> Rig:
+    def control(self):
         return self
 
-    def processes(self) -> dict[str, list[psutil.Process]]:
+    def processes(self):
         return {"critic": [self.process] if self.child.poll() is None else []}
 
-    def answers_inference(self, timeout_s: float) -> bool:
+    def answers_inference(self, timeout_s):
         return self.grpc
 
-    def statistics(self, model: str) -> Any:
+    def statistics(self, model):
         return SimpleNamespace(success_count=0, failure_count=self.failures)
 
-    def probe(self, model: str, timeout_s: float) -> None:
+    def probe(self, model, timeout_s):
         self.now += self.probe_s
         self.request()
         if self.lost or self.child.poll() is not None:
             raise ControlPlaneError(model, Failure.DIED)
 
-    def request(self) -> None:
+    def request(self):
         """As a process that is held for a second does: fail for good."""
         if self.held():
             self.failures += 1
             self.lost = True
 
-    def load(self, model: str, **_: object) -> None:
+    def load(self, model, **_):
         self.loads.append(self.now)
         self.end_process()
         self.frozen = self.lost = False
@@ -118,28 +110,28 @@ class Rig:
 
 
 @pytest.fixture
-def rig(monkeypatch) -> Iterator[Rig]:
+def rig(monkeypatch):
     rig = Rig(monkeypatch)
     yield rig
     rig.end_process()
 
 
-def suspend(process: psutil.Process) -> None:
+def suspend(process):
     process.suspend()
     while process.status() != psutil.STATUS_STOPPED:  # the signal is on its way
         pass
 
 
-def stop(rig: Rig) -> None:
+def stop(rig):
     suspend(rig.process)
 
 
-def freeze(rig: Rig) -> None:
+def freeze(rig):
     """Freeze the process as the cgroup freezer or a busy machine does: its state is not that of a stopped process."""
     rig.frozen = True
 
 
-def resume(rig: Rig) -> None:
+def resume(rig):
     rig.process.resume()
     while rig.process.status() == psutil.STATUS_STOPPED:
         pass
@@ -148,7 +140,7 @@ def resume(rig: Rig) -> None:
 
 @pytest.mark.parametrize("hold", [stop, freeze])
 def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes(rig, hold):
-    def script() -> Script:
+    def script():
         for seconds in np.linspace(1, 5, 20):
             yield 7.0
             hold(rig)
@@ -184,7 +176,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(rig, monkeypatc
     """It uses CPU time but answers no probe. On a GPU, only forward passes count as progress."""
     done = 0
 
-    def hang(*_: object) -> None:
+    def hang(*_):
         raise ControlPlaneError("no answer")
 
     page = lambda *_: "\n".join(f'{name}{{model="critic"}} {done}' for name in metrics)  # noqa: E731
@@ -192,7 +184,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(rig, monkeypatc
     monkeypatch.setattr(server_health, "_cpu_s", lambda _: rig.now)
     monkeypatch.setattr(rig, "probe", hang)
 
-    def script() -> Script:
+    def script():
         nonlocal done
         for _ in range(100):
             done += 1
@@ -210,7 +202,7 @@ def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
     """As one whose GPU's context is broken: errors come at once, and raise Triton's own counters of requests."""
     requests = forwards = 0  # answered with an error; passes for others
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         nonlocal requests
         requests += 1
         raise ControlPlaneError("CUDA error: an illegal memory access was encountered", Failure.FAILED)
@@ -222,7 +214,7 @@ def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
         rig, "statistics", lambda _: SimpleNamespace(success_count=requests + forwards, failure_count=requests)
     )
 
-    def script() -> Script:
+    def script():
         nonlocal forwards
         while forwards < 8:
             forwards += 1
@@ -238,7 +230,7 @@ def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
 
 
 def test_one_missed_probe_does_not_restart_the_server(rig):
-    def script() -> Script:
+    def script():
         yield 1.0
         rig.probe_s = 2 * SERVER_SILENT_S
         yield IDLE_PROBE_S
@@ -250,10 +242,10 @@ def test_one_missed_probe_does_not_restart_the_server(rig):
 
 
 def test_health_checks_stop_before_their_start_and_during_a_reload(rig, monkeypatch):
-    ServerHealth(rig, print).stop()  # type: ignore[arg-type]  # a signal arrived before their thread was started
+    ServerHealth(rig, print).stop()  # a signal arrived before their thread was started
     loading, closed = threading.Event(), threading.Event()
 
-    def load(model: str, **_: object) -> None:
+    def load(model, **_):
         loading.set()
         assert closed.wait(120)
         raise ControlPlaneError("the channel is closed")
@@ -262,7 +254,7 @@ def test_health_checks_stop_before_their_start_and_during_a_reload(rig, monkeypa
     monkeypatch.setattr(rig, "load", load)
     monkeypatch.setattr(rig, "close", closed.set)
     rig.end_process()
-    health = ServerHealth(rig, print)  # type: ignore[arg-type]
+    health = ServerHealth(rig, print)
     health.start()
     assert loading.wait(120)
     health.stop()
@@ -280,19 +272,19 @@ class Scripted:
     bound_log = staticmethod(lambda: None)
     dead = killed = stopped = False
 
-    def raise_if_dead(self) -> None:
+    def raise_if_dead(self):
         if self.dead:
             raise ServerStartError("tritonserver was killed by SIGKILL; its log is x\nthe log ends with:\nno more")
 
-    def kill(self) -> None:
+    def kill(self):
         self.killed = True
 
-    def stop(self) -> None:
+    def stop(self):
         self.stopped = True
 
 
 @pytest.fixture
-def now(monkeypatch) -> list[float]:
+def now(monkeypatch):
     """The supervisor's clock."""
     now = [1000.0]
     monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -320,10 +312,10 @@ def test_supervisor_keeps_restarting_with_growing_pauses(now):
 
 
 def test_supervisor_retries_a_failed_start(now):
-    lines: list[str] = []
+    lines = []
     starts = iter([Scripted(), ServerStartError("no memory"), ServerStartError("no memory"), Scripted()])
 
-    def start() -> Scripted:
+    def start():
         made = next(starts)
         if isinstance(made, ServerStartError):
             raise made
@@ -349,12 +341,12 @@ def test_supervisor_retries_a_failed_start(now):
 
 
 @contextlib.contextmanager
-def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Supervisor]:
+def supervised(folder, log=print):
     """Supervise a server on `folder/repository`, always on the same ports; no process of it may be left at the end."""
     section = tiny_server(folder).section
     ports = {name: getattr(section, name) for name in ("http_port", "grpc_port", "metrics_port")}
 
-    def start() -> TritonServer:
+    def start():
         server = tiny_server(folder, **ports)
         server.start()
         server.wait_ready()
@@ -371,7 +363,7 @@ def supervised(folder: Path, log: Callable[[str], None] = print) -> Iterator[Sup
 def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path):
     """tests/tools/test_server.py kills a whole server."""
     write_repository(tmp_path / "repository")
-    lines: list[str] = []
+    lines = []
     with supervised(tmp_path, lines.append) as supervisor:
         server = supervisor.server
         before = {name: stub_of(server, name).pid for name in server.models()}
@@ -397,7 +389,7 @@ def test_repeated_hangs_restart_the_server(tmp_path, monkeypatch):
     block = tmp_path / "block"
     hang = f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
     write_scoring_model(tmp_path / "repository", "critic", on_request=hang)
-    lines: list[str] = []
+    lines = []
     with supervised(tmp_path, lines.append) as supervisor:
         first = supervisor.server
         block.touch()

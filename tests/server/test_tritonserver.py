@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -38,14 +36,14 @@ from rlhf_triton.tools.server.tritonserver import server_command
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left():
     yield
     assert (server_processes(os.getpid()), regions(os.getpid())) == ([], [])
 
 
 def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path):
     write_repository(tmp_path / "repository")
-    lines: list[str] = []
+    lines = []
     state = tmp_path / "server.json"
     killed = f"rlhf-{os.getpid()}-00000000-"  # of a server that has left its shared memory behind
     for name in (f"{killed}region", f".{killed}owner"):
@@ -120,7 +118,7 @@ def test_host_names_are_resolved_to_addresses_for_the_server(tmp_path):
 FORK = multiprocessing.get_context("fork")
 
 
-def claim(section: ServerSection, connection: Connection) -> None:
+def claim(section, connection):
     """Claim ports until the process ends; send the result."""
     try:
         check_ports(section)
@@ -131,7 +129,7 @@ def claim(section: ServerSection, connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def claiming(*ports: int, host: str = "127.0.0.1") -> Iterator[str]:
+def claiming(*ports, host="127.0.0.1"):
     """Yield the result of another process that claims the ports until the block, or this process, ends."""
     section = ServerSection(host=host, **dict(zip(PORT_KEYS, ports, strict=True)))
     ours, theirs = FORK.Pipe()
@@ -169,12 +167,12 @@ def test_free_port_is_reserved_until_the_server_binds_it():
         socket.create_connection(server.getsockname()).close()
 
 
-def write_nonsense(repository: Path) -> None:
+def write_nonsense(repository):
     write_scoring_model(repository, "critic")
     (repository / "critic" / "config.pbtxt").write_text("nonsense")
 
 
-def write_loading(statement: str) -> Callable[[Path], None]:
+def write_loading(statement):
     return lambda repository: write_scoring_model(repository, "critic", on_load=statement)
 
 
@@ -221,7 +219,7 @@ def test_start_timeout_raises_and_keeps_the_previous_log(tmp_path):
 
 def test_wait_ready_fails_if_a_loaded_model_answers_errors(tmp_path):
     """Its log may hold bytes that are no text."""
-    lines: list[str] = []
+    lines = []
     noise = r"os.write(1, b'caf\xe9 \xff\x00\n'); time.sleep(1.5)"
     write_scoring_model(tmp_path / "repository", "critic", on_load=noise, on_request="raise RuntimeError('no luck')")
     with tiny_server(tmp_path, lines.append) as server, ControlPlane(server.section.grpc_url) as control:

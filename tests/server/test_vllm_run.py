@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -25,7 +23,7 @@ from samples import tokens_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded, rows_of
+from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.engine import Generation
 from rlhf_triton.actor.generation.row_sources import SamplingJob
@@ -56,7 +54,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Path:
+def vllm():
     """Return vLLM's executable, in an environment of its own."""
     folder = Path(os.environ["VLLM_ENVIRONMENT"]).absolute()
     python = folder / "venv/bin/python"
@@ -76,11 +74,11 @@ def vllm() -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
+def models(tmp_path_factory):
     """Write policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
     folder = tmp_path_factory.mktemp("models")
     words = [f"w{i}" for i in range(60)]
-    tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], eos="<eos>", unknown="<unk>")
+    tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], unknown="<unk>")
     ids = {"vocab_size": len(words) + 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     for kind in ("policy", "critic"):
         random_llama(kind, seed=0, max_position_embeddings=64, **ids).save_pretrained(folder / kind)
@@ -95,7 +93,7 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
+def configuration(models, folder, vllm, **actor):
     served = {"model": str(models / "critic"), "threads": 1, "token_budget": 1024}
     generation = {"command": str(vllm), "arguments": ARGUMENTS}
     return {
@@ -123,7 +121,7 @@ def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[
 
 
 @contextlib.contextmanager
-def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
+def served(config, monkeypatch):
     """Start vLLM for a run; yield the run's configuration with its address."""
     for name, value in KV_CACHE.items():
         monkeypatch.setenv(name, value)
@@ -172,7 +170,7 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
     with served(RunConfig.model_validate(data), monkeypatch) as config:
         policy = Policy(config.actor)
         policy.generation = VllmGeneration(config, policy)
-        found, weights = list[RolloutRow](), list[dict[str, torch.Tensor]]()
+        found, weights = [], []
         job = SamplingJob(dict(enumerate([*PROMPTS] * 50)), lambda _, rows: found.extend(rows), seed=3)
         for version in range(5):
             with torch.no_grad():
@@ -200,7 +198,7 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
     assert max(gaps) <= MOST_GAP
 
 
-def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) -> None:
+def stops_as_our_own(data, config, policy):
     """Check that greedy responses end at the same stop strings, and not within `min_new_tokens`."""
     rest = {"eos_ids": policy.eos_ids, "pad_id": policy.pad_id, "banned_ids": policy.banned_ids}
     own = functools.partial(Generation, policy.causal(policy.sampler), policy.tokenizer, **rest)
@@ -238,11 +236,11 @@ def test_vllm_samples_conversations_turn_by_turn(tmp_path, models, vllm, monkeyp
     print(f"{sum(len(row.turns) for row in rows)} turns, largest gap {gap:.1e}")
 
 
-def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
+def responses(generation):
     """Return the tokens of each greedy response, and whether it has ended."""
-    found: dict[int, tuple[list[int], bool]] = {}
+    found = {}
 
-    def finished(row: int, conversation: Conversation) -> None:
+    def finished(row, conversation):
         (sample,) = conversation
         found[row] = sample.tokens[sample.sampled].tolist(), sample.ended
 
@@ -281,10 +279,10 @@ def test_run_continues_after_vllm_is_killed(tmp_path, models, vllm, algorithm, p
     print(f"{algorithm['name']}: largest gaps of the steps {gaps}")
 
 
-def kill_during(run: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+def kill_during(run, run_dir, step):
     """Kill vLLM as soon as it has received requests of `step`, which starts when the previous step is complete."""
 
-    def lines() -> int:
+    def lines():
         return len(read_jsonl(run_dir / "metrics.jsonl"))
 
     while lines() < step - 1:

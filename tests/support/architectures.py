@@ -67,7 +67,7 @@ _LINEAR = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 2,
 }
-_SETTINGS: dict[str, dict[str, Any]] = {
+_SETTINGS = {
     "big_bird": {"block_size": 2, "num_random_blocks": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

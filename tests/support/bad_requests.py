@@ -70,7 +70,7 @@ METADATA_TEXTS = (
     b'{"a": NaN, "b": 1e999, "c": ' + b"9" * 5000 + b"}",
     b'{"messages": [' + b'{"role":"u","content":""},' * 20_000,
 )
-PARAMETERS: tuple[dict[str, Any], ...] = (
+PARAMETERS = (
     {"priority": 2**63},
     {"timeout": 1},
     {"timeout": -1},
@@ -82,7 +82,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"unknown": {"a": 1}},
 )
 OUTPUTS = ("nothing", "", *(output.name for output in contract.OUTPUTS))
-JSON_VALUES: tuple[Any, ...] = (
+JSON_VALUES = (
     [],
     [[1, 2], [3]],
     [1.5],
@@ -206,7 +206,7 @@ def _pick(draw: Draw, request: Request) -> Tensor:
 def _of_request(attribute: str, values: st.SearchStrategy[Any]) -> Change:
     """Return a change that replaces an attribute of the request; to a dictionary it adds."""
 
-    def change(draw: Draw, request: Request) -> None:
+    def change(draw, request):
         before, value = getattr(request, attribute), draw(values)
         setattr(request, attribute, before | value if isinstance(before, dict) else value)
 
@@ -229,10 +229,10 @@ def _odd_data(draw: Draw, request: Request) -> None:
 def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
     """Return a change of one number in each tensor of the type."""
 
-    def change(draw: Draw, request: Request) -> None:
+    def change(draw, request):
         for tensor in request.tensors:
             if tensor.datatype == datatype and tensor.data and len(tensor.data) % np.dtype(dtype).itemsize == 0:
-                array: np.ndarray = np.frombuffer(tensor.data, dtype).copy()
+                array = np.frombuffer(tensor.data, dtype).copy()
                 array[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from(values))
                 tensor.data = array.tobytes()
 
@@ -242,7 +242,7 @@ def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
 def _more(tensors: Callable[[int], st.SearchStrategy[Tensor]]) -> Change:
     """Return a change that adds a tensor, made for the number of rows of the first one, at least 1 and at most 8."""
 
-    def change(draw: Draw, request: Request) -> None:
+    def change(draw, request):
         rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
         request.tensors.append(draw(tensors(min(8, max(1, rows)))))
 
@@ -279,7 +279,7 @@ def _as_json(draw: Draw, request: Request) -> None:
 SEEDS = st.integers(0, 2**32 - 1)
 MANY = (2000, 8192, 8193, 100_000)  # rows; Triton takes 8192
 RUN_IDS = _texts(contract.RUN_ID, TEXTS[:9], 1, 1).map(lambda tensor: replace(tensor, shape=[1]))
-DEFECTS: dict[str, Change] = {
+DEFECTS = {
     "drop_tensor": lambda draw, request: request.tensors.remove(_pick(draw, request)),
     "repeat_tensor": lambda draw, request: request.tensors.append(_pick(draw, request)),
     "rename_tensor": _of_tensor("name", st.sampled_from(NAMES)),
@@ -373,14 +373,14 @@ def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
         return request.body, {}
     inputs, parts = [], []
     for tensor in request.tensors:
-        described: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        described = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if tensor.values is not None:
             described["data"] = tensor.values
         else:
             described["parameters"] = {"binary_data_size": len(tensor.data)}
             parts.append(tensor.data)
         inputs.append(described)
-    header: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True, **request.parameters}}
+    header = {"inputs": inputs, "parameters": {"binary_data_output": True, **request.parameters}}
     if request.outputs:
         header["outputs"] = [{"name": name} for name in request.outputs]
     encoded = json.dumps(header).encode()

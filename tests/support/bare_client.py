@@ -70,11 +70,11 @@ Answer = dict[str, np.ndarray]
 def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
     """Send requests, each the arguments of `infer`, concurrently; return the answers in their order."""
 
-    async def together() -> list[Answer | Refused]:
+    async def together():
         async with BareClient(url, headers=headers) as client:
             return await asyncio.gather(*(caught(client, *request) for request in requests))
 
-    async def caught(client: BareClient, *request: Any) -> Answer | Refused:
+    async def caught(client, *request):
         try:
             return await client.infer(*request)
         except Refused as error:

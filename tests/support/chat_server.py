@@ -44,7 +44,7 @@ class ChatServer(HttpServer):
         if what == "busy once" and is_first:
             return 429, {"Retry-After": self.retry_after}, refusal("rate limit")
         key = headers["Authorization"]
-        replies: dict[str, tuple[int, dict[str, str], bytes]] = {
+        replies = {
             "broken": (503, {"Retry-After": self.retry_after}, refusal("overloaded")),
             "wrong": (400, {}, refusal("max_tokens is too large")),
             "echo the key": (401, {}, refusal(f"Incorrect API key: {key}")),

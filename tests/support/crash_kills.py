@@ -54,11 +54,11 @@ class Points:
         entries = config.run.journal_dir / config.run.identity / "entries"
         versions, checkpoints = config.run.weights_dir, config.run.dir / "checkpoints" / "critic"
 
-        def current() -> set[Hashable]:
+        def current():
             file = (versions / "CURRENT").stat()
             return {("CURRENT", file.st_ino, file.st_mtime_ns)}
 
-        def idle() -> set[Hashable]:
+        def idle():
             beat = journal.heartbeat()
             return {("heartbeat", beat.time)} if beat is not None and beat.state == "idle" else set()
 
@@ -115,7 +115,7 @@ def stop_accepting(system: DisturbedSystem) -> Callable[[], None]:
     timer = threading.Timer(6.0, _signal, (stubs, signal.SIGCONT))  # a stopped process may hold the journal's lock
     timer.start()
 
-    def resume() -> None:
+    def resume():
         timer.cancel()
         _signal(stubs, signal.SIGCONT)
 

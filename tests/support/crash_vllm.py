@@ -44,7 +44,7 @@ class SeededVllm(FakeVllm):
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         tokens = response(body["sampling_params"]["seed"], body["sampling_params"]["max_tokens"])
-        versions = list[str]()
+        versions = []
         for _ in tokens:
             await asyncio.sleep(TOKEN_S)
             await self._running.wait()

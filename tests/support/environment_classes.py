@@ -6,7 +6,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ class Doing:
         return result if isinstance(result, tuple) else (result, len(action), action == "end")
 
     def _act(self, action: str) -> Any:
-        results: dict[str, Any] = {
+        results = {
             "five": ("five", True, False, True, {}),
             "two": ("two", 1.0),
             "number": (3, 1.0, False),
@@ -113,7 +112,7 @@ class Doing:
 
     def _live(self, action: str) -> Any:
         assert threading.get_ident() == self.thread
-        actions: dict[str, Callable[[], Any]] = {
+        actions = {
             "raise": lambda: int("no such move"),
             "stop": lambda: next(iter(())),
             "exit": sys.exit,

@@ -82,7 +82,7 @@ class FakeReward(FakeTriton):
 
     def _outputs(self, scores: list[float], wanted: set[str]) -> list[dict[str, Any]]:
         num_terms, num_labels = len(self.terms), len(self.labels)
-        outputs: dict[str, tuple[str, list[Any]]] = {
+        outputs = {
             "rewards": ("FP32", scores),
             "reward_version": ("INT64", [self.version] * len(scores)),
             "reward_components": (

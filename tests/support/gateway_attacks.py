@@ -11,8 +11,8 @@ GATEWAY_KEY = "sesame"
 HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {GATEWAY_KEY}"}
 SHORT_TEXTS = ("a", "word ", '"\\', "\u00e4\U0001f600")
 ROWS = (1, 2, 1500, 4096, 4097, 200_000)
-INVALID: tuple[Any, ...] = ({}, [], 5, {"text": 1}, {"tokens": ["a"] * 100}, {"messages": [{}] * 100})
-ITEMS: tuple[Any, ...] = ({}, [], "", "\u0101", {"a": 1}, 1000, 1.5)
+INVALID = ({}, [], 5, {"text": 1}, {"tokens": ["a"] * 100}, {"messages": [{}] * 100})
+ITEMS = ({}, [], "", "\u0101", {"a": 1}, 1000, 1.5)
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "A list"}
 PLACES = (  # of many items; `**`: as fields, a quarter of them
@@ -74,7 +74,7 @@ def _deep(depth: int) -> bytes:
     return _post(f"/sessions/fuzz{CHAT}", b'{"model": "m", "messages": [], "tools": [%s]}' % tool)
 
 
-ATTACKS: dict[str, st.SearchStrategy[bytes]] = {
+ATTACKS = {
     "product": st.builds(
         lambda text, rows: _post("/score", {"text_1": text, "text_2": ["b"] * rows}),
         _long(1, 100, 1_000_000),

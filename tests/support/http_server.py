@@ -17,7 +17,7 @@ class HttpServer(ThreadingHTTPServer, abc.ABC):
         class Handler(BaseHTTPRequestHandler):
             server: HttpServer
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, headers, content = self.server.reply(self.path, self.headers, body)
                 self.send_response(status)
@@ -29,7 +29,7 @@ class HttpServer(ThreadingHTTPServer, abc.ABC):
 
             do_GET = do_POST
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_):
                 pass
 
         super().__init__(("127.0.0.1", 0), Handler)

@@ -96,7 +96,7 @@ def make_tokenizer(
 
 def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
     """Write a random Llama, `kind` reward, critic or policy. Weights that score are large, so that rows differ."""
-    settings: dict[str, Any] = {"initializer_range": 0.02 if kind == "policy" else 0.25}
+    settings = {"initializer_range": 0.02 if kind == "policy" else 0.25}
     if kind == "reward":
         settings["reward_standardization"] = {"mean": 0.25, "std": 2.0}
     model = random_llama(kind, seed=seed, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **settings)
@@ -265,7 +265,7 @@ class LiveRun:
     def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
         """Return the metrics of updates; wait for that of step `up_to`, which is written after the answer."""
 
-        def lines() -> list[dict[str, Any]]:
+        def lines():
             return [line for line in self.critic_metrics() if "loss_mean" in line]
 
         wait_for(lambda: any(line["step"] == up_to for line in lines()), timeout_s=120.0)
@@ -274,7 +274,7 @@ class LiveRun:
 
 def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> LiveRun:
     """Write and load a run in `folder` on free ports; `sections` are merged over small settings."""
-    data: dict[str, dict[str, Any]] = {
+    data = {
         "run": {"dir": str(folder), "run_id": "test"},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
         "reward": {"model": str(checkpoints.reward)},

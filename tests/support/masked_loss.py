@@ -46,7 +46,7 @@ def sample(seed: int, batch: int, width: int) -> list[Tensor]:
 
 def outcome(loss: Loss, *parts: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     """Return the loss and the metrics of all parts together, and the gradient of each."""
-    value, sums, gradients = torch.zeros((), dtype=torch.float64), dict[str, Tensor](), list[Tensor]()
+    value, sums, gradients = torch.zeros((), dtype=torch.float64), {}, []
     for part in parts:
         leaf = part.logprobs.clone().requires_grad_()
         inputs = replace(part, logprobs=leaf)

@@ -41,8 +41,8 @@ def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
     return kinds[kind](LlamaConfig(**{**SMALL, **settings}))
 
 
-def word_tokenizer(words: Sequence[str], *, eos: str, unknown: str) -> Any:
-    """Return a tokenizer that splits text at spaces; `words[i]` is token i, and one word must be `<pad>`."""
+def word_tokenizer(words: Sequence[str], *, unknown: str) -> Any:
+    """Return a tokenizer that splits text at spaces; `words[i]` is token i; `<pad>` and `<eos>` must be words."""
     bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token=eos, unk_token=unknown)
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>", unk_token=unknown)

@@ -28,7 +28,7 @@ CONTEXT.set_forkserver_preload(["rlhf_triton.trainer.critic_update", "rlhf_trito
 @contextlib.contextmanager
 def serving_ranks(device: str) -> Iterator[ServingRanks]:
     """Yield two ranks of served models; this process is rank 0. None may be lost."""
-    lost: list[str] = []
+    lost = []
     ranks = ServingRanks(2, device, 1, lost.append)
     yield ranks
     ranks.close()

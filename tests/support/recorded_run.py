@@ -76,9 +76,9 @@ class RecordedRun:
         settings = self.config.actor
         self._method = Method.from_settings(settings.algorithm, settings.kl)
         self._shaper = RewardShaper(settings.rewards, max_new_tokens=9)
-        policy: Any = UntrainedPolicy(device)
+        policy = UntrainedPolicy(device)
         self._state = RunState(policy, self._shaper, KLControl(0.0, target=None), one_prompt())
-        no_client: Any = None
+        no_client = None
         self._critic = RemoteCritic(no_client, self.config.run, is_trained=False, publish_every=1)
         self._checkpoints = RunCheckpoints(self.config, self._state, self._critic)
         self._recorder: Recorder
@@ -108,7 +108,7 @@ class RecordedRun:
 
     def finished(self, steps: int) -> Path:
         """Write the actor's summary; return the run's folder."""
-        scorer: Any = None  # asked only for a critic's values
+        scorer = None  # asked only for a critic's values
         asyncio.run(self._checkpoints.finish(steps))
         asyncio.run(self._recorder.finish(scorer, 2.0, steps=steps))
         return self.config.run.dir

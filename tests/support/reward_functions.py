@@ -149,7 +149,7 @@ def _reply(results: str) -> float:
     return _write_to_the_pool(len(reply).to_bytes(4, "big") + reply)
 
 
-_ACTIONS: dict[str, Any] = {
+_ACTIONS = {
     "fork": _fork,
     "garbled frame": lambda _: _write_to_the_pool(b"\0\0\0\1x"),
     "foreign frame": lambda _: _write_to_the_pool(b"\0\0\0\2{}"),
@@ -173,7 +173,7 @@ _ACTIONS: dict[str, Any] = {
     "inherited": lambda sample: sum(name in os.environ for name in sample.metadata["names"]),
     "huge": lambda sample: float(len(sample.metadata["blob"])),
 }
-_GROUP_ACTIONS: dict[str, Any] = {
+_GROUP_ACTIONS = {
     **{name: lambda group, name=name: _ACTIONS[name](group[0]) for name in ("die", "text")},
     "number": lambda _: 1.0,
     "few": lambda group: [1.0] * (len(group) - 1),

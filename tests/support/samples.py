@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from settings import actor_section
+from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
@@ -59,12 +61,12 @@ def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[RolloutRow]:
     return rows
 
 
-def tokens_of(rows: Sequence[RolloutRow]) -> torch.Tensor:
+def tokens_of(rows: Sequence[RolloutRow]) -> Tensor:
     """The tokens of samples, padded, int64 [B, S]."""
     return padded([row.tokens for row in rows])
 
 
-def logprobs_of(policy: Policy, rows: Sequence[RolloutRow], **more: bool) -> torch.Tensor:
+def logprobs_of(policy: Policy, rows: Sequence[RolloutRow], **more: bool) -> Tensor:
     """The policy's log-probs of samples by position, [B, S-1]."""
     return padded(policy.logprobs(rows, **more))[:, 1:]
 
@@ -74,6 +76,13 @@ def method_of(*, whitens: bool = True, **settings: Any) -> Method:
     actor = actor_section(**settings)
     method = Method.from_settings(actor.algorithm, actor.kl)
     return method if whitens else replace(method, whitens=False)
+
+
+def advantage_inputs(rewards: Tensor, groups: Tensor, mask: Tensor, **more: Any) -> AdvantageInputs:
+    """The inputs of rewards [N] and a mask [N, S-1]: every response has ended and counts, unless `more` says else."""
+    zeros, yes = torch.zeros_like(mask), torch.ones(len(mask), dtype=torch.bool)
+    usual = {"penalty": zeros, "values": zeros, "scored": yes, "ended": yes, "counted": yes}
+    return AdvantageInputs(rewards=rewards, groups=groups, mask=mask, **{**usual, **more})
 
 
 def make_batch(

@@ -7,7 +7,6 @@ the process of which ranks are forked.
 import functools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,18 +18,18 @@ SHARED = {
 
 
 @pytest.hookimpl(optionalhook=True)  # known only with pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFileAndServer(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             return scope_of(nodeid.partition("::")[0])
 
     return ByFileAndServer(config, log)
 
 
 @functools.cache
-def scope_of(file: str) -> str:
+def scope_of(file):
     """Return the name of what runs in one process: the file itself, or the files that share something."""
     text = (TESTS.parent / file).read_text()
     return next((name for name, pattern in SHARED.items() if re.search(pattern, text, re.MULTILINE)), file)

@@ -4,12 +4,9 @@ torch in two stubs is slow.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
 
 import pytest
 from live_system import (
-    Checkpoints,
-    System,
     make_checkpoints,
     make_run,
     reload_model,
@@ -25,24 +22,24 @@ RUNNING = contextlib.ExitStack()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_teardown(item, nextitem):
     """Stop it after the last test that shares it, which only xdist's workers know: idle, it takes CPU time."""
     if hasattr(item.config, "workerinput") and (nextitem is None or not shares_servers(nextitem)):
         RUNNING.close()
 
 
-def shares_servers(item: pytest.Item) -> bool:
+def shares_servers(item):
     return scope_of(item.nodeid.partition("::")[0]) == "servers"
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def checkpoints(tmp_path_factory):
     """Tiny random models."""
     return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
+def live(tmp_path_factory, checkpoints):
     """Server and sidecar with the default reload, one tokenizer and a live reward model, after three PPO steps.
 
     A test that loads its models with other settings loads them as they were again.
@@ -56,7 +53,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
 
 
 @pytest.fixture
-def training_key(live: System, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def training_key(live, monkeypatch):
     """A key, also in KEY_VARIABLE, that training on the live server needs during a test."""
     key = "open sesame"
     monkeypatch.setenv(KEY_VARIABLE, key)
@@ -69,7 +66,7 @@ def training_key(live: System, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 @pytest.fixture(autouse=True)
-def sidecar_runs(request: pytest.FixtureRequest) -> None:
+def sidecar_runs(request):
     """Start the sidecar of the shared system again if a test that failed has left it without one."""
     if "live" in request.fixturenames:
         system = request.getfixturevalue("live")

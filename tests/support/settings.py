@@ -33,7 +33,7 @@ def nested(section: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, A
 
     A name is a key's path joined by underscores (`kl_coef`), or its last part if no other key has it (`lr`).
     """
-    found: dict[str, Any] = {}
+    found = {}
     for name, value in settings.items():
         *parents, last = _path_of(section, name)
         inner = found

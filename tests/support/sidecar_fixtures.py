@@ -3,10 +3,6 @@
 A test module loads them with `pytest_plugins = ["sidecar_fixtures"]`.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
@@ -15,7 +11,7 @@ from rlhf_triton.models.modeling import quiet_transformers
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     quiet_transformers()
     folder = tmp_path_factory.mktemp("critic")
     save_tiny(folder, "gpt2", "critic", n_layer=1)
@@ -23,10 +19,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
+def make(tmp_path, checkpoint):
+    rigs = []
 
-    def new(name: str = "run", **settings: Any) -> Rig:
+    def new(name="run", **settings):
         rigs.append(Rig(tmp_path / name, checkpoint, **settings))
         return rigs[-1]
 
@@ -36,22 +32,19 @@ def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
 
 
 @pytest.fixture
-def rig(make: Callable[..., Rig], straight: Rig) -> Rig:
+def rig(make, straight):
     """A running sidecar and one serving instance.
 
     It starts after `straight` has ended: models that load at the same time share torch's random state.
     """
-    rig = make()
-    rig.serve()
-    return rig.start()
+    return make().begin()
 
 
 @pytest.fixture(scope="session")
-def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Rig]:
+def straight(tmp_path_factory, checkpoint):
     """Six undisturbed steps with every version kept: the expected result of all other runs."""
     rig = Rig(tmp_path_factory.mktemp("straight"), checkpoint, publish={"keep": 100})
-    rig.serve()
-    rig.start().train(1, 2, 3, 4, 5, 6)
+    rig.begin().train(1, 2, 3, 4, 5, 6)
     rig.stop()
     yield rig
     rig.close()

@@ -101,11 +101,16 @@ class Rig:
         self.instances.append(instance)
         return instance
 
+    def begin(self) -> Rig:
+        """Start the sidecar, and an instance that serves its critic."""
+        self.serve()
+        return self.start()
+
     def start(self) -> Rig:
         self.error, self.stop_now = None, threading.Event()
         config, stop = self.config, self.stop_now
 
-        def run() -> None:
+        def run():
             try:
                 run_sidecar(config, stop)
             except BaseException as error:
@@ -121,6 +126,13 @@ class Rig:
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         return self.error
+
+    def assert_ends(self, kind: type[BaseException], *parts: str) -> None:
+        """Assert that the sidecar ends right after its start, with an error whose message has these parts."""
+        error = self.start().ended()
+        assert isinstance(error, kind), error
+        for part in parts:
+            assert part in str(error), error
 
     def stop(self) -> BaseException | None:
         self.stop_now.set()
@@ -150,8 +162,8 @@ class Rig:
     def train(self, *steps: int) -> list[Result]:
         return [self.answer(self.send(step)) for step in steps]
 
-    def save(self) -> Result:
-        return self.answer(self.journal.accept_save(run_id="run"))
+    def save(self, step: int | None = None, keep_steps: list[int] | None = None) -> Result:
+        return self.answer(self.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
 
     def rewind(self, target: int) -> Result:
         return self.answer(self.journal.accept_rewind(run_id="run", target=target))
@@ -180,7 +192,7 @@ def kill_at(patch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: 
     """Kill the sidecar before or after its `call`-th call of `owner.name`."""
     original, calls = getattr(owner, name), []
 
-    def killing(*args: Any, **kwargs: Any) -> Any:
+    def killing(*args, **kwargs):
         calls.append(None)
         if len(calls) == call and when == "before":
             raise Killed

@@ -1,19 +1,10 @@
-"""A run that only writes its journal of samples, over many steps and several starts, and what this costs.
-
-PYTHONPATH=tests/support .venv/bin/python -m simulated_journal 100000
-"""
+"""A run that only writes its journal of samples, over many steps and several starts."""
 
 import asyncio
-import resource
 import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from samples import groups_of, scored_samples
@@ -28,19 +19,11 @@ from rlhf_triton.store.record_log import StoredRecord
 EVERY, KEEP, AHEAD, NUM_TENSORS = 10, 2, 2, 100
 
 
-@dataclass(frozen=True)
-class Start:
-    """A start of the run, and the steps until its next one."""
+def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[int]:
+    """Record steps of two groups of two samples, with a checkpoint after every 10th, and the next ones in flight.
 
-    first: int
-    start_s: float
-    step_ms: float
-    most_bytes: int  # of the folder, at a checkpoint
-    resident_mib: float  # the largest so far
-
-
-def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
-    """Record steps of two groups of two samples, with a checkpoint after every 10th, and the next ones in flight."""
+    For each start of the run, yield the most bytes that the samples took at a checkpoint until its next one.
+    """
     config = RunConfig.model_validate(
         {
             "run": {"dir": folder},
@@ -55,7 +38,7 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
         }
     )
     moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
-    state: Any = SimpleNamespace(
+    state = SimpleNamespace(
         policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
         shaper=SimpleNamespace(moments=moments),
         kl=SimpleNamespace(coef=0.0),
@@ -67,12 +50,10 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
     groups = groups_of([*scored_samples()][:4], 2)
     digests = np.zeros(NUM_TENSORS, np.uint64)
 
-    async def session(first: int, last: int) -> Start:
-        begin = time.monotonic()
+    async def session(first, last):
         samples = SampleJournal(config, state)
         samples.sampled(first - 1)
         samples.resume(first - 1)
-        start_s = time.monotonic() - begin
         sizes = [0]
         for step in range(first, last + 1):
             for number, group in enumerate(groups, 2 * (step + AHEAD)):
@@ -89,15 +70,8 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
                 samples.prune(step)
                 sizes.append(sum(path.stat().st_size for path in samples_of(folder).iterdir()))
         samples.close()
-        step_ms = 1e3 * (time.monotonic() - begin - start_s) / (last - first + 1)
-        return Start(first, start_s, step_ms, max(sizes), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return max(sizes)
 
     size = steps // starts
     for number in range(starts):
         yield asyncio.run(session(number * size + 1, (number + 1) * size))
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        for found in simulate(Path(temporary), int(sys.argv[1]), starts=10):
-            print(found, flush=True)

@@ -43,10 +43,10 @@ class SmallDisk:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[SmallDisk]:
-    """Mount a disk on `folder` and unmount it at the end; skip the test if mounting is not permitted."""
+def small_disk(folder: Path) -> Iterator[SmallDisk]:
+    """Mount a disk of 4 MB on `folder` and unmount it at the end; skip the test if mounting is not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

@@ -118,10 +118,17 @@ def save_with_layers(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let `change` modify the tensors of the checkpoint's file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Add tensors to the checkpoint's file."""
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+    change_tensors(folder, lambda own: own.update(tensors))
 
 
 def change_config(folder: Path, **settings: Any) -> None:

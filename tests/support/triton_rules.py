@@ -21,7 +21,7 @@ def check_rules(configs: Mapping[str, Any]) -> None:
 def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     whole = configs[model]
     ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
-    before: set[str] | None = None
+    before = None
     given = {tensor.name for tensor in whole.input}
     for step in whole.ensemble_scheduling.step:
         part, where = configs[step.model_name], f"{model}: {step.model_name}"

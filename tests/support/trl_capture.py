@@ -6,7 +6,6 @@ Arguments: the policy's folder, an output folder with `rows.jsonl`, and docs/gat
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from trl_run import train
 
@@ -15,7 +14,7 @@ def main() -> None:
     """Train."""
     policy, out, page = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]).read_text()
     code = next(block for block in page.split("```py\n")[1:] if "def exported" in block).partition("```")[0]
-    given: dict[str, Any] = {"json": json}
+    given = {"json": json}
     exec(code.replace("runs/agents/rows.jsonl", str(out / "rows.jsonl")), given)
     rows = [{"prompt": str(i)} for i in range(10)]
     settings = {"per_device_train_batch_size": 4, "num_generations": 2, "shuffle_dataset": False}

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 Chat = list[dict[str, str]]
-loops: dict[str, Any] = {}
+loops = {}
 
 
 def accuracy(
     completions: list[Chat], solution: list[str], log_extra: Callable[..., None] | None = None, **kwargs: Any
 ) -> list[float | None]:
     """Return 1 for the boxed solution, else 0; None where the solution is no number."""
-    scores: list[float | None] = []
+    scores = []
     for completion, expected in zip(completions, solution, strict=True):
         found = re.search(r"\\boxed\{([^{}]*)\}", completion[0]["content"])
         scores.append(float(found is not None and found[1] == expected) if expected.isdecimal() else None)

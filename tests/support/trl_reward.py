@@ -24,7 +24,7 @@ def rows(kind: str) -> list[dict[str, Any]]:
     if kind == "text":
         return [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in texts]
 
-    def chat(role: str, content: str) -> list[dict[str, str]]:
+    def chat(role, content):
         return [{"role": role, "content": content}]
 
     return [

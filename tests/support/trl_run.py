@@ -18,7 +18,7 @@ def main() -> None:
     out, steps = Path(sys.argv[2]), int(sys.argv[3])
     score = rt.RewardClient(sys.argv[4]).as_trl()
 
-    def recorded(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    def recorded(prompts, completions, **columns):
         rewards = score(prompts, completions, **columns)
         with (out / "rewards.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in zip(prompts, completions, rewards, strict=True))

@@ -9,7 +9,6 @@ from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import RunConfig
@@ -22,7 +21,7 @@ def save_policy(folder: Path) -> Path:
     """Write a tiny language model with a tokenizer; return the folder."""
     save_tiny(folder, "llama", "language", eos_token_id=1)
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]
-    word_tokenizer(words, eos="<eos>", unknown="<pad>").save_pretrained(folder)
+    word_tokenizer(words, unknown="<pad>").save_pretrained(folder)
     return folder
 
 
@@ -52,9 +51,9 @@ class VllmSetup:
 
     def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:
         """Generate a response to each of PROMPTS."""
-        found: dict[int, PolicyTurn] = {}
+        found = {}
 
-        def finished(row: int, conversation: Conversation) -> None:
+        def finished(row, conversation):
             (sample,) = conversation
             logprobs = None if sample.logprobs is None else sample.logprobs[sample.sampled].tolist()
             found[row] = PolicyTurn(sample.tokens[sample.sampled].tolist(), sample.ended, logprobs)

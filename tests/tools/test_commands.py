@@ -52,7 +52,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
+def program(tmp_path_factory):
     """Return the script that pip writes for `[project.scripts]`."""
     named = re.search(r'^\[project\.scripts\]\nrlhf-triton = "(\S+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert named is not None
@@ -64,17 +64,17 @@ def program(tmp_path_factory) -> Path:
     return path
 
 
-def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(program, *arguments):
     """Run the program with one line on stderr per imported module."""
     command = [sys.executable, "-X", "importtime", str(program), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False)
 
 
-def environment_of(**more: str) -> dict[str, str]:
+def environment_of(**more):
     return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **more}
 
 
-def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+def imported(done):
     lines = [line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
     assert "rlhf_triton.tools" in lines
     return set(lines)
@@ -124,7 +124,7 @@ def test_wrong_arguments_exit_with_code_2(arguments, told, monkeypatch, capsys):
     ],
 )
 def test_missing_package_error_names_the_extra_to_install(command, module, package, extra, monkeypatch, capsys):
-    def missing() -> None:
+    def missing():
         raise ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
 
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(main=missing))
@@ -229,7 +229,7 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
     config = make_run(tmp_path / "a run", checkpoints)
     folder = config.config.run.dir
 
-    def execute(_: tools_run.RunProcesses) -> None:
+    def execute(_):
         (folder / "checkpoints" / "actor" / "7").mkdir(parents=True)
         if left:
             (folder / "policy").mkdir()
@@ -246,7 +246,7 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
         assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
 
 
-def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def lines_of(config, capsys):
     assert status.main(["--config", str(config)]) == 0
     return capsys.readouterr().out.splitlines()
 

@@ -12,23 +12,21 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from live_system import make_run, wait_for
+from live_system import wait_for
 from small_disk import small_disk
 
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools import doctor
-from rlhf_triton.tools.checks import Finding, Level
+from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.server.container import BODY_LIMIT
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.triton_home import (
     STUB,
     ServerStartError,
-    TritonHome,
     accepts,
     find_tritonserver,
     lay_out_backends,
@@ -42,9 +40,7 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 OTHER = "3.8"
 
 
-def run_doctor(
-    *arguments: str, packages: Path | None = None, python: Sequence[str] = (), before: Callable[[], None] | None = None
-) -> tuple[int, str]:
+def run_doctor(*arguments, packages=None, python=(), before=None):
     """Run the command in a process of its own; `packages` comes before the installed ones. Return exit code, output.
 
     `python`: options of the interpreter; `before` runs in the process first.
@@ -62,17 +58,11 @@ def run_doctor(
     return done.returncode, done.stdout
 
 
-def problems(found: str) -> list[str]:
+def problems(found):
     return [line for line in found.splitlines() if line.startswith(("FAILED", "warning"))]
 
 
-@pytest.fixture
-def config(tmp_path, checkpoints) -> Path:
-    """A configuration of a PPO run, on free ports."""
-    return make_run(tmp_path / "run", checkpoints).path
-
-
-def findings(*arguments: str) -> dict[str, Finding]:
+def findings(*arguments):
     return {found.name: found for found in doctor.findings(Path(arguments[0]), arguments[1:])}
 
 
@@ -120,7 +110,7 @@ def test_doctor_reports_packages_that_are_not_installed():
 
 
 def test_doctor_reports_full_disks_small_shared_memory_and_clock_skew(tmp_path, monkeypatch):
-    with small_disk(tmp_path / "disk", 4) as disk:
+    with small_disk(tmp_path / "disk") as disk:
         monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
         (memory,) = doctor.shared_memory()
         assert memory.level is Level.FAILED
@@ -210,18 +200,18 @@ def test_doctor_probes_a_running_servers_models_and_names_a_dead_one(live):
 
 
 @pytest.fixture
-def wheel() -> TritonHome:
+def wheel():
     return find_tritonserver(None)
 
 
-def executable(path: Path, text: str = "") -> Path:
+def executable(path, text=""):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
     return path
 
 
-def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
+def copy_of(wheel, root, stubs):
     """Copy the wheel's tree under `root`; `stubs` says which Python's stub is in which folder."""
     binary = executable(root / "pytriton" / "tritonserver" / "bin" / "tritonserver")
     (binary.parent.parent / "backends").symlink_to(wheel.backend_source_dir)
@@ -275,7 +265,7 @@ def test_server_environment_extends_the_users_and_unknown_options_are_left_out(w
 
 
 def test_find_tritonserver_refuses_unusable_servers_and_pythons(wheel, tmp_path, monkeypatch):
-    def refused(sentence: str, explicit: Path | None = None) -> None:
+    def refused(sentence, explicit=None):
         with pytest.raises(ServerStartError, match=sentence):
             find_tritonserver(explicit)
 

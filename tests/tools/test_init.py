@@ -5,9 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +15,10 @@ from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.tools.init import main
 
 
-def used(section: EnvironmentSection, use: Callable[[Environments], Awaitable[Any]]) -> Any:
+def used(section, use):
     """Return what `use` returns for the environments of a section."""
 
-    async def within() -> Any:
+    async def within():
         environments = Environments(section)
         await environments.start()
         try:
@@ -48,7 +46,7 @@ def test_init_environment_writes_a_tested_playable_game(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in Path("my_game.jsonl").read_text().splitlines()]
     assert len(rows) == 16
 
-    async def play(environments: Environments) -> list[tuple[float | None, bool]]:
+    async def play(environments):
         game = await environments.open({**rows[0], "seed": 0})
         steps = [await game.step(action) for action in ("nothing", "1")]
         return [(step.reward, step.done) for step in steps]
@@ -63,7 +61,7 @@ def test_documented_environment_with_a_tool_runs(tmp_path, monkeypatch):
     (shop,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     Path("shop.py").write_text(shop)
 
-    async def buy(environments: Environments) -> tuple[Any, ...]:
+    async def buy(environments):
         visit = await environments.open({"budget": 5, "seed": 0})
         said = [await visit.call("buy", {"item": "tea", "price": price}) for price in (2, 4)]
         return environments.tools, visit.observation, said, await visit.reward()

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 import yaml
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import change_config, save_tiny, save_with_value_head
+from tiny_checkpoints import add_tensors, change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -37,11 +36,11 @@ pytestmark = [
 ROWS = [np.asarray([5, 9, 7]), np.asarray([11, 4, 8, 6, 3])]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     return init.main(["models", *arguments])
 
 
-def save_tokenizer(folder: Path, *words: str) -> None:
+def save_tokenizer(folder, *words):
     model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
 
@@ -64,12 +63,6 @@ def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path, capsy
     said = capsys.readouterr().out
     assert "# choose" not in said
     assert re.search(r"scores -?[\d.]+\n", said)
-    for wrong, message in (
-        ("reward.attribute_weights=[1]", "has 2 labels (bad, good), but reward.attribute_weights has 1 numbers"),
-        ("reward.poling=last", "did you mean reward.pooling"),
-    ):
-        assert main([*arguments, wrong]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_init_models_writes_reward_and_critic_sections(tmp_path, capsys):
@@ -116,9 +109,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert "choose one of the lines" in told
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
-    reward = RewardSection.model_validate(sections["reward"])
-    with pytest.raises(CheckpointError, match=r"has 2 labels \(helpfulness, verbosity\), but no setting says which is"):
-        attribute_weights(reward)  # nothing is chosen for the user
+    assert "attribute_weights" not in sections["reward"], "nothing is chosen for the user"
     chosen = text.replace(
         "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
     )
@@ -127,7 +118,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path, capsys):
+def test_init_models_refuses_an_untrained_reward_and_what_fails_to_load(tmp_path, capsys):
     body, reward = tmp_path / "body", tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
     assert main(["--critic", str(body)]) == 0
@@ -135,17 +126,11 @@ def test_init_models_refuses_untrained_damaged_and_pickled_models(tmp_path, caps
     assert main(["--reward", str(body)]) == 2
     assert "is not a trained reward model" in capsys.readouterr().err
     save_tiny(reward, "llama", "reward")
-    file = reward / "model.safetensors"
-    tensors = load_file(file)
-    tensors["score.weight"][0, 3] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    add_tensors(reward, {"score.weight": torch.full((1, 16), torch.nan)})
     assert main(["--reward", str(reward)]) == 2
     assert "its weights are damaged" in capsys.readouterr().err
     assert main(["--reward", str(reward), "--no-load"]) == 0
     assert "loads;" not in capsys.readouterr().out
-    file.rename(reward / "pytorch_model.bin")
-    assert main(["--reward", str(reward)]) == 2
-    assert re.search(r"only pickled weights \(pytorch_model\.bin\).*--convert NEW_FOLDER", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -158,8 +143,6 @@ def test_documented_adapter_merge_scores_as_in_peft(tmp_path, monkeypatch, capsy
     settings = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(model, settings).save_pretrained(adapter)
     make_text_tokenizer("qwen2").save_pretrained(adapter)
-    assert main(["--reward", str(adapter)]) == 2
-    assert "contains only a PEFT adapter; merge it into its model first" in capsys.readouterr().err
     assert convert(adapter, tmp_path / "new") == 2
     assert "contains only a PEFT adapter" in capsys.readouterr().err
     page = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text()
@@ -174,14 +157,14 @@ def test_documented_adapter_merge_scores_as_in_peft(tmp_path, monkeypatch, capsy
 class Danger:
     """Creates a folder when it is unpickled without precautions."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (f"{self.file}-made",)
 
 
-def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "llama", **how: Any) -> dict[str, Any]:
+def save_pickled(folder, name, change=dict, *, family="llama", **how):
     """Save a reward model with its weights in a pickle, modified by `change`; return the original weights."""
     save_tiny(folder, family, "reward")
     tensors = load_file(folder / "model.safetensors")
@@ -190,15 +173,15 @@ def save_pickled(folder: Path, name: str, change: Any = dict, *, family: str = "
     return tensors
 
 
-def convert(folder: Path, out: Path, *arguments: str, role: str = "--reward") -> int:
-    return main([role, str(folder), "--convert", str(out), "--no-load", *arguments])
+def convert(folder, out, role="--reward"):
+    return main([role, str(folder), "--convert", str(out), "--no-load"])
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -277,7 +260,7 @@ def test_converted_shards_have_an_index_and_all_tied_names(tmp_path, monkeypatch
 
 
 T = torch.ones(2)
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED = {
     "code": (lambda file: torch.save({"a": T, "b": Danger(file)}, file), r"calls posix\.mkdir, which is no part"),
     "code, legacy": (
         lambda file: torch.save([Danger(file)], file, _use_new_zipfile_serialization=False),
@@ -322,7 +305,7 @@ def test_memory_bombs_and_kills_end_only_the_unpickling_process(tmp_path, capsys
     good = file.read_bytes()
     file.write_bytes(good.replace(b"cpuq\x06" + small, b"cpuq\x06" + huge))
 
-    def refused(told: str) -> None:
+    def refused(told):
         assert convert(source, out) == 2
         assert re.search(told, capsys.readouterr().err)
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -340,7 +323,7 @@ def test_memory_bombs_and_kills_end_only_the_unpickling_process(tmp_path, capsys
     refused(r"the process that read pytorch_model\.bin was killed by SIGKILL; nothing was written")
 
 
-def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+def write_index(folder, weight_map):
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -348,7 +331,7 @@ def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path, capsys):
     source, out = tmp_path / "source", tmp_path / "out"
     own = save_pickled(source, "a.pt")
 
-    def refused(told: str, folder: Path = source) -> None:
+    def refused(told, folder=source):
         assert convert(folder, out) == 2
         said = capsys.readouterr().err
         assert re.search(told, said), said
@@ -419,7 +402,6 @@ def test_init_models_inspects_and_converts_a_policy(tmp_path, capsys, signals_ke
     assert re.search(r"trial +loads; the log-prob of token 2 after token 1 is -\d", capsys.readouterr().out)
     assert load_config(yaml_file).actor.policy.model == out
     assert_same(tensors_of(out), own)
-    assert main(["--policy", str(tmp_path / "none")]) == 2
     save_pickled(tmp_path / "reward", "pytorch_model.bin")
     assert convert(tmp_path / "reward", tmp_path / "converted", role="--policy") == 2
     assert "does not use score.weight" in capsys.readouterr().err

@@ -2,35 +2,36 @@
 
 import contextlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from live_system import make_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
 from rlhf_triton.actor.data.prompt_files import read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import ConfigError, RunConfig, load_config
+from rlhf_triton.config import ConfigError, load_config
 from rlhf_triton.tools import preflight
-from rlhf_triton.tools.checks import Finding, Level
+from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.input_checks import prompt_warnings, token_findings
 from rlhf_triton.tools.prompt_checks import check_prompts
 
 
-@pytest.fixture
-def config(tmp_path, checkpoints) -> Path:
-    """A configuration of a PPO run, on free ports."""
-    return make_run(tmp_path / "run", checkpoints).path
-
-
-def prompt_findings(config: RunConfig) -> list[Finding]:
+def prompt_findings(config):
     """Return what doctor and the start of a run print about the prompts."""
     return [*preflight.prompts(preflight.CheckedRun(config))]
 
 
+def warnings(config, rows, *overrides):
+    """Return what doctor and the start of a run report about these rows."""
+    path = config.parent / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    loaded = load_config(config, [f"actor.prompts.path={path}", *overrides])
+    reader = PromptReader.from_config(loaded, load_tokenizer(loaded.actor.policy.model.absolute()), None)
+    return prompt_warnings(loaded, [reader.prompt(row) for row in read_rows(path)])
+
+
+QUESTION = [{"role": "user", "content": "Open it."}]
 BASE = {"eos_token": "<|endoftext|>"}
 ENDS = "a response ends with '<|endoftext|>' (0), '<|im_end|>' (2)"
 
@@ -102,9 +103,8 @@ def test_prompt_text_that_is_a_rendered_chat_is_warned_about(tmp_path, config, f
     """Doctor and the start of a run warn, because the reward model would read no end of the reply's turn."""
     chat = "{% for m in messages %}{{ m.role }} :\n{{ m.content }} [end]\n{% endfor %}" if family == "bert" else None
     tokenizer = save_text_reward(tmp_path / "reward", family, **({"chat_template": chat} if chat else {}))
-    question = [{"role": "user", "content": "Open it."}]
     prompts = tmp_path / "prompts.jsonl"
-    text = tokenizer.apply_chat_template(question, tokenize=False) + "assistant :\n" * (family == "bert")
+    text = tokenizer.apply_chat_template(QUESTION, tokenize=False) + "assistant :\n" * (family == "bert")
     rows = [{"text": "Open it: \n user"}, {"text": text}, {"text": text}]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}", *settings]
@@ -129,12 +129,8 @@ WITHOUT_HEADER = "{% for m in messages %}{{ '[INST]' if m.role == 'user' }}{{ m.
 @pytest.mark.parametrize(("template", "is_told"), [(TURNS, True), (STARTED, False), (WITHOUT_HEADER, False)])
 def test_chat_template_without_a_generation_prompt_is_warned_about(tmp_path, config, template, *, is_told):
     save_chat_policy(tmp_path / "policy", chat_template=template)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
-    given = [f"actor.policy.model={tmp_path / 'policy'}", f"actor.prompts.path={tmp_path / 'prompts.jsonl'}"]
-    loaded = load_config(config, given)
-    reader = PromptReader.from_config(loaded, load_tokenizer(tmp_path / "policy"), None)
-    prompts = [reader.prompt(row) for row in read_rows(tmp_path / "prompts.jsonl")]
-    told = [each for each in prompt_warnings(loaded, prompts) if "add_generation_prompt" in each]
+    found = warnings(config, [{"messages": QUESTION}], f"actor.policy.model={tmp_path / 'policy'}")
+    told = [each for each in found if "add_generation_prompt" in each]
     assert len(told) == is_told
     assert all("prompts end before '<assistant>'" in each for each in told)
 
@@ -145,7 +141,7 @@ def test_chat_template_that_omits_the_bos_of_texts_is_warned_about(tmp_path, con
     template = "{{ bos_token }}" * writes_bos + "{% for m in messages %}{{ m.content }}{% endfor %}"
     save_text_reward(tmp_path / "reward", family, chat_template=template)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "Open it."}]}))
+    prompts.write_text(json.dumps({"messages": QUESTION}))
     given = [f"reward.model={tmp_path / 'reward'}", f"actor.prompts.path={prompts}"]
     found = [each.text for each in prompt_findings(load_config(config, given)) if "writes none" in each.text]
     assert [text.partition(",")[0] for text in found] == ["reward.model begins texts with <s>"] * (
@@ -153,7 +149,6 @@ def test_chat_template_that_omits_the_bos_of_texts_is_warned_about(tmp_path, con
     )
 
 
-QUESTION = [{"role": "user", "content": "Open it."}]
 SENTENCE = "Paris is the capital of France."
 ALPACA = "### Instruction:\nName it.\n\n### Response:\n"
 SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -268,15 +263,6 @@ def test_prompt_text_that_ends_with_an_end_token_is_warned_about(tmp_path, confi
     found = [each for each in warnings(config, [{"text": text}], *settings) if "ends a response" in each]
     assert len(found) == is_told
     assert all("prompts.jsonl:1: the text ends with what ends a response ('<|endoftext|>', " in each for each in found)
-
-
-def warnings(config: Path, rows: list[dict[str, Any]], *overrides: str) -> list[str]:
-    """Return what doctor and the start of a run report about these rows."""
-    path = config.parent / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    loaded = load_config(config, [f"actor.prompts.path={path}", *overrides])
-    reader = PromptReader.from_config(loaded, load_tokenizer(loaded.actor.policy.model.absolute()), None)
-    return prompt_warnings(loaded, [reader.prompt(row) for row in read_rows(path)])
 
 
 def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_path, config):

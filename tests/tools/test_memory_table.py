@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from settings import nested
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
-from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.config import ActorSection, ConfigError, load_config
 from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import memory_table, run, serve
 from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model
@@ -21,7 +19,7 @@ WITHOUT_EFFECT = "settings without effect in this run: actor.policy.lora_alpha (
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]
 
 
-def config_of(tmp_path: Path, *overrides: str, family: str = "llama", **actor: Any) -> RunConfig:
+def config_of(tmp_path, *overrides, family="llama", **actor):
     """Return a run of tiny models; `actor`: its settings, named as in `settings`."""
     for kind in ("language", "reward"):
         if not (tmp_path / kind).exists():
@@ -45,7 +43,7 @@ def config_of(tmp_path: Path, *overrides: str, family: str = "llama", **actor: A
     return load_config(tmp_path / "run.yaml", overrides)
 
 
-def held(tmp_path: Path, *overrides: str, **actor: Any) -> dict[str, Held]:
+def held(tmp_path, *overrides, **actor):
     return dict(_roles(config_of(tmp_path, *overrides, **actor), served_only=False))
 
 
@@ -65,7 +63,7 @@ def test_memory_table_matches_the_bytes_of_real_models(tmp_path, family):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_memory_table_cache_matches_the_slot_decoders(tmp_path, precision):
-    def real(span: int) -> int:
+    def real(span):
         model = save_tiny(tmp_path / "again", "qwen2", "language").to(getattr(torch, precision))
         cache = SlotCache(ROWS, span + span // 2, cache_layers(model))
         cache.set_window(0, 1, 0, 0)
@@ -73,7 +71,7 @@ def test_memory_table_cache_matches_the_slot_decoders(tmp_path, precision):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
         return sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
 
-    settings: dict[str, Any] = {"family": "qwen2", "policy_precision": precision}
+    settings = {"family": "qwen2", "policy_precision": precision}
     environment = ("environment.class=game.py:Game", "environment.max_tokens=24", "environment.max_turns=3")
     for more, span in (((), PROMPT + RESPONSE), (environment, 24)):
         assert held(tmp_path, "rewards={model: {}}", *more, **settings)["actor"].cache == real(span) > 0

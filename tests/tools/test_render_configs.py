@@ -4,10 +4,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -48,16 +46,16 @@ TENSORS = {  # inputs and outputs
 }
 
 
-def parsed(**sections: dict[str, Any]) -> dict[str, Any]:
+def parsed(**sections):
     texts = render.render_configs(RunConfig.model_validate(sections))
     return {model: render.parse_pbtxt(model, text) for model, text in texts.items()}
 
 
-def parameters(config: Any) -> dict[str, str]:
+def parameters(config):
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
-def described(tensors: Iterable[Any]) -> str:
+def described(tensors):
     """Return name, type and shape of each tensor."""
     return " ".join(f"{t.name}:{DataType.Name(t.data_type)[5:]}{list(t.dims)}".replace(" ", "") for t in tensors)
 
@@ -217,13 +215,13 @@ def test_rendered_model_imports_a_non_ascii_checkout_by_path(tmp_path, monkeypat
 # ---- the reference ----
 
 
-def load(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
+def load(tmp_path, **sections):
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({**sections, "actor": nested(ActorSection, sections.get("actor", {}))}))
     return load_config(path)
 
 
-def rendered(config: RunConfig) -> Any:
+def rendered(config):
     return render.parse_pbtxt(REFERENCE, render.render_configs(config)[REFERENCE])
 
 
@@ -251,7 +249,7 @@ LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s":
 LABEL = {"function": "package.verifiers:label"}
 
 
-def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+def steps(config):
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
 
 
@@ -261,12 +259,12 @@ def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def length(sample): return 1.0")
 
-    def declared(rewards: dict[str, Any] | None, **reward: Any) -> dict[str, str]:
+    def declared(rewards, **reward):
         section = {"model": str(tmp_path / "reward"), **reward}
         return parameters(parsed(rewards=rewards, reward=section)["reward_model"])
 
     function = {"function": f"{file}:length"}
-    cases: list[dict[str, Any]] = [{"rewards": None}, {"rewards": {"length": function, "model": {}}}]
+    cases = [{"rewards": None}, {"rewards": {"length": function, "model": {}}}]
     before = [declared(**case) for case in cases]
     assert declared({"length": {**function, "options": {"n": 1}}, "model": {}}) != before[1]
     assert all(declared(**case, pooling="last") != found for case, found in zip(cases, before, strict=True))
@@ -338,7 +336,7 @@ def test_a_reward_term_sees_only_its_own_key(monkeypatch):
 
 def test_function_rewards_without_a_model_use_the_policys_tokenizer(tmp_path):
     """Where the policy is another trainer's, the critic's, or what the reward names."""
-    sections: dict[str, Any] = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
+    sections = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
     sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
     for role in sections:
         make_tokenizer().save_pretrained(tmp_path / role)
@@ -355,7 +353,7 @@ def test_load_order_puts_reward_terms_before_their_sum():
     assert load_order(MODELS | parts | {"another"}) == order
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {},
     {"reward": {}},  # no actor, no critic
     {"critic": {}},
@@ -370,7 +368,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_rerendering_equals_a_fresh_folder(tmp_path, before, after):
     """A model.py left beside an ensemble once made the supervisor restart the server in an endless loop."""
 
-    def render_into(folder: Path, sections: dict[str, Any]) -> set[Path]:
+    def render_into(folder, sections):
         config = RunConfig.model_validate(sections)
         render.render_repository(config, folder)
         compile_ahead(folder)
@@ -391,9 +389,9 @@ def test_rendering_completes_an_interrupted_removal(tmp_path, monkeypatch):
         RunConfig.model_validate({"rewards": rewards}) for rewards in ({"length": LENGTH}, {"label": LABEL})
     )
     render.render_repository(before, tmp_path)
-    removed: list[Path] = []
+    removed = []
 
-    def remove(path: Path) -> None:
+    def remove(path):
         if removed:
             raise KeyboardInterrupt
         shutil.rmtree(path)

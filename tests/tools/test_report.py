@@ -10,7 +10,6 @@ import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,15 +71,15 @@ CRITIC = [
 MEASURED = {"server_failures": 0, "peak_rss_mb": 512.0, "seconds_total": 60.0}
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]], torn: str = "") -> None:
+def write_lines(path, rows, torn=""):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn, encoding="utf-8")
 
 
-def sample(prompt_id: str, when: str, response: str, reward: float | None, prompt: str = "It is") -> dict[str, Any]:
+def sample(prompt_id, when, response, reward, prompt="It is"):
     return {"prompt_id": prompt_id, "when": when, "prompt": prompt, "response": response, "reward": reward}
 
 
@@ -94,7 +93,7 @@ SAMPLES = [
 
 class TestData:
     @pytest.fixture
-    def run_dir(self, tmp_path) -> Path:
+    def run_dir(self, tmp_path):
         (tmp_path / "actor_summary.json").write_text(json.dumps(ACTOR))
         write_lines(tmp_path / "critic_metrics.jsonl", CRITIC, torn='{"step": 3, "rel')
         write_lines(tmp_path / "samples.jsonl", SAMPLES)
@@ -179,8 +178,8 @@ class TestData:
         assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
 
     def test_gain_interval_resamples_pairs_and_matches_the_normal_approximation(self):
-        def interval(before: Any, after: Any) -> tuple[float, float]:
-            no_text: Any = None
+        def interval(before, after):
+            no_text = None
             gain = Gain.of([(no_text, *scores) for scores in zip(before, after, strict=True)])
             return gain.low, gain.high
 
@@ -193,7 +192,7 @@ class TestData:
         assert found == pytest.approx((middle - half, middle + half), abs=0.01)
 
 
-def page_of(run_dir: Path) -> str:
+def page_of(run_dir):
     write_page(load_run(run_dir), run_dir / "report.html")
     return (run_dir / "report.html").read_text(encoding="utf-8")
 
@@ -297,7 +296,7 @@ class TestPage:
 
 
 @pytest.fixture
-def no_pictures(monkeypatch) -> None:
+def no_pictures(monkeypatch):
     """Skip the pictures where only a page's text is read; TestPage covers them."""
     monkeypatch.setattr("rlhf_triton.tools.report.page.as_svg", lambda draw, run: "<svg></svg>")
 
@@ -308,7 +307,7 @@ class TestSections:
 
     START = "from rlhf_triton import ReportSection\n\n\ndef sections(run):\n    "
 
-    def page_of(self, folder: Path, code: str) -> str:
+    def page_of(self, folder, code):
         """Return the page of a run whose `report` names a function in a file with this code."""
         (folder / "my_report.py").write_text(code)
         run_dir = write_run(folder / "run", report=f"{folder}/my_report.py:sections", validated=False, num_steps=2)
@@ -360,9 +359,7 @@ class TestSections:
 class TestSamples:
     """Samples of the last steps, from a journal written by hand."""
 
-    def recorded(
-        self, folder: Path, *, num_steps: int = 1, num_tokens: int = 3, recomputes: bool = True, ahead: int = 0
-    ) -> Path:
+    def recorded(self, folder, *, num_steps=1, num_tokens=3, recomputes=True, ahead=0):
         """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
         run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
         opening = {"kind": "opening", "session": 1, "resumed": 0, "step": 0, "first": 0}
@@ -472,7 +469,7 @@ class TestCommand:
         ]
         assert other.messages[2].tokens == tokens
 
-    def grpo(self, folder: Path) -> Path:
+    def grpo(self, folder):
         """Write a whole run with a reward function: no critic, no validation, no reference."""
         return RecordedRun(folder).start().steps(1, 2, 3, 4).finished(4)
 
@@ -547,7 +544,7 @@ class TestCommand:
 # ---- the progress in a terminal and without one ----
 
 
-def step_row(step: int, **more: float) -> dict[str, Any]:
+def step_row(step, **more):
     return {
         "step": step,
         "time": 100.0 + 2 * step,
@@ -562,7 +559,7 @@ def step_row(step: int, **more: float) -> dict[str, Any]:
     }
 
 
-def append(path: Path, *rows: dict[str, Any], torn: str = "") -> None:
+def append(path, *rows, torn=""):
     with path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows) + torn)
 

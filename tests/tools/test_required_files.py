@@ -8,13 +8,12 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import reward_functions
 import yaml
-from live_system import TEXTS, Checkpoints, make_checkpoint, make_run, make_tokenizer
+from live_system import TEXTS, make_checkpoint, make_run, make_tokenizer
 from settings import nested
 from tiny_checkpoints import change_config, save_tiny
 
@@ -39,7 +38,7 @@ from rlhf_triton.trainer.publish import copy_checkpoint
 
 ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one
 FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}
-REWARDS: dict[str, dict[str, Any] | None] = {"model": None, "functions": FUNCTION, "both": {"model": {}, **FUNCTION}}
+REWARDS = {"model": None, "functions": FUNCTION, "both": {"model": {}, **FUNCTION}}
 OF_THE_CRITIC = {"critic", "critic_infer", "critic_train", "critic_save"}
 OF_THE_REWARD = {
     "model": {"reward_model"},
@@ -51,18 +50,18 @@ every_combination = pytest.mark.parametrize(
 )
 
 
-def models_of(algorithm: str, reward: str) -> set[str]:
+def models_of(algorithm, reward):
     return OF_THE_REWARD[reward] | (OF_THE_CRITIC if algorithm == "ppo" else set())
 
 
-def checkpoints_of(algorithm: str, reward: str) -> list[str]:
+def checkpoints_of(algorithm, reward):
     """Return the sections of the served models that are read from a checkpoint."""
     return [*(["reward"] if reward != "functions" else []), *(["critic"] if algorithm == "ppo" else [])]
 
 
-def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoints) -> Path:
+def write_yaml(folder, algorithm, reward, checkpoints):
     """Write a YAML that names only what this run uses; return its path."""
-    data: dict[str, Any] = {
+    data = {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0},
         "actor": nested(
@@ -127,7 +126,7 @@ def test_missing_files_are_listed_before_anything_starts(algorithm, reward, tmp_
 
 
 def test_missing_checkpoint_error_says_how_to_fix_it(tmp_path):
-    def missing(config: dict[str, Any], **of: bool) -> str:
+    def missing(config, **of):
         with pytest.raises(ConfigError) as caught:
             check_files(
                 RunConfig.model_validate({**config, "actor": nested(ActorSection, config.get("actor", {}))}), **of
@@ -281,12 +280,12 @@ def test_commands_refuse_a_missing_gpu_before_loading_a_model(
 
 
 def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints):
-    async def describe(model: str) -> ServedModel:
+    async def describe(model):
         if model == "critic":
             raise RequestFailed("critic refused", "Request for unknown model: 'critic' is not found")
         return ServedModel.of({"tokenizer_fingerprint": "known"})
 
-    client: Any = SimpleNamespace(describe=describe)
+    client = SimpleNamespace(describe=describe)
     ppo, other = (
         Scorer(client, load_tokenizer(checkpoints.policy), with_critic=with_critic) for with_critic in (True, False)
     )
@@ -299,9 +298,9 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoi
     """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
     run = make_run(tmp_path / "run", checkpoints, actor={"kl_reference": "triton"})
     served = ServedModel.of(parameters_of(render_configs.render_configs(run.config)["reference"]))
-    client: Any = SimpleNamespace(describe=mock.AsyncMock(return_value=served))
+    client = SimpleNamespace(describe=mock.AsyncMock(return_value=served))
 
-    def compare(*overrides: str) -> None:
+    def compare(*overrides):
         config = load_config(run.path, overrides)
         policy = Policy(config.actor)
         assert policy.reference is None, "it is served"
@@ -338,7 +337,7 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoi
     ],
 )
 def test_yaml_without_an_actor_serves_the_models_it_names(sections, served, tmp_path, checkpoints, monkeypatch):
-    every: dict[str, Any] = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
+    every = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
     every |= {name: {"model": str(getattr(checkpoints, name))} for name in ("reward", "critic")}
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "policy").symlink_to(checkpoints.policy)  # the default, so that a run can be planned
@@ -525,7 +524,7 @@ def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     actor = {"policy": {"model": tmp_path / "policy"}, "prompts": {"path": prompts}}
 
-    def check(reward: str, prompt: object, **settings: object) -> None:
+    def check(reward, prompt, **settings):
         prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
         config = {"actor": actor, "reward": {"model": str(tmp_path / reward), **settings}}
         check_prompts(RunConfig.model_validate(config))
@@ -575,7 +574,7 @@ def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path):
 
 
 PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"
-LABELS: dict[str, tuple[list[str], list[str], Any]] = {  # names; settings; weights, or what the refusal says
+LABELS = {  # names; settings; weights, or what the refusal says
     "one": (["LABEL_0"], [], (None,)),
     "two": (["BAD", "GOOD"], [], [PAIR, ODDS, "reward.attribute_weights: separate (a reward for each)"]),
     "three": (["a", "b c", "no"], [], ["3 labels (a, b c, no)", 'weights: {{a: 1, "b c": 1, "no": 1}} (a number for']),
@@ -618,7 +617,7 @@ def test_reward_labels_must_be_chosen_by_the_user(names, settings, expected, tmp
             assert part.format(model=model) in f"{caught.value}$"
 
 
-def parameters_of(text: str) -> dict[str, str]:
+def parameters_of(text):
     config = render_configs.parse_pbtxt("reward_model", text)
     return {name: value.string_value for name, value in config.parameters.items()}
 
@@ -696,7 +695,7 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path
     """The server is running, but the caller has not received it yet."""
     path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
 
-    def start(*_: object, **__: object) -> mock.Mock:
+    def start(*_, **__):
         signal.raise_signal(signal.SIGTERM)
         return server
 

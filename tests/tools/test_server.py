@@ -9,16 +9,12 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -40,7 +36,7 @@ from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, v
 
 
 @pytest.fixture
-def run_dir(tmp_path) -> Path:
+def run_dir(tmp_path):
     """A run whose repository is rendered and whose critic has a version."""
     return write_run(tmp_path)
 
@@ -93,7 +89,7 @@ TWO_TOKENS = [
 ]
 
 
-def status(run_dir: Path, path: str, body: object = None) -> int:
+def status(run_dir, path, body=None):
     """Send a request to the running server; return the status of its response."""
     url = f"http://{json.loads((run_dir / 'server.json').read_text())['http']}/v2/models/{path}"
     try:
@@ -104,7 +100,7 @@ def status(run_dir: Path, path: str, body: object = None) -> int:
 
 
 @contextlib.contextmanager
-def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], list[Future[int]]]]:
+def busy(run_dir, *overrides):
     """Run the server with a model that computes one request and queues another until `block` is removed.
 
     The supervisor does not probe a model of this name, so its queue has no other requests.
@@ -249,7 +245,7 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path):
 
 def test_log_relay_continues_after_a_rotation(tmp_path):
     log, ended = tmp_path / "a.log", threading.Event()
-    seen: list[str] = []
+    seen = []
     with log.open("ab", buffering=0) as writer:
         follower = threading.Thread(target=relay_lines, args=(log, ended.is_set, seen.append))
         follower.start()
@@ -303,7 +299,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 )
 
 
-def vllm_config(folder: Path, *, script: str = SCRIPT, max_tokens: int = 20, **policy: Any) -> RunConfig:
+def vllm_config(folder, *, script=SCRIPT, max_tokens=20, **policy):
     (folder / "policy").mkdir(exist_ok=True)
     (folder / "policy/config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     command = folder / "vllm"
@@ -344,7 +340,7 @@ def test_settings_that_vllm_cannot_serve_are_refused_before_the_start(tmp_path):
 
 
 def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path):
-    events: list[str] = []
+    events = []
     url = f"127.0.0.1:{free_port()}"
     config = vllm_config(tmp_path)
     vllm = Supervisor(lambda: VllmServer(config, url), log=events.append, name="vLLM")

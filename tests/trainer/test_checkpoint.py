@@ -1,13 +1,12 @@
 """Tests of `trainer.checkpoint`: a partial checkpoint is none, and it contains all that determines the weights."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from loaders import load_critic
+from test_critic_update import checkpoint as checkpoint  # a fixture
 from test_critic_update import settings, weights
-from tiny_checkpoints import save_tiny
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint
@@ -16,45 +15,36 @@ from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 
 
-@pytest.fixture(scope="module")
-def critic(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("critic")
-    save_tiny(folder, "llama", "critic")
-    return folder
-
-
 @pytest.fixture
-def folder(tmp_path) -> CheckpointFolder:
+def folder(tmp_path):
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
-def fresh(critic: Path) -> CriticUpdate:
-    return CriticUpdate(load_critic(critic), settings(warmup_steps=3))
+def fresh(folder):
+    return CriticUpdate(load_critic(folder), settings(warmup_steps=3))
 
 
-def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False) -> CheckpointState:
-    optimizer_step = update.trained.optimizer_step if update else step
-    decided = update.trained.settings if update else {}
+def state(step, update, *, asked=False):
     return CheckpointState(
         run_id="run",
         step=step,
-        optimizer_step=optimizer_step,
+        optimizer_step=update.trained.optimizer_step,
         version=step,
         epoch=1,
         asked=asked,
-        settings=decided,
+        settings=update.trained.settings,
         base_digest="a hash",
         results=[{"entry": "x"}],
     )
 
 
-def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:
+def optimizer_bits(update):
     return update.trained.state()
 
 
-def test_damaged_checkpoint_file_is_detected_by_its_digest(critic, tmp_path):
+def test_damaged_checkpoint_file_is_detected_by_its_digest(checkpoint, tmp_path):
     folder = CheckpointFolder(tmp_path)
-    update = fresh(critic)
+    update = fresh(checkpoint)
     place = folder.save(update, state(1, update)) / "state.json"
     content = json.loads(place.read_text())
     named = {content["digest"], *content["files"].values()}
@@ -68,9 +58,9 @@ def test_damaged_checkpoint_file_is_detected_by_its_digest(critic, tmp_path):
             folder.load(1, update)
 
 
-def test_checkpoint_with_another_lora_rank_is_refused(critic, folder):
+def test_checkpoint_with_another_lora_rank_is_refused(checkpoint, folder):
     first, update = (
-        CriticUpdate(build_critic(critic, section, seed=0), section)
+        CriticUpdate(build_critic(checkpoint, section, seed=0), section)
         for section in (settings(lora_rank=2), settings(lora_rank=3))
     )
     folder.save(first, state(1, first))

@@ -14,9 +14,8 @@ pytest_plugins = ["sidecar_fixtures"]
 
 
 def test_critic_replays_identically_from_a_checkpoint(make):
-    rig = make(threads=1)
-    rig.serve()
-    rig.start().train(1, 2)
+    rig = make(threads=1).begin()
+    rig.train(1, 2)
     rig.save()
     rig.train(3, 4)
     rig.stop()
@@ -39,17 +38,15 @@ def test_critic_replays_identically_from_a_checkpoint(make):
 
 def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):
     """Its sidecar accepts the actor's rewind to that step, serves the critic, and trains as the run did."""
-    rig = make(threads=1)
-    rig.serve()
-    rig.start().train(1, 2)
+    rig = make(threads=1).begin()
+    rig.train(1, 2)
     rig.save()
     rig.train(3)
     rig.stop()
     new = make("new", threads=1)
     critic = CriticReplay(rig.config, 2)
     critic.save(new.config)
-    new.serve()
-    new.start()
+    new.begin()
     rewound = new.answer(new.journal.accept_rewind(run_id="run", target=2))
     assert rewound.error is None
     assert new.store.manifest(rewound.weights_version).step == 2
@@ -59,9 +56,8 @@ def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):
 
 
 def test_critic_of_a_resumed_run_replays_with_its_new_settings(make):
-    rig = make(threads=1, lr=1e-2)
-    rig.serve()
-    rig.start().train(1)
+    rig = make(threads=1, lr=1e-2).begin()
+    rig.train(1)
     rig.stop()
     critic = CriticReplay(rig.config, 0)
     assert critic.train(1, payload(1)) == ""

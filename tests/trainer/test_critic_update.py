@@ -2,8 +2,6 @@
 
 import copy
 import math
-from pathlib import Path
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -13,11 +11,9 @@ from hypothesis import strategies as st
 from loaders import load_critic
 from settings import trainer_section
 from tiny_checkpoints import VOCAB, save_tiny
-from torch import Tensor
 
-from rlhf_triton.config import TrainerSection
 from rlhf_triton.models.modeling import CriticModel
-from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport, split_rows
+from rlhf_triton.trainer.critic_update import CriticUpdate, split_rows
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -32,17 +28,17 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic")
     save_tiny(folder, "llama", "critic")
     return folder
 
 
-def settings(**changes: object) -> TrainerSection:
+def settings(**changes):
     return trainer_section(**{**SETTINGS, **changes})
 
 
-def arrays(num_rows: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
+def arrays(num_rows=12, seed=0):
     """Return a padded payload; the target of a token is 1 if it is even, else 0."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, 20, (num_rows, 1))
@@ -60,17 +56,15 @@ def arrays(num_rows: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def payload(num_rows: int = 12, seed: int = 0) -> TrainPayload:
+def payload(num_rows=12, seed=0):
     return train_payload(arrays(num_rows, seed), Limits(VOCAB))
 
 
-def silent(_: int) -> None:
+def silent(_):
     pass
 
 
-def trained(
-    checkpoint: Path, payloads: list[TrainPayload], *, double: bool = False, **changes: object
-) -> tuple[CriticUpdate, list[UpdateReport]]:
+def trained(checkpoint, payloads, *, double=False, **changes):
     critic = load_critic(checkpoint)
     if double:  # noise of float32 sums would hide a mistake
         critic = CriticModel(critic.model.double())
@@ -78,14 +72,14 @@ def trained(
     return update, [update.train(each, silent) for each in payloads]
 
 
-def weights(update: CriticUpdate) -> torch.Tensor:
+def weights(update):
     return torch.cat([p.detach().double().flatten() for p in update.trained.parameters.values()])
 
 
 # ---- the loss ----
 
 
-def f64(rows: Any) -> Tensor:
+def f64(rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -109,7 +103,7 @@ def test_clipped_value_loss_matches_hand_computed_values_on_each_side_of_the_cli
         assert found.item() == pytest.approx(0.5 * plain / 3)
 
 
-def loss_and_gradient(values: Tensor, *others: Tensor, clip_value: float, micro: int) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(values, *others, clip_value, micro):
     """Add up the micro-batches of `micro` rows; the last tensor is the mask."""
     leaf, total = values.clone().requires_grad_(), torch.zeros((), dtype=values.dtype)
     for rows in (slice(start, start + micro) for start in range(0, len(values), micro)):
@@ -195,7 +189,7 @@ def test_critic_update_skips_a_non_finite_gradient(checkpoint):
     update = CriticUpdate(load_critic(checkpoint), settings(global_batch_size=6))
     calls = []
 
-    def poison(gradient: torch.Tensor) -> torch.Tensor:
+    def poison(gradient):
         calls.append(None)
         return gradient * math.nan if len(calls) == 1 else gradient
 

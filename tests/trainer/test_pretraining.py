@@ -2,10 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from versions import flip, reseal
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection, RunConfig, TrainerSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.models.modeling import CriticModel, load_critic, quiet_transformers
+from rlhf_triton.models.modeling import load_critic, quiet_transformers
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore
@@ -31,10 +28,9 @@ from rlhf_triton.trainer.pretraining import explained_variance, pretrained
 from rlhf_triton.trainer.publish import initialise_store, initialise_stores
 from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
-from rlhf_triton.wire.training_payload import TrainPayload
 
 STEPS = 6  # of an earlier run, 32 rows each
-TRAINING: dict[str, Any] = {
+TRAINING = {
     "lr": 1e-2,
     "warmup_steps": 0,
     "max_steps": 100,
@@ -44,15 +40,15 @@ LIMITS = Limits(VOCAB, POSITIONS)
 quiet_transformers()
 
 
-def save_critic_of(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+def save_critic_of(folder, family="llama"):
     """Save a Llama critic with a tokenizer of this family."""
-    save_tiny(folder, "llama", "critic", seed=seed, vocab_size=VOCAB, max_position_embeddings=POSITIONS)
+    save_tiny(folder, "llama", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     make_text_tokenizer(family).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     """Return a folder with `critic` and two runs with journals: `a`, and `b` with other old values."""
     root = tmp_path_factory.mktemp("pretraining")
     save_critic_of(root / "critic")
@@ -61,9 +57,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def earlier_run(
-    folder: Path, critic: Path, change: Callable[[TrainPayload], TrainPayload] = lambda step: step
-) -> Journal:
+def earlier_run(folder, critic, change=lambda step: step):
     """Write version 0 and the journal of a run: the return of a token is 1 if it is even, else 0."""
     initialise_store(WeightsStore(folder / "weights" / "critic"), CriticSection(model=critic), run_id="earlier")
     journal = Journal(folder / "journal", "earlier")
@@ -72,7 +66,7 @@ def earlier_run(
     return journal
 
 
-def config_of(folder: Path, critic: Path, pretrain: Sequence[Path | str], **trainer: Any) -> RunConfig:
+def config_of(folder, critic, pretrain, **trainer):
     return RunConfig.model_validate(
         {
             "run": {"dir": folder, "run_id": "run"},
@@ -83,12 +77,12 @@ def config_of(folder: Path, critic: Path, pretrain: Sequence[Path | str], **trai
     )
 
 
-def version(config: RunConfig, number: int = 0) -> torch.Tensor:
+def version(config, number=0):
     tensors = load_file(WeightsStore(config.run.weights_dir).folder(number) / "model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
-def lines_of(config: RunConfig) -> list[dict[str, Any]]:
+def lines_of(config):
     return read_jsonl(config.run.dir / "critic_metrics.jsonl")
 
 
@@ -143,7 +137,7 @@ def test_pretraining_ignores_ppo_settings(root, tmp_path):
 
 
 def test_split_holds_out_a_tenth_of_the_prompts():
-    def row(prompt: Sequence[int], response: int) -> TrainingRow:
+    def row(prompt, response):
         tokens = np.array([*prompt, response, 9])
         mask = np.array([0.0] * (len(prompt) - 1) + [0.5, 1.0], np.float32)
         return TrainingRow(tokens, mask, mask, mask)
@@ -162,10 +156,10 @@ def test_split_holds_out_a_tenth_of_the_prompts():
 
 def test_pretraining_explained_variance_matches_hand_computed_values():
     class Values:
-        def values(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        def values(self, rows):
             return [np.arange(row.size, dtype=np.float32) for row in rows]
 
-    def row(*returns: float) -> TrainingRow:
+    def row(*returns):
         mask = np.array([0, 1, 1], np.float32)
         return TrainingRow(np.zeros(4, np.int64), np.array([99, *returns], np.float32), mask, mask)
 
@@ -178,16 +172,15 @@ def test_pretraining_explained_variance_matches_hand_computed_values():
 # ---- exactly once ----
 
 
-def pretraining_rig(folder: Path, root: Path, **settings: Any) -> Rig:
+def pretraining_rig(folder, root, **settings):
     rig = Rig(folder, root / "critic", **{**TRAINING, **settings})
     rig.config = config_of(folder, root / "critic", [root / "a"], **{**TRAINING, **settings})
     return rig
 
 
-def two_steps_and_a_rewind(rig: Rig) -> tuple[list[float | None], torch.Tensor, torch.Tensor]:
+def two_steps_and_a_rewind(rig):
     """Train two steps, rewind them and stop; return their losses, and the weights of versions 0 and 2."""
-    rig.serve()
-    rig.start()
+    rig.begin()
     try:
         losses = [rig.answer(rig.send(step)).loss_mean for step in (1, 2)]
         rig.rewind(0)
@@ -198,7 +191,7 @@ def two_steps_and_a_rewind(rig: Rig) -> tuple[list[float | None], torch.Tensor, 
 
 
 @pytest.fixture(scope="module")
-def calm(root, tmp_path_factory) -> Any:
+def calm(root, tmp_path_factory):
     """Return the results of a run with undisturbed pretraining."""
     rig = pretraining_rig(tmp_path_factory.mktemp("calm"), root, publish={"keep": 100})
     initialise_stores(rig.config)
@@ -223,7 +216,7 @@ def test_pretraining_after_a_crash_is_bit_identical(root, tmp_path, monkeypatch,
         assert isinstance(rig.start().ended(), Killed)
     written = rig.store.versions() == [0]
     assert written == ((name, when) not in (("train", "after"), ("add", "before")))
-    trained: list[str] = []
+    trained = []
     monkeypatch.setattr("rlhf_triton.trainer.publish.pretrained", counted(trained))
     losses, first, last = two_steps_and_a_rewind(rig)
     assert losses == calm[0]
@@ -232,8 +225,8 @@ def test_pretraining_after_a_crash_is_bit_identical(root, tmp_path, monkeypatch,
     assert torch.equal(last, calm[2])
 
 
-def counted(calls: list[str]) -> Callable[..., CriticModel]:
-    def count(*args: Any, **kwargs: Any) -> CriticModel:
+def counted(calls):
+    def count(*args, **kwargs):
         calls.append("run")
         return pretrained(*args, **kwargs)
 
@@ -270,8 +263,7 @@ def test_pretraining_reads_the_journal_of_a_real_sidecar(root, tmp_path, monkeyp
     """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
     rig = Rig(tmp_path / "earlier", root / "critic", **TRAINING)
-    rig.serve()
-    rig.start()
+    rig.begin()
     damaged = rig.send(1)
     rig.answer(damaged)
     for step in range(2, 7):
@@ -292,23 +284,23 @@ def test_pretraining_reads_the_journal_of_a_real_sidecar(root, tmp_path, monkeyp
 # ---- what is refused ----
 
 
-def no_run(folder: Path) -> None:
+def no_run(folder):
     shutil.rmtree(folder / "weights")
 
 
-def flipped(folder: Path) -> None:
+def flipped(folder):
     flip(folder / "journal" / "earlier" / "entries" / "00000003.train")
 
 
-def empty(folder: Path) -> None:
+def empty(folder):
     shutil.rmtree(folder / "journal")
 
 
-def without_tokenizer(folder: Path) -> None:
+def without_tokenizer(folder):
     reseal(folder / "weights" / "critic" / "0", tokenizer=None)
 
 
-SPOILED: dict[Callable[[Path], None], str] = {
+SPOILED = {
     no_run: r"is not the folder of a run with a critic: version 0 is not in the weights store; remove it",
     flipped: r"00000003\.train is damaged: its content has digest .*; restore the file, or remove .* from the list",
     empty: r"has no rows to train on \(a run keeps only its last steps\)",
@@ -337,7 +329,7 @@ def test_pretraining_refuses_a_critic_that_does_not_fit_the_rows(root, tmp_path)
         assert_refused(config_of(tmp_path / f"run {name}", tmp_path / name, [root / "a"]), message)
 
 
-def assert_refused(config: RunConfig, message: str) -> None:
+def assert_refused(config, message):
     with pytest.raises(RlhfError, match=rf"^critic\.pretrain: .*{message}") as refused:
         initialise_stores(config)
     assert "\n" not in str(refused.value)
@@ -350,7 +342,7 @@ def assert_refused(config: RunConfig, message: str) -> None:
 MESSAGES = [{"role": "user", "content": "good day"}]
 
 
-def write(path: Path, *lines: Any) -> Path:
+def write(path, *lines):
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
@@ -406,7 +398,7 @@ def test_pretraining_runs_from_the_last_rows_to_the_first(root, tmp_path):
 
 
 LINE = {"prompt": [5, 6], "response": [7], "return": 1}
-BAD_LINES: dict[str, Any] = {
+BAD_LINES = {
     "line 2 is not JSON in UTF-8": "{",
     "line 2 is not an object with `prompt` and `response` and `return`": "[1]",
     r"line 2 must have a prompt \(text, messages or token ids\), .* got {\"prompt\": \[\]": {**LINE, "prompt": []},
@@ -440,6 +432,3 @@ def test_diverging_returns_end_pretraining_with_an_error(root, tmp_path):
     lines = [{**LINE, "prompt": [5, 6 + number], "return": 1e30} for number in range(9)]
     config = config_of(tmp_path / "run", root / "critic", [write(tmp_path / "data.jsonl", *lines)])
     assert_refused(config, r"the critic's gradients are not finite: .*; lower trainer\.optimizer\.lr")
-
-
-# ---- several ranks ----

@@ -3,9 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +18,19 @@ from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import digest_of
 from rlhf_triton.models.canary import canary_row, check_canary
-from rlhf_triton.models.modeling import CriticModel, save_critic
 from rlhf_triton.models.modeling import load_critic as load_on_cpu
+from rlhf_triton.models.modeling import save_critic
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.weights import Manifest, ServingRecord, WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
-from rlhf_triton.training_engine.ranks import Ranks
 
-ABOUT: dict[str, Any] = {"run_id": "run", "parent": None, "epoch": 1}
+ABOUT = {"run_id": "run", "parent": None, "epoch": 1}
 
 
-def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
+def publisher_of(store, reload="swap"):
     sections = {"critic": {"reload": reload}, "trainer": {"servers": ["127.0.0.1:1"], "publish": {"keep": 9}}}
     return Publisher(RunConfig.model_validate(sections), store, run_id="run", epoch=1)
 
@@ -43,12 +39,12 @@ def publisher_of(store: WeightsStore, reload: str = "swap") -> Publisher:
 
 
 @pytest.fixture
-def critic(checkpoint) -> CriticModel:
+def critic(checkpoint):
     return build_critic(checkpoint, trainer_section(), seed=0)
 
 
 @pytest.fixture
-def store(tmp_path, critic) -> WeightsStore:
+def store(tmp_path, critic):
     store = WeightsStore(tmp_path / "weights")
     for step in range(2):
         with torch.no_grad():
@@ -58,7 +54,7 @@ def store(tmp_path, critic) -> WeightsStore:
     return store
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def rewrite(folder, change):
     """Write other tensors and a manifest that fits them, as a faulty writer would, not a faulty disk."""
     path = folder / WEIGHTS_FILE
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
@@ -68,19 +64,19 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     reseal(folder)
 
 
-def edit_json(path: Path, **changes: object) -> None:
+def edit_json(path, **changes):
     data = {**json.loads(path.read_text()), **changes}
     path.unlink()
     path.write_text(json.dumps(data))
 
 
-def unreadable(folder: Path) -> None:
+def unreadable(folder):
     """Replace the folder with a file, so that not even root can list it."""
     shutil.rmtree(folder)
     folder.write_text("")
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGE = {
     "one bit flipped": (
         lambda folder: flip(folder / WEIGHTS_FILE),
         r"version 1: model\.safetensors has digest xxh3:[0-9a-f]{12}…, but its manifest says",
@@ -132,7 +128,7 @@ def test_failed_verification_fails_the_step_and_training_continues(rig, monkeypa
     damage, message = DAMAGE["another number"]
     with monkeypatch.context() as patch:
 
-        def damaging(store: WeightsStore, version: int, *args: Any) -> None:
+        def damaging(store, version, *args):
             damage(store.folder(version))
             verify_version(store, version, *args)
 
@@ -147,7 +143,7 @@ def test_failed_verification_fails_the_step_and_training_continues(rig, monkeypa
 
 # ---- the dtype of versions ----
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "all weights": {},
     "merged adapters": {"lora_rank": 2},
     "merged adapters in bfloat16": {"lora_rank": 2, "precision": "bfloat16"},
@@ -155,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def llama(tmp_path) -> WeightsStore:
+def llama(tmp_path):
     """A store whose version 0 is a Llama."""
     save_tiny(tmp_path / "critic", "llama", "critic")
     store = WeightsStore(tmp_path / "store")
@@ -164,7 +160,7 @@ def llama(tmp_path) -> WeightsStore:
     return store
 
 
-def dtypes_of(store: WeightsStore, version: int) -> list[set[str]]:
+def dtypes_of(store, version):
     """The stored dtypes of head and body."""
     tensors = store.manifest(version).tensors
     return [
@@ -172,7 +168,7 @@ def dtypes_of(store: WeightsStore, version: int) -> list[set[str]]:
     ]
 
 
-def train_a_little(critic: Any) -> None:
+def train_a_little(critic):
     """Change all trained weights so that bfloat16 does not hold them."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -196,7 +192,7 @@ def test_bfloat16_version_serves_the_same_values_as_a_float32_one(llama, case):
     check_canary(served[0], served[0].values(row)[0], critic.values(row)[0].tolist())
 
 
-def published_by_a_rank(ranks: Ranks, root: Path, case: str) -> list[bool]:
+def published_by_a_rank(ranks, root, case):
     """Publish a version from two ranks; return whether it holds the critic's weights, before and after training."""
     ranks.announce = lambda *_, **__: None
     settings = trainer_section(**CASES[case])
@@ -227,21 +223,21 @@ def test_ranks_publish_in_bfloat16(llama, case):
 class Publication:
     """A version to publish, and the records that instances write at each poll of the publisher."""
 
-    def __init__(self, store: WeightsStore, reload: str = "swap") -> None:
+    def __init__(self, store, reload="swap"):
         self.critic, self.store = load_on_cpu(store.folder(0)), store
         self.publisher = publisher_of(store, reload)
         self.canary = self.critic.values([canary_row(self.critic)])[0].tolist()
-        self.manifest: Manifest = store.add(self.critic.write, step=1, canary=self.canary, **ABOUT)
+        self.manifest = store.add(self.critic.write, step=1, canary=self.canary, **ABOUT)
         self.waited = 0
 
-    def say(self, name: str, version: int | None = 0, **more: Any) -> None:
+    def say(self, name, version=0, **more):
         self.store.records.put(ServingRecord.of_this_process(name, version, **more))
 
-    def wait(self, *sayings: dict[str, Any]) -> None:
+    def wait(self, *sayings):
         """Await the staging; each poll (`beat`) lets an instance write its next record."""
         left = list(sayings)
 
-        def beat(state: str) -> None:
+        def beat(state):
             self.waited += 1
             assert state == "waiting until version 1 is staged"
             self.say(**left.pop(0))

@@ -6,9 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +18,9 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.config import load_config
 from rlhf_triton.models.canary import canary_row, check_canary
-from rlhf_triton.models.modeling import CriticModel, load_critic
+from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.python_backend.serving.versions.follower import Follower
-from rlhf_triton.store.journal import Entry, Journal, Result
+from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.weights import WeightsStore
 
 PATIENCE_S = 200.0
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.slow
 class Job:
     """A sidecar, and an instance that serves its critic."""
 
-    def __init__(self, folder: Path, checkpoint: Path, ranks: int) -> None:
+    def __init__(self, folder, checkpoint, ranks):
         schedule = {"lr": 1e-2, "warmup_steps": 2, "max_steps": 100}
         path = folder / "run.yaml"
         path.write_text(
@@ -62,22 +59,26 @@ class Job:
         self.served = Follower(self.store, "critic_0", load=self._load, swaps=True, log_error=print)
         self.start()
 
-    def start(self) -> None:
+    def start(self):
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "rlhf_triton.trainer", "--config", str(self.path)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def ranks(self) -> dict[int, psutil.Process]:
+    def ranks(self):
         found = {}
         for process in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error, KeyError):  # it has just ended
                 found[int(process.environ()["RANK"])] = process
         return found
 
-    def answers(self, *entries: Entry) -> list[Result]:
-        return [self.until(lambda entry=entry: self.journal.result(entry)) for entry in entries]  # type: ignore[misc]
+    def both(self):
+        """Return the two ranks by number, once they run."""
+        return self.until(lambda: len(found := self.ranks()) == 2 and found)
 
-    def until(self, look: Callable[[], Any]) -> Any:
+    def answers(self, *entries):
+        return [self.until(lambda entry=entry: self.journal.result(entry)) for entry in entries]
+
+    def until(self, look):
         deadline = time.monotonic() + PATIENCE_S
         while not (found := look()):
             assert self.process.poll() is None, self.log.read_text()
@@ -85,20 +86,20 @@ class Job:
             time.sleep(POLL_S)
         return found
 
-    def send(self, step: int) -> Entry:
+    def send(self, step):
         return self.journal.accept_training(payload(step), run_id="run", step=step)
 
-    def stop(self) -> int:
+    def stop(self):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE_S)
 
-    def close(self) -> None:
+    def close(self):
         self.process.kill()
         self.process.wait()
         if hasattr(self.served, "version"):
             self.served.stop()
 
-    def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
+    def _load(self, folder, served):
         """Load the critic as its Triton model does."""
         critic = load_critic(folder) if served is None else served.with_weights(folder)
         canary = self.store.manifest(int(folder.name)).canary
@@ -108,11 +109,11 @@ class Job:
 
 
 @pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Job]]:
+def make(tmp_path):
     save_tiny(tmp_path / "critic", "llama", "critic")
-    jobs: list[Job] = []
+    jobs = []
 
-    def new(name: str, ranks: int = 2) -> Job:
+    def new(name, ranks=2):
         (tmp_path / name).mkdir()
         jobs.append(Job(tmp_path / name, tmp_path / "critic", ranks))
         jobs[-1].until(lambda: jobs[-1].store.current() is not None and jobs[-1].journal.is_followed())
@@ -124,13 +125,13 @@ def make(tmp_path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-def kill(job: Job, victim: psutil.Process, others: list[psutil.Process]) -> None:
+def kill(job, victim, others):
     victim.kill()
     _, alive = psutil.wait_procs([victim, *others], timeout=PATIENCE_S)
     assert not alive
 
 
-def staging(job: Job) -> bool:
+def staging(job):
     return any(name.startswith(".staging-") for name in os.listdir(job.store.root))  # noqa: PTH208 - only names
 
 
@@ -141,7 +142,7 @@ def test_killed_ranks_do_not_change_the_sidecars_results(make):
     rough.answers(*entries)
     for rank in (0, 1):
         for phase in ("idle", "training", "publishing"):
-            ranks = rough.until(lambda: len(found := rough.ranks()) == 2 and found)
+            ranks = rough.both()
             rough.until(lambda: rough.journal.is_followed() and rough.journal.heartbeat().state == "idle")
             if phase != "idle":
                 entries.append(rough.send(len(entries) + 1))
@@ -166,7 +167,7 @@ def test_killed_ranks_do_not_change_the_sidecars_results(make):
 
 def test_sidecar_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make):
     job = make("run")
-    ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
+    ranks = [*job.both().values()]
     job.process.kill()
     assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
     job.process.wait()
@@ -184,7 +185,7 @@ def test_out_of_memory_on_one_rank_ends_all_ranks_once_and_names_the_setting(mak
     where = ("rlhf_triton.trainer.critic_update", "CriticUpdate", "_loss")
     let_memory_be_short(monkeypatch, tmp_path, *where, condition=f"os.environ.get('RANK') == '{rank}'")
     job = make("run")
-    ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
+    ranks = [*job.both().values()]
     job.send(1)
     assert job.process.wait(PATIENCE_S) == 2
     assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]

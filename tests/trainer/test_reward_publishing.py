@@ -2,16 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
-from safetensors.torch import load_file, save_file
 from sidecar_rig import Instance
+from tiny_checkpoints import change_tensors
 
 from rlhf_triton.config import RunConfig
 from rlhf_triton.models.modeling import load_reward, quiet_transformers
@@ -19,22 +16,21 @@ from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.weights import main
 from rlhf_triton.trainer.publish import initialise_stores
 
-Output = pytest.CaptureFixture[str]
 REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 6)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     quiet_transformers()
     return make_checkpoint(tmp_path_factory.mktemp("reward"), "reward", make_tokenizer(), seed=1)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory, checkpoint) -> Path:
+def pairs(tmp_path_factory, checkpoint):
     """Return pairs that the checkpoint ranks without a mistake."""
     reward, tokenizer = load_reward(checkpoint), make_tokenizer()
 
-    def score(text: str) -> float:
+    def score(text):
         return float(reward.score([np.asarray(tokenizer(text)["input_ids"])])[0, 0])
 
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
@@ -46,7 +42,7 @@ def pairs(tmp_path_factory, checkpoint) -> Path:
 class Run:
     """The folder of a run with a live reward model, whose single instance is simulated."""
 
-    def __init__(self, folder: Path, checkpoint: Path, pairs: Path) -> None:
+    def __init__(self, folder, checkpoint, pairs):
         self.folder = folder
         self.config = RunConfig.model_validate(
             {
@@ -61,35 +57,33 @@ class Run:
         self.instance = Instance(self.store, "reward_model_0")
         self.instance.start()
 
-    def tool(self, action: str, *arguments: str, **changes: Any) -> int:
+    def tool(self, action, *arguments, **changes):
         path = self.folder / "run.yaml"
         data = json.loads(self.config.model_dump_json(exclude_none=True))
         data["reward"] |= changes
         path.write_text(json.dumps(data))
         return main([action, "--model", "reward", "--config", str(path), *arguments])
 
-    def close(self) -> None:
+    def close(self):
         self.instance.close()
 
 
 @pytest.fixture
-def run(tmp_path, checkpoint, pairs) -> Iterator[Run]:
+def run(tmp_path, checkpoint, pairs):
     run = Run(tmp_path, checkpoint, pairs)
     yield run
     run.close()
 
 
-def changed(run: Run, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+def changed(run, change):
     """Return a copy of the served checkpoint with other weights."""
     folder = run.folder / "new"
     shutil.copytree(run.config.reward.model, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(folder, change)
     return folder
 
 
-def better(tensors: dict[str, torch.Tensor]) -> None:
+def better(tensors):
     tensors["score.weight"].mul_(1.5)
 
 
@@ -114,17 +108,17 @@ def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_b
     assert lines == [["0", "0", "-", first], ["1", "0", "0", published], ["2", "0", "0", "-"]]
 
 
-def nan(tensors: dict[str, torch.Tensor]) -> None:
+def nan(tensors):
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
 
 
-def permuted(tensors: dict[str, torch.Tensor]) -> None:
+def permuted(tensors):
     generator = torch.Generator().manual_seed(3)
     order = torch.randperm(tensors["score.weight"].shape[1], generator=generator)
     tensors["score.weight"] = tensors["score.weight"][:, order].contiguous()
 
 
-POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+POISON = {
     "not finite": (nan, r"up_proj\.weight has values that are not finite"),
     "a permuted head": (permuted, "not published: its accuracy on reward.gate, 0."),
     "a head of zeros": (

@@ -1,14 +1,13 @@
 """The critic update on several ranks: results of one process, and checkpoints and versions for any number of ranks."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import on_ranks, whole_tensors
+from test_checkpoint import state
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
@@ -17,13 +16,12 @@ from rlhf_triton.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer import trained_critic
-from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
 from rlhf_triton.trainer.verification import holds_weights, verify_version
 from rlhf_triton.training_engine.merged_slices import MergedSlices
-from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import Limits
-from rlhf_triton.wire.training_payload import TrainPayload, train_payload
+from rlhf_triton.wire.training_payload import train_payload
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["llama", "gpt2", "bert", "layers"]
@@ -40,7 +38,7 @@ SAVING = {"precision": "bfloat16", "gradient_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("sharded")
     for family in FAMILIES:
         save_with_layers(root / family) if family == "layers" else save_tiny(root / family, family, "critic")
@@ -49,41 +47,26 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def about(step: int) -> dict[str, Any]:
+def about(step):
     return {"run_id": "run", "step": step, "parent": None, "epoch": 1}
 
 
-def payloads(count: int) -> list[TrainPayload]:
+def payloads(count):
     # The last payload has a single row: one rank has nothing to do.
     last = train_payload({n: a[:1] for n, a in arrays(12, seed=9).items()}, Limits(VOCAB))
     return [*(payload(seed=seed) for seed in range(count - 1)), last]
 
 
-def state(step: int, update: CriticUpdate) -> CheckpointState:
-    trained = update.trained
-    return CheckpointState(
-        run_id="run",
-        step=step,
-        optimizer_step=trained.optimizer_step,
-        version=0,
-        epoch=1,
-        asked=True,
-        settings=trained.settings,
-        base_digest="",
-        results=[],
-    )
-
-
-def everything(update: CriticUpdate) -> dict[str, torch.Tensor]:
+def everything(update):
     """Return all weights and moments of an update, unsharded."""
     return {n: t.clone() for n, t in whole_tensors({**update.critic.model.state_dict(), **update.trained.state()})}
 
 
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def without_key_biases(name: str, parameter: np.ndarray) -> np.ndarray:
+def without_key_biases(name, parameter):
     """Return the parameter without attention's key biases.
 
     Their gradient is zero in theory: they add the same to the scores of all keys, which softmax ignores. What is left
@@ -99,7 +82,7 @@ def without_key_biases(name: str, parameter: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def in_doubles() -> Iterator[None]:
+def in_doubles():
     """Train critics in float64 within the block."""
     trained_critic.load_critic = lambda *args, **more: CriticModel(load_critic(*args, **more).model.double())
     try:
@@ -108,9 +91,9 @@ def in_doubles() -> Iterator[None]:
         trained_critic.load_critic = load_critic
 
 
-def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
+def in_float64(ranks, root):
     """Return weights, losses and gradient norms of each case after three payloads."""
-    results: dict[str, Any] = {"cases": []}
+    results = {"cases": []}
     for family, options in CASES:
         with in_doubles():
             update = load_update(root / family, settings(**TRAINING, **options), seed=0, ranks=ranks)
@@ -125,7 +108,7 @@ def in_float64(ranks: Ranks, root: Path) -> dict[str, Any]:
     return results
 
 
-def in_float32(ranks: Ranks, root: Path) -> Any:
+def in_float32(ranks, root):
     """Train, write a checkpoint in between, and train on from it; rank 0 announces all of it."""
     options = settings(**TRAINING)
     if ranks.rank:
@@ -149,21 +132,21 @@ def in_float32(ranks: Ranks, root: Path) -> Any:
     return same(after, again), versions, damaged
 
 
-def load_all(folder: CheckpointFolder, update: CriticUpdate, root: Path, step: int) -> dict[str, torch.Tensor]:
+def load_all(folder, update, root, step):
     """The content of a checkpoint of several ranks, read by one process."""
     folder.save(update, state(step, update))
     return read_alone(root, step)
 
 
-def read_alone(root: Path, step: int) -> dict[str, torch.Tensor]:
+def read_alone(root, step):
     alone = CriticUpdate(load_critic(root / "llama"), settings(**TRAINING))
     CheckpointFolder(root / "checkpoints").load(step, alone)
     return everything(alone)
 
 
-def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
+def publish(update, store):
     """Publish twice; then a version of other weights, and a damaged one."""
-    seen: list[Any] = []
+    seen = []
     for _ in range(2):
         manifest = store.add(update.critic.write, **about(1), reuse=False, canary=[0.5])
         verify_version(store, manifest.version, update.critic)
@@ -178,13 +161,13 @@ def publish(update: CriticUpdate, store: WeightsStore) -> list[Any]:
     return seen
 
 
-def spoil_one(folder: Path) -> None:
+def spoil_one(folder):
     path = sorted(folder.glob("*.safetensors"))[-1]
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\1")
 
 
-def damage(folder: CheckpointFolder, update: CriticUpdate) -> str:
+def damage(folder, update):
     spoil_one(folder.root / "3")
     try:
         folder.load(3, update)
@@ -193,7 +176,7 @@ def damage(folder: CheckpointFolder, update: CriticUpdate) -> str:
     return "not noticed"
 
 
-def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
+def resume(ranks, root, steps):
     """Read checkpoints on these ranks; return whether the content equals what one process reads."""
     update = load_update(root / "llama", settings(**TRAINING), seed=0, ranks=ranks)
     found = []
@@ -233,7 +216,7 @@ def test_float64_critic_training_on_ranks_matches_one_process(root, size):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(root) -> Any:
+def two_ranks(root):
     return on_ranks(2, in_float32, root)[0]
 
 

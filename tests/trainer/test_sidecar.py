@@ -1,14 +1,11 @@
 """`trainer.sidecar`: steps are trained exactly once, in order, and answered when served; failures are errors."""
 
 import time
-import urllib.request
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
-from sidecar_rig import PATIENCE_S, Rig, overflowing, payload, until
+from scrape import scrape
+from sidecar_rig import PATIENCE_S, overflowing, payload, until
 
 import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
@@ -21,7 +18,7 @@ from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
-from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
+from rlhf_triton.trainer.critic_update import CriticUpdate, split_rows
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.wire.contract import ContractError
 
@@ -78,9 +75,8 @@ def test_save_waits_for_its_step_and_prunes_covered_entries(rig):
 
 def test_rewind_publishes_a_step_that_publish_every_2_held_back(make, straight):
     """The resumed actor takes the answer's version for the weights of that step."""
-    rig = make(publish={"every": 2})
-    rig.serve()
-    results = rig.start().train(1, 2, 3)
+    rig = make(publish={"every": 2}).begin()
+    results = rig.train(1, 2, 3)
     assert [result.weights_version for result in results] == [0, 1, 1]
     for _ in range(2):
         assert rig.rewind(3).weights_version == 2
@@ -88,14 +84,13 @@ def test_rewind_publishes_a_step_that_publish_every_2_held_back(make, straight):
 
 
 def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
-    settings: dict[str, Any] = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
+    settings = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
     calm, rig = (
         make("calm", publish={"keep": 100}, **settings),
         make(publish={"format": "adapter", "keep": 1}, **settings),
     )
     for each in (calm, rig):
-        each.serve()
-        each.start().train(1, 2)
+        each.begin().train(1, 2)
     rig.save()
     for each in (calm, rig):
         each.train(3)
@@ -107,7 +102,7 @@ def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
     assert rig.store.versions() == [0, 5]  # the base stays
 
 
-def assert_same_weights(rig: Rig, version: int, calm: Rig, step: int) -> None:
+def assert_same_weights(rig, version, calm, step):
     """Compare the weights that an instance computes with."""
     found, expected = (load_critic(r.store.folder(v)).model.state_dict() for r, v in ((rig, version), (calm, step)))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -118,9 +113,9 @@ def assert_same_weights(rig: Rig, version: int, calm: Rig, step: int) -> None:
 
 def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkeypatch):
     monkeypatch.setattr(rlhf_triton.trainer.progress, "STOP_PATIENCE_S", 0.05)
-    rig = make()
-    instance = rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
+    instance = rig.instances[0]
     instance.paused.set()
     entry = rig.send(2)
     until(lambda: rig.store.current() == 2)
@@ -135,11 +130,11 @@ def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkey
 # ---- what callers see while it works or waits ----
 
 
-def watch(rig: Rig, patch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
+def watch(rig, patch, owner, name):
     """Make each call of `owner.name` last until a heartbeat or PATIENCE_S; return for each call whether one came."""
     original, seen = getattr(owner, name), []
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args, **kwargs):
         before, give_up_at = rig.journal.heartbeat(), time.monotonic() + PATIENCE_S
         while rig.journal.heartbeat() == before and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -171,7 +166,7 @@ def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig, monkeypatch)
         assert rig.rewind(2).error is None
         assert len(loads) > loaded
         assert len(reads) > read
-        assert rig.answer(rig.journal.accept_save(run_id="run", step=2, keep_steps=[1, 2])).error is None
+        assert rig.save(2, [1, 2]).error is None
     assert prunes
     assert all((*loads, *reads, *restores, *prunes))
 
@@ -205,18 +200,11 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
 # ---- what cannot be trained or served ----
 
 
-def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    samples = [sample for family in families for sample in family.samples]
-    return {s.name.removeprefix("rlhf_trainer_") + "".join(s.labels.values()): s.value for s in samples}
-
-
 @pytest.mark.parametrize("lr", [1e30, 1e38], ids=["values overflow", "weights overflow"])
 def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, straight, lr):
     """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
 
-    def start(lr: float) -> None:
+    def start(lr):
         optimizer = rig.config.trainer.optimizer.model_copy(update={"lr": lr, "min_lr": lr})
         trainer = rig.config.trainer.model_copy(update={"optimizer": optimizer})
         rig.config = rig.config.model_copy(update={"trainer": trainer})
@@ -224,14 +212,13 @@ def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, strai
 
     rig = make()
     usual = rig.config.trainer.optimizer.lr
-    rig.serve()
-    rig.start().train(1, 2)
+    rig.begin().train(1, 2)
     rig.stop()
     start(lr)
     results = rig.train(3, 4)
     for result in results:
         assert "non-finite; the critic of step" in str(result.error)
-    saved = rig.answer(rig.journal.accept_save(run_id="run", step=4, keep_steps=[4]))
+    saved = rig.save(4, [4])
     assert (saved.error, rig.checkpoints.steps(), rig.store.current()) == (None, [4], 2)
     rig.stop()
     start(usual)
@@ -258,9 +245,8 @@ def test_rejected_versions_and_bad_gradients_fail_only_their_step(make, straight
     assert rig.train(5)[0].error is None
     after = rig.weights()
     rig.stop()  # the last numbers are shown after the answer
-    found = scrape(port)
-    counts = {name: value for name, value in found.items() if name.endswith("_total") and "log" not in name}
-    assert {name: value for name, value in counts.items() if not name.startswith("process")} == {
+    found = scrape(port, "rlhf_trainer_")
+    assert {name: value for name, value in found.items() if name.endswith("_total") and "log" not in name} == {
         "updates_total": 4,
         "failed_updates_total": 2,
         "rejected_versions_total": 1,
@@ -284,12 +270,12 @@ BATCH = 4  # sequences of an optimizer step in a rig; a step of the journal has 
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> dict[str, Any]:
+def gpu(monkeypatch):
     """Simulate a device that fits `tokens` of a micro-batch; `lacks` makes single micro-batches run out of memory."""
-    gpu: dict[str, Any] = {"tokens": 10**6, "lacks": lambda rows: False}
+    gpu = {"tokens": 10**6, "lacks": lambda rows: False}
     loss_of = CriticUpdate._loss
 
-    def limited(update: CriticUpdate, rows: list[TrainingRow], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def limited(update, rows, *args, **kwargs):
         loss = loss_of(update, rows, *args, **kwargs)
         if len(rows) * max(row.tokens.size for row in rows) > gpu["tokens"] or gpu["lacks"](rows):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
@@ -299,13 +285,13 @@ def gpu(monkeypatch) -> dict[str, Any]:
     return gpu
 
 
-def of_step(step: int, *, sequences: slice = slice(None)) -> Callable[[list[TrainingRow]], bool]:
+def of_step(step, *, sequences=slice(None)):
     """Return whether a micro-batch has one of the sequences of this step of the journal."""
     chosen = {row.tokens.tobytes() for row in list(split_rows(payload(step)))[sequences]}
     return lambda rows: any(row.tokens.tobytes() in chosen for row in rows)
 
 
-def assert_trained_alike(weights: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_trained_alike(weights, wanted):
     """Compare weights trained in micro-batches of different sizes, up to rounding.
 
     GPT-2's key biases (16 of 4481 weights) are left out: their gradient is rounding, which Adam amplifies.
@@ -362,8 +348,6 @@ def test_sidecar_stops_if_an_acknowledged_step_no_longer_fits_in_memory(rig, gpu
     rig.train(1, 2)
     rig.kill()
     gpu["lacks"] = of_step(2, sequences=sequences)
-    error = rig.start().ended()
-    assert isinstance(error, OutOfMemory)
-    assert "not even a single row fits" in str(error)
+    rig.assert_ends(OutOfMemory, "not even a single row fits")
     gpu["lacks"] = lambda rows: False
     assert rig.start().train(3)[0].weights_version == 3

@@ -10,10 +10,8 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ from hypothesis.stateful import (
 )
 from safetensors import SafetensorError
 from sidecar_rig import PATIENCE_S, Killed, Rig, until
-from small_disk import SmallDisk, small_disk
+from small_disk import small_disk
 from versions import flip, reseal
 
 import rlhf_triton.trainer.disk_retry
@@ -45,7 +43,7 @@ from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import until_done
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-WRITES: list[tuple[type, str]] = [
+WRITES = [
     (WeightsStore, "add"),
     (WeightsStore, "set_current"),
     (WeightsStore, "prune"),
@@ -59,23 +57,21 @@ WRITES: list[tuple[type, str]] = [
     (CheckpointFolder, "prune"),
     (WeightsStore, "verify_files"),
 ]
-FULL_TOO: list[tuple[type, str]] = [
-    (Journal, "write_heartbeat")
-]  # killed, it would end the thread of the heartbeat alone
+FULL_TOO = [(Journal, "write_heartbeat")]  # killed, it would end the thread of the heartbeat alone
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:-9])
 
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
-DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
+DAMAGE = [
     (SHARD, flip),
     ("state.json", flip),
     ("state.json", cut),
@@ -86,24 +82,24 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
 class Disturbed(RuleBasedStateMachine):
     """Requests to a sidecar in which every write fails once before and once after its work, and again when armed."""
 
-    def __init__(self, folder: Path, checkpoint: Path, straight: Rig, error: BaseException) -> None:
+    def __init__(self, folder, checkpoint, straight, error):
         super().__init__()
         self.straight, self.error, self.killed = straight, error, isinstance(error, Killed)
         publish = {"keep": 1 if self.killed else 100}
         self.rig = Rig(folder, checkpoint, publish=publish, checkpoint_every=2)
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 9)
-        self.armed: dict[tuple[type, str], list[str]] = {write: [] for write in WRITES + FULL_TOO * (not self.killed)}
+        self.armed = {write: [] for write in WRITES + FULL_TOO * (not self.killed)}
         for owner, name in self.armed:
             self.patch.setattr(owner, name, self.failing(owner, name))
-        self.step, self.asked = 0, set[int]()
-        self.trained: list[int] = []
+        self.step, self.asked = 0, set()
+        self.trained = []
         self.published = [0]  # the step of each version
 
-    def failing(self, owner: type, name: str) -> Callable[..., Any]:
+    def failing(self, owner, name):
         original, armed = getattr(owner, name), self.armed[owner, name]
 
-        def disturbed(*args: Any, **kwargs: Any) -> Any:
+        def disturbed(*args, **kwargs):
             when = armed.pop(0) if armed else None
             if when == "before":
                 raise self.error
@@ -114,7 +110,7 @@ class Disturbed(RuleBasedStateMachine):
 
         return disturbed
 
-    def answer(self, entry: Entry) -> Result:
+    def answer(self, entry):
         """Wait for the result; start the sidecar again whenever it was killed."""
         deadline = time.monotonic() + PATIENCE_S
         while (result := self.rig.journal.result(entry)) is None:
@@ -125,7 +121,7 @@ class Disturbed(RuleBasedStateMachine):
             time.sleep(0.002)
         return result
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop the sidecar, which may be killed again while it writes its last checkpoint."""
         answered_at = time.time()
         if not self.killed:  # else a stop could cut a replay short, and then the last step has no checkpoint
@@ -135,9 +131,8 @@ class Disturbed(RuleBasedStateMachine):
             self.rig.start()
 
     @initialize()
-    def every_write_fails(self) -> None:
-        self.rig.serve()
-        self.rig.start()
+    def every_write_fails(self):
+        self.rig.begin()
         until(lambda: self.rig.store.current() == 0)
         for armed in self.armed.values():
             armed += ["before", "after"]
@@ -148,12 +143,12 @@ class Disturbed(RuleBasedStateMachine):
         until(lambda: not any(self.armed.values()))
 
     @rule(write=st.sampled_from(WRITES), when=st.sampled_from(["before", "after"]))
-    def arm(self, write: tuple[type, str], when: str) -> None:
+    def arm(self, write, when):
         self.armed[write].append(when)
 
     @precondition(lambda self: self.step < 5)
     @rule(count=st.integers(1, 2))
-    def train(self, count: int) -> None:
+    def train(self, count):
         steps = [step for step in range(self.step + 1, self.step + count + 1) if step <= 6]
         for entry in [self.rig.send(step) for step in steps]:
             self.published.append(entry.step)
@@ -164,7 +159,7 @@ class Disturbed(RuleBasedStateMachine):
 
     @precondition(lambda self: self.step > 0)
     @rule(late=st.booleans(), keep=st.booleans())
-    def save(self, late: bool, keep: bool) -> None:
+    def save(self, late, keep):
         step = self.step - late
         if step not in self.reachable() or step == 0:
             step = self.step
@@ -174,7 +169,7 @@ class Disturbed(RuleBasedStateMachine):
         self.asked = {asked for asked in self.asked if asked > step or keep} | {step}
 
     @rule(chosen=st.integers(0, 9))
-    def rewind(self, chosen: int) -> None:
+    def rewind(self, chosen):
         targets = self.reachable()
         target = targets[chosen % len(targets)]
         result = self.answer(self.rig.journal.accept_rewind(run_id="run", target=target))
@@ -189,7 +184,7 @@ class Disturbed(RuleBasedStateMachine):
         assert self.rig.journal.last_step() == target
 
     @rule(damage=st.sampled_from([None, *DAMAGE]))
-    def restart(self, damage: tuple[str, Callable[[Path], None]] | None) -> None:
+    def restart(self, damage):
         self.stop()
         newest = self.rig.checkpoints.root / str(self.step)  # missing if it was killed, and stopped before its replay
         if damage and self.step > max(self.asked, default=0) and newest.is_dir():  # the journal has all steps since
@@ -198,15 +193,15 @@ class Disturbed(RuleBasedStateMachine):
         self.rig.start()
 
     @invariant()
-    def the_weights_are_those_of_the_undisturbed_run(self) -> None:
+    def the_weights_are_those_of_the_undisturbed_run(self):
         assert torch.equal(self.rig.weights(), self.straight.weights(self.step))
 
-    def reachable(self) -> list[int]:
+    def reachable(self):
         """Return the steps to which a rewind is possible."""
         newest = max(self.asked, default=0)  # a run that has saved a checkpoint is not begun anew
         return sorted({*self.asked, *range(newest, self.step + 1)})
 
-    def teardown(self) -> None:
+    def teardown(self):
         try:
             self.stop()
             rig, served, versions = self.rig, self.rig.instances[0].served, list(range(len(self.published)))
@@ -286,26 +281,20 @@ def test_repeated_rewind_serves_its_step_after_a_refused_version(rig, straight, 
 # ---- checkpoints that are kept ----
 
 
-def save(rig: Rig, step: int, keep_steps: list[int] | None = None) -> Result:
-    return rig.answer(rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps))
-
-
 def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make, monkeypatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_REQUESTED", 1)
-    rig = make()
-    rig.serve()
-    rig.start()
+    rig = make().begin()
     for step, keep_steps in [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [2, 4])]:
         rig.train(step)
-        assert save(rig, step, keep_steps).error is None
+        assert rig.save(step, keep_steps).error is None
         assert rig.checkpoints.steps() == keep_steps
     rig.train(5)
     rig.stop()
     assert rig.checkpoints.steps() == [2, 4, 5]  # the newest of all, which was not requested
     rig.start()
     # A critic_save that is repeated after a timeout does not give up what later ones need.
-    assert save(rig, 1, [1]).error == "step: 1 cannot be reached: there are checkpoints of steps 2, 4, 5"
-    assert save(rig, 2, [1, 2]).error is None
+    assert rig.save(1, [1]).error == "step: 1 cannot be reached: there are checkpoints of steps 2, 4, 5"
+    assert rig.save(2, [1, 2]).error is None
     rig.train(6)
     assert rig.stop() is None
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
@@ -313,10 +302,9 @@ def test_checkpoints_are_pruned_to_keep_steps_and_the_newest(make, monkeypatch):
 
 def test_entries_beyond_the_rewind_limit_are_pruned(make, monkeypatch):
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.KEEP_ENTRIES", 2)
-    rig = make(checkpoint_every=1)
-    rig.serve()
-    rig.start().train(1)
-    save(rig, 1, [1])
+    rig = make(checkpoint_every=1).begin()
+    rig.train(1)
+    rig.save(1, [1])
     for step, kept in [(2, [2]), (3, [2, 3]), (4, []), (5, [])]:
         rig.train(step)
         rig.stop()
@@ -352,24 +340,23 @@ def test_lost_results_are_restored_from_the_checkpoint(rig, straight, running):
 # ---- damaged entries ----
 
 
-def file_of(rig: Rig, step: int) -> Path:
-    return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
+def entry_of_step_2(rig):
+    return rig.journal.root / "run" / "entries" / "00000002.train"
 
 
 def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatch):
     for module in ("critic_state", "critic_checkpoints"):
         monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.kill()
     entries = [rig.send(2), rig.send(3)]
-    flip(file_of(rig, 2))
-    lost = file_of(rig, 2).read_bytes()
+    flip(entry_of_step_2(rig))
+    lost = entry_of_step_2(rig).read_bytes()
     rig.start()
     results = [rig.answer(entry) for entry in entries]
     assert "step 2 was not trained; training continues with the next step: " in (results[0].error or "")
-    assert f"{file_of(rig, 2)} is damaged" in (results[0].error or "")
+    assert f"{entry_of_step_2(rig)} is damaged" in (results[0].error or "")
     assert [(result.weights_version, result.error) for result in results[1:]] == [(2, None)]
     after = rig.weights()
     assert not torch.equal(after, straight.weights(3))
@@ -388,14 +375,13 @@ def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatc
 def test_damaged_answered_entries_stop_the_sidecar(rig, straight):
     rig.train(1, 2, 3)
     rig.kill()
-    intact = file_of(rig, 2).read_bytes()
-    flip(file_of(rig, 2))
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert f"{file_of(rig, 2)} is damaged" in str(error)
-    assert "step 2 has already been trained and acknowledged" in str(error)
+    intact = entry_of_step_2(rig).read_bytes()
+    flip(entry_of_step_2(rig))
+    rig.assert_ends(
+        CheckpointError, f"{entry_of_step_2(rig)} is damaged", "step 2 has already been trained and acknowledged"
+    )
     assert rig.store.current() == 3
-    file_of(rig, 2).write_bytes(intact)
+    entry_of_step_2(rig).write_bytes(intact)
     assert rig.start().train(4)[0].weights_version == 4
     assert torch.equal(rig.weights(), straight.weights(4))
 
@@ -405,7 +391,7 @@ def test_rewind_past_a_damaged_entry_is_refused_and_training_continues(rig, stra
     rig.save()
     rig.train(2, 3)
     rig.stop()
-    flip(file_of(rig, 2))
+    flip(entry_of_step_2(rig))
     rig.start()
     assert "rewind_to: 2 cannot be reached: " in (rig.rewind(2).error or "")
     rig.train(4)
@@ -425,16 +411,15 @@ def test_damaged_save_entry_fails_only_its_caller(make):
 # ---- damaged checkpoints ----
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(make, straight, caplog, monkeypatch):
     for module in ("critic_state", "critic_checkpoints"):
         monkeypatch.setattr(f"rlhf_triton.trainer.{module}.KEEP_SET_ASIDE", 1)
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.save()
     rig.train(2)
     rig.stop()
@@ -471,23 +456,21 @@ def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig
     rig.send(3)
     folder = rig.checkpoints.root / "2"
     elsewhere = folder.rename(rig.config.run.dir / "elsewhere")
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert "continues with step 3, but" in str(error)
+    rig.assert_ends(CheckpointError, "continues with step 3, but")
     elsewhere.rename(folder)
     flip(folder / SHARD)
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert f"2/{SHARD} is damaged" in str(error)
-    assert "from step 0, because the journal no longer has step 1; restore the file" in str(error)
+    rig.assert_ends(
+        CheckpointError,
+        f"2/{SHARD} is damaged",
+        "from step 0, because the journal no longer has step 1; restore the file",
+    )
     flip(folder / SHARD)
     assert rig.start().train(3)[0].weights_version == 3
 
 
 def test_changed_trainer_settings_are_logged_and_applied(make, caplog):
-    rig = make()
-    rig.serve()
-    rig.start().train(1)
+    rig = make().begin()
+    rig.train(1)
     rig.stop()
     other = make(lr=2e-2, token_budget=99)
     other.start().train(2)
@@ -516,15 +499,13 @@ def test_checkpoint_of_another_run_or_initial_critic_stops_the_sidecar(rig, othe
         path.chmod(0o600)
         path.write_text(path.read_text() + "\n")
         reseal(rig.store.folder(0))
-    error = rig.start().ended()
-    assert isinstance(error, CheckpointError)
-    assert message in str(error)
+    rig.assert_ends(CheckpointError, message)
 
 
 def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(rig, monkeypatch):
     """The step's version is served: an answer that it was rejected would be wrong."""
 
-    def damaged(*_: Any, **__: Any) -> list[int]:
+    def damaged(*_, **__):
         raise WeightsError("CURRENT contains 'one', not a version number")
 
     monkeypatch.setattr(WeightsStore, "prune", damaged)
@@ -538,36 +519,32 @@ def test_store_damaged_after_a_swap_stops_the_sidecar_without_failing_the_step(r
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["all weights", "LoRA"])
 def test_a_damaged_version_0_ends_the_sidecar(make, settings):
     """Only version 0 has the weights that training does not change."""
-    rig = make(**settings)
-    rig.serve()
-    rig.start().train(1)
+    rig = make(**settings).begin()
+    rig.train(1)
     rig.stop()
     flip(rig.store.folder(0) / "model.safetensors")
-    error = rig.start().ended()
-    assert isinstance(error, WeightsError)
-    assert "version 0: model.safetensors has digest" in str(error)
+    rig.assert_ends(WeightsError, "version 0: model.safetensors has digest")
 
 
 # ---- disks that are really full ----
 
 
 @pytest.fixture
-def disk(tmp_path) -> Iterator[SmallDisk]:
-    with small_disk(tmp_path / "disk", 4) as disk:
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
         yield disk
 
 
-def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+def refusals(caplog):
     return [record.getMessage() for record in caplog.records if "disk error, retrying" in record.getMessage()]
 
 
 @pytest.mark.parametrize("trouble", ["No space left on device", "Read-only file system"])
 def test_sidecar_waits_for_a_full_or_read_only_weights_disk(make, straight, caplog, trouble):
     rig = make()
-    with small_disk(rig.config.run.weights_dir, 4) as disk:
+    with small_disk(rig.config.run.weights_dir) as disk:
         try:
-            rig.serve()
-            rig.start().train(1)
+            rig.begin().train(1)
             disk.fill() if "space" in trouble else disk.read_only(True)
             entries = [rig.send(2), rig.send(3), rig.journal.accept_save(run_id="run")]
             until(
@@ -627,17 +604,17 @@ def test_disk_probe_returns_the_error_and_leaves_no_file(disk):
 
 
 def test_curable_disk_errors_are_retried_and_reported(caplog):
-    shown: list[tuple[str, str | None]] = []
+    shown = []
     timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")
     attempts = iter([OSError(errno.EROFS, "Read-only file system"), timed_out, not_empty, None, missing])
 
-    def action() -> str:
+    def action():
         if error := next(attempts):
             raise error
         return "done"
 
-    def patient(what: str) -> str:
+    def patient(what):
         return until_done(what, action, threading.Event(), lambda *item: shown.append(item))
 
     assert patient("writing") == "done"

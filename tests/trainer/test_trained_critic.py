@@ -2,8 +2,6 @@
 
 import copy
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +24,10 @@ from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
 
-LORA: dict[str, Any] = {"lora_rank": 2}
-BFLOAT16: dict[str, Any] = {"precision": "bfloat16"}
-ALL: dict[str, Any] = {**LORA, **BFLOAT16, "gradient_checkpointing": True}
-ADAPTER: dict[str, Any] = {**ALL, "publish_format": "adapter"}
+LORA = {"lora_rank": 2}
+BFLOAT16 = {"precision": "bfloat16"}
+ALL = {**LORA, **BFLOAT16, "gradient_checkpointing": True}
+ADAPTER = {**ALL, "publish_format": "adapter"}
 CASES = [("llama", LORA), ("llama", BFLOAT16), ("layers", {}), ("layers", BFLOAT16)]
 CASES += [
     (family, case) for family in ("llama", "gpt2", "mixtral", "bert", "deberta-v3", "layers") for case in (ALL, ADAPTER)
@@ -40,7 +38,7 @@ ROW = np.arange(16)
 quiet_transformers()
 
 
-def make_store(folder: Path, family: str = "llama") -> WeightsStore:
+def make_store(folder, family="llama"):
     """Return a store with version 0, as the sidecar makes it."""
     save_with_layers(folder / "start") if family == "layers" else save_tiny(folder / "start", family, "critic")
     store = WeightsStore(folder / "weights")
@@ -48,18 +46,18 @@ def make_store(folder: Path, family: str = "llama") -> WeightsStore:
     return store
 
 
-def build(store: WeightsStore, *, seed: int = 0, **changes: Any) -> CriticUpdate:
+def build(store, *, seed=0, **changes):
     section = settings(**{"warmup_steps": 3, **changes})
     return CriticUpdate(build_critic(store.folder(0), section, seed=seed), section)
 
 
-def train(update: CriticUpdate, *seeds: int) -> CriticUpdate:
+def train(update, *seeds):
     for seed in seeds:
         update.train(payload(seed=seed), silent)
     return update
 
 
-def publish(store: WeightsStore, update: CriticUpdate) -> int:
+def publish(store, update):
     return store.add(update.critic.write, run_id="run", step=1, parent=0, epoch=1).version
 
 
@@ -91,7 +89,7 @@ def test_published_version_reproduces_the_trained_critic(tmp_path, family, chang
         verify_version(store, version, update.critic)
 
 
-def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, torch.Tensor], changes: Any) -> None:
+def assert_only_frozen_matrices_are_low(update, start, changes):
     """Assert that trained weights and the head are float32, and only frozen matrices bfloat16."""
     parameters = dict(update.critic.model.named_parameters())
     head = {id(p) for p in ModelHead(update.critic.model).module.parameters()}
@@ -108,7 +106,7 @@ def assert_only_frozen_matrices_are_low(update: CriticUpdate, start: dict[str, t
     assert {value.dtype for value in optimizer_bits(update).values()} == {torch.float32}
 
 
-def merged_by_peft(update: CriticUpdate) -> dict[str, torch.Tensor]:
+def merged_by_peft(update):
     """Return the state of a float32 copy, merged by peft module by module."""
     model = copy.deepcopy(update.critic.model).float()
     layers = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_A")}

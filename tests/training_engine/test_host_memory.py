@@ -3,7 +3,6 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from settings import actor_section
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.policy import loading
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.training_engine.ranks import Ranks
 from tests.training_engine.test_policy_ranks import make
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "all weights": {"kl_reference": "actor"},
     "all weights in bfloat16": {"precision": "bfloat16"},
     "lora in bfloat16": {"precision": "bfloat16", "lora_rank": 2},
@@ -25,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 FIRST, *OTHERS = CASES
 
 
-def anonymous() -> int:
+def anonymous():
     """Return this process's anonymous memory in bytes, without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
@@ -34,35 +31,35 @@ def anonymous() -> int:
 class Peak(threading.Thread):
     """Watches how far this process's anonymous memory rises above its start, in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(daemon=True)
         self._before, self._most = anonymous(), 0
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         while True:
             self._most = max(self._most, anonymous())
             time.sleep(0.001)
 
-    def take(self) -> int:
+    def take(self):
         """Return the rise since the last call."""
         most, self._most = max(self._most, anonymous()), 0
         return most - self._before
 
 
-def kept_bytes(policy: Policy) -> int:
+def kept_bytes(policy):
     """Return the bytes of the shards and copies; on a GPU they are in its memory."""
     models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
     tensors = {p.to_local() if hasattr(p, "to_local") else p for model in models for p in model.parameters()}
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> list[float]:
+def beside_what_it_keeps(ranks, folder, others):
     """Return the peak bytes per parameter beyond what the rank keeps: before and after it shards the policy."""
     section = actor_section(model=folder, max_new_tokens=6, prompts_max_tokens=8, **others)
     peak, peaks, shard = Peak(), [], loading.shard
 
-    def watched(*arguments: Any, **settings: Any) -> None:
+    def watched(*arguments, **settings):
         peaks.append(peak.take())
         shard(*arguments, **settings)
 
@@ -73,7 +70,7 @@ def beside_what_it_keeps(ranks: Ranks, folder: Path, others: dict[str, Any]) -> 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Write a policy of 42 million parameters in bfloat16."""
     folder = tmp_path_factory.mktemp("policy")
     config = LlamaConfig(

@@ -3,10 +3,8 @@
 import asyncio
 import string
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from tiny_tokenizers import make_text_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation.row_sources import SamplingJob
@@ -36,14 +33,14 @@ from rlhf_triton.errors import RankFailed
 from rlhf_triton.models import adapters
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
-from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Operations, Ranks
+from rlhf_triton.training_engine.ranks import ALONE, Ranks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
 LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
 SPOILED = 99  # seed of a rollout that fails on rank 1
 GROUPS = {"algorithm_name": "grpo", "responses_per_prompt": 7, "rollout_size": 7}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "ppo": {"kl_reference": "actor"},
     "grpo": {**GROUPS, "kl_penalty_in": "loss", "entropy_bonus": 0.01},
     "lora": {"lora_rank": 2, "gradient_checkpointing": True},
@@ -54,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of(folder: Path, case: str, **others: Any) -> Any:
+def settings_of(folder, case, **others):
     """The actor's section of a case."""
     name = "tied" if case == "tied" else "untied"
     given = {
@@ -70,21 +67,21 @@ def settings_of(folder: Path, case: str, **others: Any) -> Any:
     return actor_section(**{**given, **CASES[case], **others})
 
 
-def make(section: Any, ranks: AnyRanks = ALONE) -> tuple[Policy, PolicyUpdate]:
+def make(section, ranks=ALONE):
     """Return the policy and its update, with non-zero adapters."""
     torch.manual_seed(0)
     policy = Policy(section, ranks)
     return policy, PolicyUpdate(section, policy, Method.from_settings(section.algorithm, section.kl))
 
 
-def batch_of(seed: int) -> PPOBatch:
+def batch_of(seed):
     """Random rows with random advantages, and log-probs near those of a new policy."""
     batch = random_batch(LENGTHS, prompt=PROMPT, seed=seed)
     near = {name: 0.1 * (getattr(batch, name) + 2) - 5 for name in ("logprobs", "ref_logprobs")}
     return replace(batch, **near)
 
 
-def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
+def gradients(policy, update):
     """The gradients of one minibatch of all rows."""
     batch = batch_of(100)
     rows = torch.arange(len(LENGTHS))
@@ -94,7 +91,7 @@ def gradients(policy: Policy, update: PolicyUpdate) -> list[np.ndarray]:
     return found
 
 
-def trained(ranks: AnyRanks, folder: Path, case: str, dtype: torch.dtype) -> dict[str, Any]:
+def trained(ranks, folder, case, dtype):
     """Return statistics, gradients and weights of five updates, and the sampler's largest distance from the policy."""
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
@@ -105,7 +102,7 @@ def trained(ranks: AnyRanks, folder: Path, case: str, dtype: torch.dtype) -> dic
     finally:
         if dtype == torch.float64:
             policy_module.load_model = load
-    found: dict[str, Any] = {"gradients": gradients(policy, update), "stats": [], "distance": 0.0}
+    found = {"gradients": gradients(policy, update), "stats": [], "distance": 0.0}
     tokens, lengths = batch_of(0).tokens, batch_of(0).lengths
     for step in range(UPDATES):
         found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1))
@@ -120,21 +117,29 @@ def trained(ranks: AnyRanks, folder: Path, case: str, dtype: torch.dtype) -> dic
     return found
 
 
-def all_cases(ranks: Ranks, folder: Path, work: Callable[..., Any], runs: list[tuple[Any, ...]]) -> list[Any]:
+def all_cases(ranks, folder, work, runs):
     """Return the results of several runs in one group of ranks, each of which calls the operations itself."""
-    ranks.announce = lambda *_, **__: None  # type: ignore[method-assign]
+    ranks.announce = lambda *_, **__: None
     return [work(ranks, folder, *run) for run in runs]
 
 
-def session(ranks: AnyRanks, folder: Path, case: str, **others: Any) -> dict[str, Any] | None:
+def begin(ranks, config):
+    """Return the policy and its update on rank 0; other ranks follow rank 0 to its end, and return nothing."""
+    if isinstance(ranks, Ranks) and ranks.rank:
+        follow_rank_0(config, ranks)
+        return None, None
+    return make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
+
+
+def session(ranks, folder, case, **others):
     """Run an actor's calls on its policy: rollouts, updates, a checkpoint and the final policy in `folder/written`."""
     config = RunConfig(actor=settings_of(folder, case, **others))
     if isinstance(ranks, Ranks) and ranks.rank:
         spoil_the_last_sampler(ranks)
-        adapters.write_tensors = None  # type: ignore[assignment]  # only rank 0 writes a file
-        follow_rank_0(config, ranks)
+        adapters.write_tensors = None  # only rank 0 writes a file
+    policy, update = begin(ranks, config)
+    if policy is None:
         return None
-    policy, update = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     root, ended, found = folder / f"written by {policy.ranks.size}, {case}", [], {}
     for step in (1, 2):
         policy.renew_sampler()
@@ -160,57 +165,57 @@ def session(ranks: AnyRanks, folder: Path, case: str, **others: Any) -> dict[str
     return found
 
 
-def spoil_the_last_sampler(ranks: Ranks) -> None:
+def spoil_the_last_sampler(ranks):
     """Give rank 1's sampler non-finite weights when it generates with the seed SPOILED."""
     follow_sampling = Policy.follow_sampling
 
-    def spoiled(policy: Policy) -> None:
+    def spoiled(policy):
         run_rows = policy.generation.run_rows
 
-        def run(*args: Any, seed: int, greedy: bool) -> None:
+        def run(*args, seed, greedy):
             if seed == SPOILED and ranks.rank == 1:
                 for parameter in policy.sampler.parameters():
                     parameter.data.fill_(torch.nan)
             run_rows(*args, seed=seed, greedy=greedy)
 
-        policy.generation.run_rows = run  # type: ignore[method-assign]
+        policy.generation.run_rows = run
         follow_sampling(policy)
 
-    Policy.follow_sampling = spoiled  # type: ignore[method-assign]
+    Policy.follow_sampling = spoiled
 
 
-def gives_up(ranks: AnyRanks, folder: Path) -> Any:
+def give_up(*_):
+    raise asyncio.CancelledError
+
+
+def gives_up(ranks, folder):
     """Give up a job that rank 1 responds to slowly; return the next one's tokens, or the jobs that rank 1 answers."""
-    config = RunConfig(actor=settings_of(folder, "ppo"))
+    answered, lanes = [], []
     if isinstance(ranks, Ranks) and ranks.rank:
-        answered, lanes = list[int](), list[Operations]()
         follow = OtherSamplers.follow
         decode = Decoder._decode_step
         reply = OtherSamplers._reply
 
-        def followed(samplers: OtherSamplers, *given: Any) -> None:
+        def followed(samplers, *given):
             lanes.append(samplers._lane)
             follow(samplers, *given)
 
-        def decode_after_rank_0(decoder: Decoder) -> None:
+        def decode_after_rank_0(decoder):
             while lanes and not lanes[0].has_next():
                 time.sleep(0.01)
             lanes.clear()
             decode(decoder)
 
-        def replied(samplers: OtherSamplers, number: int, message: Any) -> None:
+        def replied(samplers, number, message):
             answered.append(number)
             reply(samplers, number, message)
 
-        OtherSamplers.follow = followed  # type: ignore[method-assign]
-        Decoder._decode_step = decode_after_rank_0  # type: ignore[method-assign]
-        OtherSamplers._reply = replied  # type: ignore[method-assign]
-        follow_rank_0(config, ranks)
+        OtherSamplers.follow = followed
+        Decoder._decode_step = decode_after_rank_0
+        OtherSamplers._reply = replied
+    policy, _ = begin(ranks, RunConfig(actor=settings_of(folder, "ppo")))
+    if policy is None:
         return answered
-    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
-
-    def give_up(*_: Any) -> None:
-        raise asyncio.CancelledError
 
     if isinstance(ranks, Ranks):
         policy.add(SamplingJob(dict(enumerate(PROMPTS)), give_up, 1, False))
@@ -221,16 +226,14 @@ def gives_up(ranks: AnyRanks, folder: Path) -> Any:
     return [row.tokens.tolist() for row in rows_of(policy.generate(PROMPTS, seed=2))]
 
 
-def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> list[list[dict[str, Any]]] | None:
+def conversations(ranks, folder, name="Countdown"):
     """Return the rows of conversations with an environment, some of which fail."""
     settings = {"prompts_max_tokens": 100, "max_new_tokens": 6, "stop_strings": [*string.ascii_lowercase]}
     actor = actor_section(model=folder, **settings)
     environment = {"class": f"{ENVIRONMENTS}:{name}", "max_tokens": 200}
-    config = RunConfig.model_validate({"actor": actor, "environment": environment})
-    if isinstance(ranks, Ranks) and ranks.rank:
-        follow_rank_0(config, ranks)
+    policy, _ = begin(ranks, RunConfig.model_validate({"actor": actor, "environment": environment}))
+    if policy is None:
         return None
-    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     said = {"messages": [{"role": "user", "content": "Play."}]}
     prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
     try:
@@ -244,12 +247,12 @@ def conversations(ranks: AnyRanks, folder: Path, name: str = "Countdown") -> lis
     return [[value_of(as_tensor(row)) for row in conversation] for conversation in found]
 
 
-def weights_of(policy: Policy) -> list[np.ndarray]:
+def weights_of(policy):
     return [p.detach().clone().float().cpu().numpy() for p in policy.sampler.parameters()]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("policies")
     for name, tied in (("untied", False), ("tied", True)):
         save_tiny(root / name, "llama", "language", vocab_size=200, tie_word_embeddings=tied)
@@ -263,7 +266,7 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def largest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+def largest(ours, theirs):
     assert len(ours) == len(theirs)
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
@@ -342,20 +345,14 @@ def test_conversations_on_ranks_match_one_process(folder, template):
     assert (len(rows) == len(one)) == is_one
 
 
-def after_an_abandoned_rollout(ranks: AnyRanks, folder: Path) -> list[list[int]] | None:
-    config = RunConfig(actor=settings_of(folder, "ppo", max_new_tokens=6, generation_batch_size=2))
-    if isinstance(ranks, Ranks) and ranks.rank:
-        follow_rank_0(config, ranks)
+def after_an_abandoned_rollout(ranks, folder):
+    policy, _ = begin(ranks, RunConfig(actor=settings_of(folder, "ppo", generation_batch_size=2)))
+    if policy is None:
         return None
-    policy, _ = make_policy(config, Method.from_settings(config.actor.algorithm, config.actor.kl), ranks)
     policy.renew_sampler()
-
-    def cancelled(*_: Any) -> None:
-        raise asyncio.CancelledError
-
     if isinstance(ranks, Ranks):
         with pytest.raises(asyncio.CancelledError):
-            policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=cancelled)
+            policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=give_up)
     rows = rows_of(policy.generate([Prompt(str(i), "", np.asarray([5, 6, 7 + i])) for i in range(16)], seed=2))
     return [row.tokens.tolist() for row in rows]
 

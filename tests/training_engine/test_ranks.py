@@ -3,7 +3,6 @@
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from rlhf_triton.errors import RankFailed
-from rlhf_triton.training_engine.ranks import OPERATIONS_KEPT, Operations, Ranks
+from rlhf_triton.training_engine.ranks import OPERATIONS_KEPT, Operations
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class Record:
     values: np.ndarray
 
 
-def operations(ranks: Ranks, idle_s: float) -> Any:
+def operations(ranks, idle_s):
     """Run two operations with a pause between them that exceeds the group's timeout."""
-    done: list[int] = []
+    done = []
 
-    def add(number: int) -> None:
+    def add(number):
         total = torch.tensor([number])
         dist.all_reduce(total)
         done.append(int(total))
@@ -43,12 +42,12 @@ def operations(ranks: Ranks, idle_s: float) -> Any:
     return done
 
 
-def failures(ranks: Ranks) -> Any:
+def failures(ranks):
     """Return what each rank receives after a disk error on rank 1, an error on rank 0, and work that succeeds."""
-    seen: list[Any] = []
+    seen = []
     for failing, error in ((1, OSError("disk full")), (0, RankFailed("no such model")), (None, None)):
 
-        def work(failing: int | None = failing, error: Exception | None = error) -> int:
+        def work(failing=failing, error=error):
             if ranks.rank == failing:
                 raise error
             return ranks.rank
@@ -60,7 +59,7 @@ def failures(ranks: Ranks) -> Any:
     return seen
 
 
-def broadcasts(ranks: Ranks) -> Any:
+def broadcasts(ranks):
     """Records that rank 0 sends twice."""
     sent = Record(torch.arange(3), torch.tensor([[True, False]]), np.random.default_rng(ranks.rank).random(2))
     first = ranks.broadcast(sent if ranks.rank == 0 else None)
@@ -82,7 +81,7 @@ def test_operation_log_is_bounded():
     assert store.num_keys() <= OPERATIONS_KEPT + 1
 
 
-def errors_and_broadcasts(ranks: Ranks) -> Any:
+def errors_and_broadcasts(ranks):
     """Run both in one start of the processes."""
     return failures(ranks), broadcasts(ranks)
 
@@ -104,7 +103,7 @@ def test_a_dead_rank_ends_the_job(lost, errors):
         on_ranks(2, dying, lost)
 
 
-def dying(ranks: Ranks, lost: int) -> None:
+def dying(ranks, lost):
     """Let rank `lost` die once both have joined, while the other one waits for it."""
     dist.barrier()
     if ranks.rank == lost:

@@ -1,8 +1,6 @@
 """Sharded weights: files that any number of ranks can read, and checkpoints that no rank holds whole."""
 
 import errno
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +11,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.training_engine import slices
-from rlhf_triton.training_engine.ranks import ALONE, Ranks
+from rlhf_triton.training_engine.ranks import ALONE
 from rlhf_triton.training_engine.sharding import shard
 from rlhf_triton.training_engine.slices import read_tensors, write_checkpoint, write_slices
 
 
-def a_model(seed: int) -> Any:
+def a_model(seed):
     """Return a random Llama with two layers."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -32,7 +30,7 @@ def a_model(seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def write(ranks: Ranks, folder: Path) -> int:
+def write(ranks, folder):
     """Write the same sharded model as slices and twice as a checkpoint; return this rank's number of local elements."""
     model = a_model(0)
     shard(model, ranks)
@@ -45,23 +43,23 @@ def write(ranks: Ranks, folder: Path) -> int:
     return sum(tensor.to_local().numel() for tensor in model.state_dict().values())
 
 
-def write_one_file_per_rank(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+def write_one_file_per_rank(tensors, folder, ranks):
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     write_checkpoint(shapes, tensors.__getitem__, folder, ranks)
 
 
-def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
+def fail_to_write(ranks, folder):
     """Return the errno that each way of writing raises if rank 1's disk is full."""
     model = a_model(0)
     shard(model, ranks)
-    seen: list[Any] = []
+    seen = []
 
-    def full(*arguments: Any) -> None:
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "disk full")
 
     if ranks.rank == 1:
-        slices.sync_file = slices.raw_bytes = full  # type: ignore[attr-defined]
-        HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
+        slices.sync_file = slices.raw_bytes = full
+        HuggingFaceStorageWriter.write_data = full
     for write in (write_slices, write_one_file_per_rank):
         try:
             write(model.state_dict(), folder, ranks)
@@ -70,7 +68,7 @@ def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
     return seen
 
 
-def read(ranks: Ranks, folder: Path) -> bool:
+def read(ranks, folder):
     """Return whether a sharded model that reads the files has the weights that were written."""
     model = a_model(1)
     shard(model, ranks)
@@ -80,7 +78,7 @@ def read(ranks: Ranks, folder: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
+def written(tmp_path_factory):
     """Return a folder with the files of two ranks."""
     folder = tmp_path_factory.mktemp("sharded")
     elements = on_ranks(2, write, folder)

@@ -3,15 +3,13 @@
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from settings import actor_section
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import ActorSection
 from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.config.trained_model import TrainedSection
 from rlhf_triton.training_engine.trained import TrainedModel
@@ -23,11 +21,11 @@ LENGTHS = torch.tensor([4, 2, 5, 3, 1])
 class StandIn(torch.optim.Optimizer):
     """Stores its state like bitsandbytes' AdamW8bit, which needs CUDA: 8-bit moments, and the step count as int."""
 
-    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float]) -> None:
+    def __init__(self, groups, *, lr, betas):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -40,15 +38,15 @@ class StandIn(torch.optim.Optimizer):
 
 
 @pytest.fixture(params=["adamw", "adamw_8bit"])
-def kind(request, monkeypatch) -> str:
+def kind(request, monkeypatch):
     optim = ModuleType("bitsandbytes.optim")
-    optim.AdamW8bit = StandIn  # type: ignore[attr-defined]
+    optim.AdamW8bit = StandIn
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)
     return request.param
 
 
-def linear(seed: int = 0, **settings: Any) -> TrainedModel:
+def linear(seed=0, **settings):
     """Return a linear layer in training, with these settings of either section."""
     torch.manual_seed(seed)
     rates = {"lr": 0.1, "min_lr": 0.01, "warmup_steps": 2, "weight_decay": 0.1}
@@ -59,7 +57,7 @@ def linear(seed: int = 0, **settings: Any) -> TrainedModel:
     return TrainedModel(nn.Linear(3, 2), section, optimizer, section="trainer", total_steps=9)
 
 
-def train(trained: TrainedModel, steps: int) -> dict[str, float]:
+def train(trained, steps):
     """Take optimizer steps on all rows; return the last statistics."""
     for _ in range(steps):
         statistics = trained.accumulate(LENGTHS, lambda rows, counts: loss_of(trained, rows))
@@ -67,7 +65,7 @@ def train(trained: TrainedModel, steps: int) -> dict[str, float]:
     return statistics
 
 
-def loss_of(trained: TrainedModel, rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_of(trained, rows):
     return trained.model(ROWS[rows]).square().sum(), {"rows": torch.tensor(float(len(rows)))}
 
 
@@ -121,7 +119,7 @@ def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting, value, ch
         assert trained.changed(saved, Path("5")) == [changed]
 
 
-def rate_of(actor: ActorSection, step: int) -> float:
+def rate_of(actor, step):
     return actor.optimizer.learning_rate(step, total_steps=actor.optimizer_steps)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_triton import Behaviour, FakeTriton, client_of
+from fake_triton import FakeTriton, client_of
 from live_system import training_inputs
 from loop_clock import advance
 from scripted_servers import until
@@ -27,18 +27,18 @@ ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
 
 
-def first(*answers: str) -> Behaviour:
+def first(*answers):
     """Give the first requests these answers, all later ones `ok`."""
     return lambda model, number: answers[number - 1] if number <= len(answers) else "ok"
 
 
-def clock_of_retries(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+def clock_of_retries(monkeypatch, step_s):
     """Advance the clock that limits retrying by `step_s` with each reading."""
     ticks = itertools.count(1.0, step_s)
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
 
 
-async def train(client: TritonClient, step: int) -> None:
+async def train(client, step):
     await client.train(training_inputs(seed=step), run_id="r", step=step)
 
 
@@ -95,7 +95,7 @@ async def test_retry_budget_limits_scoring_without_using_trainings_retries(monke
     """
     refused = {REWARD_MODEL: 10_000, CRITIC_TRAIN: 2, CRITIC_SAVE: 2}
 
-    def behave(model: str, number: int) -> str:
+    def behave(model, number):
         refused[model] -= 1
         return "busy" if refused[model] >= 0 else "ok"
 
@@ -120,7 +120,7 @@ NEWER = VersionRange(4)
 
 
 @pytest.fixture
-def no_budget(monkeypatch) -> None:
+def no_budget(monkeypatch):
     monkeypatch.setattr("rlhf_triton.client.client.RETRY_RESERVE", 0)
 
 
@@ -201,7 +201,7 @@ async def test_request_is_sent_again_if_its_model_process_was_killed():
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
         step = asyncio.create_task(train(client, 1))
         for number in (1, 2):
-            await until(lambda number=number: len(server.asked) == number)  # type: ignore[misc]
+            await until(lambda number=number: len(server.asked) == number)
             advance(number * REPEAT_AFTER_S)
         await step
         assert len(server.asked) == 3
@@ -214,7 +214,7 @@ async def test_request_is_sent_again_if_its_model_process_was_killed():
 async def test_non_http_servers_are_not_retried():
     asked = []
 
-    async def grpc(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def grpc(reader, writer):
         asked.append(await reader.read(100))
         writer.write(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00" + bytes(24))  # HTTP/2's settings
         await writer.drain()

@@ -5,7 +5,6 @@ import functools
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,19 +14,18 @@ from tiny_models import ready_server, stub_of, write_journal_model, write_scorin
 from rlhf_triton.client import control_plane
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, root_cause
 from rlhf_triton.tools.server.ports import with_free_ports
-from rlhf_triton.tools.server.tritonserver import TritonServer
 
 OUTPUTS = ("values", "weights_version")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[TritonServer]:
+def server(tmp_path_factory):
     with ready_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture
-def control(server) -> Iterator[ControlPlane]:
+def control(server):
     with server.control() as connection:
         yield connection
 
@@ -36,13 +34,13 @@ def test_control_plane_connects_to_a_server_with_a_slow_handshake(server):
     """Half a second passes before the server sees the connection, which the kernel has accepted."""
     host, port = server.section.grpc_url.split(":")
 
-    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+    def pass_on(source, sink):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
-    def serve() -> None:
+    def serve():
         with listener.accept()[0] as client:
             time.sleep(0.5)
             with socket.create_connection((host, int(port))) as upstream, ThreadPoolExecutor(1) as other:

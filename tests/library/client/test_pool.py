@@ -6,7 +6,6 @@ import logging
 import re
 import socket
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted, until
@@ -25,8 +24,8 @@ RESET = AttemptFailed(Kind.LOST, "cannot be reached", "Connection reset by peer"
 # ---- retries ----
 
 
-def attempts(retries: int, *, budget: RetryBudget | None = None, **settings: float) -> Attempts:
-    return Attempts("critic", ClientSection(**settings), budget or RetryBudget(100), retries=retries)  # type: ignore[arg-type]
+def attempts(retries, *, budget=None, **settings):
+    return Attempts("critic", ClientSection(**settings), budget or RetryBudget(100), retries=retries)
 
 
 def test_retry_budget_is_bounded_and_refilled_per_request():
@@ -102,11 +101,11 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch)
 )
 async def test_training_requests_are_sent_in_order(script):
     """Each step of the script is an event and the attempts so far, in the order in which they were sent."""
-    queue, sent, writer = TrainingQueue(), list[str](), ["one"]
-    orders: dict[str, asyncio.Queue[str]] = {}
-    tasks: dict[str, asyncio.Task[None]] = {}
+    queue, sent, writer = TrainingQueue(), [], ["one"]
+    orders = {}
+    tasks = {}
 
-    async def request(name: str) -> None:
+    async def request(name):
         with queue.join() as queued:
             while True:
                 await queue.wait_for(queued, lambda: writer[0])
@@ -137,7 +136,7 @@ async def test_training_requests_are_sent_in_order(script):
 async def test_idle_servers_alternate_per_model():
     """Reward and critic score every row: each server gets half of the requests for either."""
     async with Rig() as servers:
-        taken: list[tuple[str, str]] = []
+        taken = []
         for _ in range(6):
             async with AsyncExitStack() as row:
                 for model in ("reward", "critic"):
@@ -289,12 +288,12 @@ async def test_outage_beyond_max_outage_s_raises_with_all_servers():
 class Names:
     """A name service that tests change."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-        self.hosts: tuple[str, ...] = hosts
+    def __init__(self, monkeypatch, *hosts):
+        self.hosts = hosts
         self.asked = 0
         monkeypatch.setattr("rlhf_triton.config.fields.socket.getaddrinfo", self._look_up)
 
-    def _look_up(self, name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+    def _look_up(self, name, port, **_):
         self.asked += 1
         if not self.hosts:
             raise socket.gaierror(-2, "Name or service not known")
@@ -302,7 +301,7 @@ class Names:
 
 
 @pytest.fixture
-def often(monkeypatch) -> None:
+def often(monkeypatch):
     """Names are resolved again every millisecond."""
     monkeypatch.setattr("rlhf_triton.client.pool.RESOLVE_EVERY_S", 0.001)
 
@@ -311,7 +310,7 @@ def often(monkeypatch) -> None:
 async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch):
     names = Names(monkeypatch, "10.0.0.1")
 
-    def connect(url: str) -> Scripted:
+    def connect(url):
         made = Scripted(url)
         made.not_ready = {"m"}
         made.gate.clear()

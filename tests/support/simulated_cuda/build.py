@@ -112,7 +112,7 @@ def _own_checks() -> list[str]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries = {each["func"].split("(")[0]: each for each in yaml.load(declared.read_text(), Loader=loader)}
 
-    def checks(entry: dict[str, str]) -> bool:
+    def checks(entry):
         # Kernels through TensorIterator check devices as they are set up; functional variants are their out variant.
         structured = entries.get(entry.get("structured_delegate", ""), entry)
         iterates = "TensorIteratorBase" in structured.get("structured_inherits", "")

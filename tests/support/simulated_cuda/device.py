@@ -67,7 +67,7 @@ class DeviceContext:
 
 
 def exchange_device(gpu: int) -> int:
-    before: int = simcuda.current_device()
+    before = simcuda.current_device()
     simcuda.set_device(gpu)
     return before
 

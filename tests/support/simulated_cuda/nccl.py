@@ -15,13 +15,11 @@ def install_nccl() -> None:
     dist.Backend.register_backend(NAME, _create, devices=["cuda"])
     join, new_group = c10d.init_process_group, c10d.new_group
 
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def init_process_group(backend=None, *args, **kwargs):
         kwargs.pop("device_id", None)  # joins NCCL's communicator early, and gloo has none
         join(_renamed(backend), *args, **kwargs)
 
-    def new_simulated_group(
-        ranks: Any = None, timeout: timedelta | None = None, backend: str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def new_simulated_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
         kwargs.pop("device_id", None)
         return new_group(ranks, timeout, _renamed(backend), *args, **kwargs)
 

@@ -18,7 +18,7 @@ STARTUP = str(Path(__file__).resolve().parent / "startup")
 simulate_on_import()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if STARTUP not in [str(Path(path).resolve()) for path in paths]:
         raise pytest.UsageError(
@@ -28,14 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:CUDA reports")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Run the tests in `tests/device`, and of all others only those that take a path of their own on a GPU."""
     given = list(items)
     items[:] = [i for i in given if i.path.parent.name == "device" or i.get_closest_marker("device")]
     config.hook.pytest_deselected(items=[item for item in given if item not in items])
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup():
     import torch
 
     # A model that was loaded or measured in this thread has chosen a GPU and a stream of its own.
@@ -43,14 +43,14 @@ def pytest_runtest_setup() -> None:
         torch.cuda.set_stream(torch.cuda.default_stream(gpu))  # which also makes the GPU current
 
 
-def default_to_gpus() -> None:
+def default_to_gpus():
     """Make `cuda` the default of each `device` in the configuration, and float32 that of each precision."""
     from rlhf_triton.config import RunConfig
     from rlhf_triton.config.sections import Section
 
-    done: set[type[Section]] = set()
+    done = set()
 
-    def change(section: type[Section]) -> None:
+    def change(section):
         if section in done:
             return
         done.add(section)

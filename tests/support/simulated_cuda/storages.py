@@ -10,13 +10,13 @@ def install_storages() -> None:
     """Let `clone`, `cpu` and `resize_` work on storages of the GPUs."""
     clone, cpu, resize = UntypedStorage.clone, UntypedStorage.cpu, UntypedStorage.resize_
 
-    def cloned(storage: UntypedStorage) -> UntypedStorage:
+    def cloned(storage):
         return _bytes_of(storage).clone().untyped_storage() if storage.is_cuda else clone(storage)
 
-    def on_host(storage: UntypedStorage) -> UntypedStorage:
+    def on_host(storage):
         return _bytes_of(storage).cpu().untyped_storage() if storage.is_cuda else cpu(storage)
 
-    def resized(storage: UntypedStorage, num_bytes: int) -> UntypedStorage:
+    def resized(storage, num_bytes):
         if not storage.is_cuda:
             return resize(storage, num_bytes)
         simcuda.resize_storage(_bytes_of(storage), num_bytes)

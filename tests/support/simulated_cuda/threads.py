@@ -36,10 +36,10 @@ class LaunchRecord:
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[LaunchRecord]:
     """Record the kernels of all threads of this process in the block; then `assert record.strays == []`."""
-    names: dict[int, str] = {}
+    names = {}
     run = threading.Thread.run
 
-    def named(thread: threading.Thread) -> None:
+    def named(thread):
         names[threading.get_native_id()] = thread.name
         run(thread)
 
