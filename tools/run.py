@@ -6,7 +6,6 @@ process dies, the run stops and the error message names the process.
 
 import argparse
 import json
-import re
 import shlex
 import shutil
 import signal
@@ -33,7 +32,7 @@ from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
-from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.health import FAILURES, read_metrics
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
@@ -182,10 +181,8 @@ class RunProcesses:
         if self._supervisor is None:
             return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
-        metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
-        names = "nv_inference_request_failure|rlhf_requests_refused_total"
-        counts = re.findall(rf'^(?:{names})\{{(?!.*"503")[^}}]*\}} ([\d.e+]+)', metrics, re.MULTILINE)
-        return int(sum(map(float, counts)))
+        metrics = read_metrics(self._supervisor.server.section.metrics_url)
+        return int(sum(value for name, labels, value in metrics if name in FAILURES and '"503"' not in labels))
 
     def _report(self, failures: int) -> None:
         from rlhf_triton.tools.report.curves import write_curves
