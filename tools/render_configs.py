@@ -353,7 +353,7 @@ def _banned_token_ids(policy: Path) -> str:
     from rlhf_triton.checkpoints.tokenization import special_tokens_in
 
     with _named("actor.policy.model"):
-        return contract.id_ranges(special_tokens_in(policy.absolute()).banned_ids)
+        return contract.id_ranges(special_tokens_in(policy).banned_ids)
 
 
 def _weights_fingerprint(section: str, folder: Path) -> str:
@@ -458,7 +458,7 @@ def _fingerprints(folder: Path) -> dict[str, str]:
         return {"tokenizer_fingerprint": "", "rendering_fingerprint": ""}
     from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, rendering_fingerprint
 
-    found = load_tokenizer(folder.absolute())
+    found = load_tokenizer(folder)
     return {"tokenizer_fingerprint": fingerprint(found), "rendering_fingerprint": rendering_fingerprint(found)}
 
 

@@ -33,11 +33,12 @@ def load_tokenizer(folder: Path | str) -> Any:
     """Return the checkpoint's own tokenizer. Raises CheckpointError if the folder has none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    folder = Path(folder).absolute()  # transformers takes a relative path for a name on the Hub
     given: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
-        if is_rebuilt(tokenizer, Path(folder)):
-            if _named_class(Path(folder)) == PreTrainedTokenizerFast.__name__:
+        if is_rebuilt(tokenizer, folder):
+            if _named_class(folder) == PreTrainedTokenizerFast.__name__:
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **given)
             else:
                 warn_once(
@@ -46,12 +47,12 @@ def load_tokenizer(folder: Path | str) -> Any:
                     f"reads it, set tokenizer_class to {PreTrainedTokenizerFast.__name__} in {TOKENIZER_SETTINGS}"
                 )
     except Exception as error:  # process edge: what transformers does with a file may raise anything
-        if Path(folder).is_dir() and not (Path(folder) / TOKENIZER_FILE).exists():
+        if folder.is_dir() and not (folder / TOKENIZER_FILE).exists():
             raise CheckpointError(
                 f"{folder} has no tokenizer.json, nor other files of a tokenizer that transformers can load; save the "
                 "tokenizer of its base model there, with tokenizer.save_pretrained(folder)"
             ) from error
-        reason = library_reason(Path(folder), error)
+        reason = library_reason(folder, error)
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = template_of_texts(tokenizer)
@@ -246,7 +247,7 @@ def rendering_fingerprint(tokenizer: Any) -> str:
 
 def same_tokenizer(one: Path, other: Path) -> bool:
     """Return whether the tokenizers of two checkpoints have the same vocabulary. Raises CheckpointError."""
-    first, second = (fingerprint(load_tokenizer(folder.absolute())) for folder in (one, other))
+    first, second = (fingerprint(load_tokenizer(folder)) for folder in (one, other))
     return first == second
 
 

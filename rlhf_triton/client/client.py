@@ -126,14 +126,15 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     async def score(
         self,
         rows: list[np.ndarray],
-        outputs: tuple[str, ...],
+        outputs: tuple[str, ...] = (contract.REWARDS,),
         metadata: list[dict[str, Any]] | None = None,
         *,
+        model: str = contract.CRITIC_INFER,
         width: int = 0,
         prompt_lengths: list[int] | None = None,
         versions: contract.VersionRange | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return outputs of critic_infer for n token rows, padded to S, the longest row or `width`.
+        """Return outputs of a model for n token rows, padded to S, the longest row or `width`.
 
         Args:
             rows: int64 `[length_i]` each.
@@ -148,25 +149,10 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         Raises:
             RequestFailed: all attempts failed, no server serves these versions, or the request itself is invalid.
         """
-        inputs = _rows(rows, metadata, width, prompt_lengths)
-        return await self._infer(contract.CRITIC_INFER, inputs, outputs, versions=versions)
+        return await self._infer(model, _rows(rows, metadata, width, prompt_lengths), outputs, versions=versions)
 
-    async def rewards(
-        self,
-        rows: list[np.ndarray],
-        outputs: tuple[str, ...] = (contract.REWARDS,),
-        metadata: list[dict[str, Any]] | None = None,
-        *,
-        width: int = 0,
-        prompt_lengths: list[int] | None = None,
-        versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Like `score`, but return outputs of reward_model, to which `versions` applies; the critic does not run.
-
-        Raises RequestFailed.
-        """
-        inputs = _rows(rows, metadata, width, prompt_lengths)
-        return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
+    rewards = functools.partialmethod(score, model=contract.REWARD_MODEL)
+    """As `score`, of reward_model, to which `versions` then applies; the critic does not run."""
 
     async def score_sentences(
         self,
@@ -186,15 +172,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             inputs[contract.TEXT_PAIRS] = contract.texts_array(pairs)
         return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
 
-    async def logprobs(self, rows: list[np.ndarray], *, versions: contract.VersionRange | None = None) -> np.ndarray:
+    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
         """Return log-probs float32 `[n, S]` of n token rows under the reference; index t belongs to token t+1.
 
-        See `contract.LOGPROBS`. The reference has only version 0.
-
-        Raises RequestFailed.
+        See `contract.LOGPROBS`. Raises RequestFailed.
         """
-        answer = await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,), versions=versions)
-        return answer[contract.LOGPROBS]
+        return (await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,)))[contract.LOGPROBS]
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
         """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from http.client import HTTPException
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from rlhf_triton.tools.server.child import (
     tail,
 )
 from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
-from rlhf_triton.tools.server.drain import DRAIN_S, drain
+from rlhf_triton.tools.server.drain import DRAIN_S, drain, unload_order
 from rlhf_triton.tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
 from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
@@ -45,17 +45,6 @@ from rlhf_triton.tools.server.triton_home import (
     find_tritonserver,
     lay_out_backends,
     server_environment,
-)
-from rlhf_triton.wire.contract import (
-    CRITIC,
-    CRITIC_INFER,
-    CRITIC_SAVE,
-    CRITIC_TRAIN,
-    REFERENCE,
-    REWARD_CHECKPOINT,
-    REWARD_FUNCTION_PREFIX,
-    REWARD_MIXTURE,
-    REWARD_MODEL,
 )
 
 # Makes sure that a newly started tritonserver works: every model is loaded and answers a request.
@@ -86,7 +75,7 @@ def load_and_probe(
         ServerStartError: the repository is empty, or the timeout has expired.
         ControlPlaneError: a model did not load, or did not answer.
     """
-    models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if not models:
         raise ServerStartError(f"{repository} contains no model; render it with tools/render_configs.py")
     deadline = time.monotonic() + section.start_timeout_s
@@ -106,11 +95,16 @@ def load_and_probe(
         control.probe(model, time_left())
         return f"{model} answers"
 
-    missing = {model for model in models if not control.is_ready(model)}
-    for group in load_order(missing):
-        _load_in_parallel(load, group, check, log)
-    for model in sorted(models):
-        _load_in_parallel(answer, {model}, check, log)
+    missing = sorted((model for model in models if not control.is_ready(model)), key=unload_order, reverse=True)
+    executor = ThreadPoolExecutor(1, "load")
+    try:
+        for do, model in (*((load, model) for model in missing), *((answer, model) for model in models)):
+            done = executor.submit(do, model)
+            while wait([done], POLL_INTERVAL_S).not_done:
+                check()
+            log(done.result())
+    finally:
+        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the call
 
 
 def too_slow(section: ServerSection) -> str:
@@ -121,16 +115,6 @@ def too_slow(section: ServerSection) -> str:
     )
 
 
-def load_order(models: set[str]) -> list[set[str]]:
-    """Return groups of models, in load order; a group can load in parallel, and ensembles come after their models."""
-    components = (REWARD_CHECKPOINT, REWARD_MIXTURE)
-    parts = {model for model in models if model.startswith(REWARD_FUNCTION_PREFIX) or model in components}
-    first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
-    order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
-    others = models.difference(*order)
-    return [models & group for group in [*order, others] if models & group]
-
-
 def compile_ahead(repository: Path) -> None:
     """Write each model's bytecode before Triton first looks at its folder.
 
@@ -139,21 +123,6 @@ def compile_ahead(repository: Path) -> None:
     """
     for model in repository.glob("*/[1-9]*/model.py"):
         compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
-
-
-def _load_in_parallel(
-    work: Callable[[str], str], models: set[str], check: Callable[[], None], log: Callable[[str], None]
-) -> None:
-    executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
-    try:
-        waiting = {executor.submit(work, model) for model in models}
-        while waiting:
-            done, waiting = wait(waiting, POLL_INTERVAL_S, FIRST_COMPLETED)
-            for future in done:
-                log(future.result())
-            check()
-    finally:
-        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
 
 
 KILL_AFTER_S = 10.0
