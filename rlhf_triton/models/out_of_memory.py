@@ -11,24 +11,11 @@ from typing import TypeVar
 import torch
 
 from rlhf_triton.errors import RlhfError
-
-# From the driver, cuBLAS and NCCL.
-FULL = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "'out of memory'",
-)
+from rlhf_triton.models.device_errors import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that the GPU ran out of memory, so that smaller parts of the work may succeed."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
-    )
 
 
 def gpu_bytes(device: torch.device) -> dict[str, int]:
