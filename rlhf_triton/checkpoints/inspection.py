@@ -535,7 +535,7 @@ def head_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a separate head, such as LLaMA-Factory's value_head.safetensors."""
     own = {WEIGHTS_FILE}
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
-        own |= set(_weight_map(folder).values())
+        own |= set(weight_map_of(folder / INDEX_FILE).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
     return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]
 
@@ -543,13 +543,9 @@ def head_files(folder: Path) -> list[Path]:
 def _read_body(folder: Path) -> dict[str, TensorInfo]:
     if (folder / WEIGHTS_FILE).is_file():
         return tensors_in(folder / WEIGHTS_FILE)
-    weight_map = _weight_map(folder)
+    weight_map = weight_map_of(folder / INDEX_FILE)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy that file as well"
-            )
         tensors = _joined(folder, tensors, tensors_in(folder / name))
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
@@ -559,10 +555,16 @@ def _read_body(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
+def weight_map_of(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, by an index of the shards beside it. Raises CheckpointError if one is missing."""
+    weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+        raise CheckpointError(f"{index.parent} cannot be loaded: {index.name} has no weight_map; copy the file again")
+    for name in set(weight_map.values()):
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(
+                f"{index.parent} cannot be loaded: {index.name} names {name}, which is no file in this folder; copy it"
+            )
     return weight_map
 
 
