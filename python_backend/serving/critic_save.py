@@ -28,12 +28,9 @@ def accept(journal: Journal, call: Call) -> Entry:
     return journal.accept_rewind(run_id=run_id, target=target, sender=sender)
 
 
-def reply(result: Result) -> Mapping[str, np.ndarray]:
+def reply(_: Result) -> Mapping[str, np.ndarray]:
     """Return the response tensors."""
-    return {
-        contract.STATUS: np.zeros(1, np.int64),
-        contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
-    }
+    return {contract.STATUS: np.zeros(1, np.int64)}
 
 
 TritonPythonModel = triton_model(lambda args: JournalServer(Parameters(args), accept, reply))

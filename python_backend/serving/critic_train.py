@@ -47,10 +47,7 @@ def accept(limits: Limits, journal: Journal, call: Call) -> Entry:
 
 def reply(result: Result) -> Mapping[str, np.ndarray]:
     """Return the response tensors."""
-    return {
-        contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
-        contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
-    }
+    return {contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32)}
 
 
 TritonPythonModel = triton_model(serve)

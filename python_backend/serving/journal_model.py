@@ -22,7 +22,14 @@ from rlhf_triton.python_backend.serving.triton import (
 )
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Entry, HeartbeatWatch, Journal, Result
-from rlhf_triton.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
+from rlhf_triton.wire.contract import (
+    ORIGIN_HEADER,
+    RUN_ID,
+    TRACEPARENT_HEADER,
+    TRAINING_KEY_HEADER,
+    WEIGHTS_VERSION,
+    ContractError,
+)
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
@@ -47,7 +54,7 @@ class JournalServer:
 
         Args:
             accept: returns the journal entry of a request; raises ContractError if the request is invalid.
-            reply: returns the output tensors for a result without an error.
+            reply: returns the output tensors for a result without an error, other than the served version.
         """
         self._accept, self._reply = accept, reply
         self._model = parameters.model
@@ -125,7 +132,7 @@ class JournalServer:
                 self._failures.publish()
                 call.fail(RlhfError(result.error))
             else:
-                call.answer(self._reply(result))
+                call.answer({**self._reply(result), WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64)})
             return True
         reason = self._failure_reason(time.monotonic() - since)
         if reason:
