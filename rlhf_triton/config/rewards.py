@@ -104,11 +104,6 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
             )
 
 
-def function_terms(terms: dict[str, RewardTerm]) -> dict[str, RewardTerm]:
-    """Return the terms that are functions."""
-    return {name: term for name, term in terms.items() if name != MODEL_TERM}
-
-
 TokenNames = list[str | int]
 
 
