@@ -19,7 +19,8 @@ from rlhf_triton.checkpoints.inspection import (
     text_config,
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
-from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts, warn_once
+from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
+from rlhf_triton.wire.messages import warn_once
 
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
@@ -146,28 +147,6 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     types: list[int] | None = None  # token types of a text pair, such as 1 in BERT's second text
-
-
-def encode_sentence(
-    tokenizer: Any, text: str, *, special_tokens: bool, skipped_pad_id: int | None, pair: str = ""
-) -> Encoded:
-    """Return the tokens of a sentence for a reward model; nothing is truncated.
-
-    Args:
-        special_tokens: encode with `encode_text`; otherwise with `encode_bare_text`.
-        skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
-        pair: the second text of a text pair, or "".
-    """
-    types = None
-    if pair:
-        encoded = tokenizer(text, pair, add_special_tokens=special_tokens)
-        ids, types = encoded["input_ids"], encoded.get("token_type_ids")
-    else:
-        ids = (encode_text if special_tokens else encode_bare_text)(tokenizer, text)
-    size = len(ids)
-    while size > 1 and ids[size - 1] == skipped_pad_id:
-        size -= 1
-    return Encoded(ids[:size], types and types[:size])
 
 
 def _literal(tokenizer: Any, special_ids: list[int]) -> str:

@@ -10,7 +10,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.wire.chats import render_chat, template_options
-from rlhf_triton.wire.messages import BadMessages, _warn_of_joined_parts, plain_messages
+from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
 TOOL = {"role": "tool", "content": '{"a": 1}'}
@@ -240,7 +240,6 @@ def test_template_that_expects_content_parts_receives_them(tmp_path, template, m
 
 def test_several_text_parts_are_joined_with_a_warning(caplog):
     """A template that reads lists might join them without newlines."""
-    _warn_of_joined_parts.cache_clear()
     for texts, joined, warnings in ((["a"], "a", 0), (["a", "b"], "a\nb", 1), (["c", "d"], "c\nd", 1)):
         (message,) = plain_messages([{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}])
         assert (message["content"], len(caplog.records)) == (joined, warnings)
