@@ -10,15 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import as_text, parsed
 from rlhf_triton.process import how_ended
 from rlhf_triton.store.jsonl import NewLines
 
-# Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report.
+Log: TypeAlias = Callable[[str], None]
+"""Receives the lines that a person reads."""
+Check: TypeAlias = Callable[[], None]
+"""Called repeatedly during a wait; raises an exception to end it."""
 
+# Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report.
 
 FOLLOW_INTERVAL_S = 0.1
 BYTES_PER_LINE = 400
@@ -53,7 +57,7 @@ _STUB_FAILURES = (
 )
 
 
-def relay_lines(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
+def relay_lines(path: Path, ended: Callable[[], bool], log: Log) -> None:
     """Pass each readable line of the file to `log`; return once `ended()` is true and the whole file has been read."""
     lines = NewLines(path)
     while True:
@@ -242,7 +246,7 @@ class Child:
             [f"the {self.name} {how_ended(code)}{why}; its log is {self.log_path}", "the log ends with:", *lines]
         )
 
-    def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:
+    def stop(self, signum: int, timeout_s: float, while_waiting: Check = lambda: None) -> int:
         """Send `signum`, kill the process if it is still running after `timeout_s`, and return its exit code."""
         if self.poll() is None and not self._stopping:
             self._stopping = True

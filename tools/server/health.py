@@ -18,14 +18,14 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from rlhf_triton.client.control_plane import PROBED_OUTPUTS, ControlPlaneError, Failure
-from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.child import Log, restart_pause_s
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.wire.contract import LOAD_LABEL
 
@@ -108,7 +108,7 @@ class _Watched:
 class ServerHealth:
     """Checks the server in a background thread until `stop`; `restart_reason` says why the server must be restarted."""
 
-    def __init__(self, server: TritonServer, log: Callable[[str], None]) -> None:
+    def __init__(self, server: TritonServer, log: Log) -> None:
         self.restart_reason: str | None = None
         """Why the server must be restarted, else None; the checks end once it is set."""
         self._server = server

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.child import Log, restart_pause_s
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
@@ -50,9 +50,9 @@ class Supervisor(Generic[S]):
         self,
         start: Callable[[], S],
         *,
-        log: Callable[[str], None],
+        log: Log,
         name: str = "the server",
-        watch: Callable[[S, Callable[[str], None]], ServerWatch] | None = None,
+        watch: Callable[[S, Log], ServerWatch] | None = None,
         lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Start the server.

@@ -25,6 +25,8 @@ from rlhf_triton.process import how_ended
 from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import (
+    Check,
+    Log,
     poll_failure,
     relay_lines,
     set_aside_if_large,
@@ -58,8 +60,8 @@ def load_and_probe(
     repository: Path,
     section: ServerSection,
     *,
-    check: Callable[[], None],
-    log: Callable[[str], None],
+    check: Check,
+    log: Log,
 ) -> None:
     """Load the models that are not ready, and return once every model of the repository has answered a request.
 
@@ -144,7 +146,7 @@ class TritonServer:
         *,
         backends: Path,
         control_key: str,
-        log: Callable[[str], None] = print,
+        log: Log = print,
         trace_endpoint: str | None = None,
     ) -> None:
         """`backends`: folder from `lay_out_backends`; `log` gets progress and the readable lines of the server's log.
@@ -207,7 +209,7 @@ class TritonServer:
         )
         self._follower.start()
 
-    def wait_ready(self, state_file: Path | None = None, check: Callable[[], None] = lambda: None) -> None:
+    def wait_ready(self, state_file: Path | None = None, check: Check = lambda: None) -> None:
         """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
         A server that aborts meanwhile is started once more: rarely, server 2.51 does so on a busy machine, because of a
@@ -237,7 +239,7 @@ class TritonServer:
             state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
             write_json(state_file, state, durable=False)
 
-    def _wait_ready(self, check: Callable[[], None]) -> None:
+    def _wait_ready(self, check: Check) -> None:
         def check_start() -> None:
             check()
             if failure := stub_failure(self.log_path):
