@@ -32,7 +32,7 @@ from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
-from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, set_aside_if_large
 from rlhf_triton.tools.server.health import FAILURES, read_metrics
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -158,7 +158,7 @@ class RunProcesses:
         for child in (self._sidecar, self._actor):
             if child is not None:
                 self._relay_messages(child)
-                child.bound_log()
+                set_aside_if_large(child.log_path)
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
             raise RlhfError(self._sidecar.exit_message())

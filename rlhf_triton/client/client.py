@@ -81,9 +81,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         connect = functools.partial(
             HTTPConnection, max_in_flight=max_in_flight, expected=expected or {}, declared=self.declared
         )
-        self._servers = ServerPool(
-            settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
-        )
+        self.pool = ServerPool(settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected)
 
     async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
@@ -91,7 +89,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         for caller in callers:
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
-        await self._servers.close()
+        await self.pool.close()
 
     async def describe(self, model: str) -> ServedModel:
         """Return what a model declares.
@@ -103,25 +101,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._retries))
         with self._calling():
-            return await self._servers.answer(
+            return await self.pool.answer(
                 attempts,
                 lambda connection: connection.answer(lambda this: this.describe(model), self._settings.deadline_s),
                 patient=False,
             )
-
-    async def why_not_ready(self, model: str) -> str | None:
-        """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
-        return await self._servers.why_not_ready(model)
-
-    @property
-    def num_servers(self) -> int:
-        """Number of servers known now, healthy or not; 0 before the first request."""
-        return len(self._servers.servers)
-
-    @property
-    def outage(self) -> str:
-        """Why requests wait, with one cause per server; empty if they do not."""
-        return self._servers.outage
 
     async def score(
         self,
@@ -240,13 +224,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         )
         deadline_s = TRAIN_DEADLINE_S if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
-        with span(model), self._calling(), self._servers.turns.join() if writes else nullcontext() as turn:
+        with span(model), self._calling(), self.pool.turns.join() if writes else nullcontext() as turn:
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
             message = Message(model, arrays, outputs, headers, versions.parameters if versions else None)
             async with self._in_flight:
-                answer = await self._servers.answer(
+                answer = await self.pool.answer(
                     attempts,
                     lambda connection: connection.answer(
                         lambda this: this.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None

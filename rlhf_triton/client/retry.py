@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
+    FAILURES,
     AttemptFailed,
     Kind,
     RequestFailed,
@@ -160,4 +161,5 @@ class Attempts:
             raise self._failure(failure, url) from failure.__cause__
 
     def _failure(self, failure: AttemptFailed, url: str) -> RequestFailed:
-        return failure.final_error(failure.sentence(self.model, url, self.retried + 1))
+        sentence = failure.sentence(self.model, url, self.retried + 1)
+        return FAILURES.get(failure.kind, RequestFailed)(sentence, failure.why)

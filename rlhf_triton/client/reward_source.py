@@ -181,7 +181,7 @@ class RewardSource:
     async def why_not_ready(self) -> str | None:
         """Return why no server can answer; None if one can."""
         try:
-            return await self._client.why_not_ready(REWARD_MODEL)
+            return await self._client.pool.why_not_ready(REWARD_MODEL)
         except RequestFailed as error:
             return str(error)
 
@@ -201,7 +201,7 @@ class RewardSource:
         deadline = None
         if self._deadline_s is not None:
             deadline = asyncio.get_running_loop().time() + self._deadline_s
-        room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
+        room = Room(ROWS_IN_FLIGHT * len(self._client.pool.servers))
         if served.groupwise:
             groups, errors = grouped(row.metadata for row in rows)
             parts = [*groups, *([i] for i in errors)]  # alone, so that the server explains it
@@ -232,7 +232,8 @@ class RewardSource:
             except RecursionError:  # of JSON
                 raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
             except asyncio.TimeoutError:
-                cause = f": {self._client.outage}" if self._client.outage else ""
+                outage = self._client.pool.outage
+                cause = f": {outage}" if outage else ""
                 late = _failure(HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {self._deadline_s:g} s{cause}")
                 return [late] * len(part)
 

@@ -215,16 +215,12 @@ class Child:
         self._new_lines = NewLines(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
-        with log_path.open("ab") as log:  # append mode: `bound_log` truncates the file while the child writes
+        with log_path.open("ab") as log:  # append mode: `set_aside_if_large` truncates the file while the child writes
             self.process = start_bound([*command, *arguments], log, {**os.environ, **env})
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
         return self.process.poll()
-
-    def bound_log(self) -> None:
-        """Rotate the log if it is large."""
-        set_aside_if_large(self.log_path)
 
     def new_messages(self) -> list[str]:
         """Return the warnings, errors and "resuming ..." messages that were logged since the last call."""

@@ -29,7 +29,6 @@ from rlhf_triton.tools.server.child import (
     Log,
     poll_failure,
     relay_lines,
-    set_aside_if_large,
     start_bound,
     stub_failure,
     tail,
@@ -197,7 +196,7 @@ class TritonServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.log_path.exists():  # it may say why an earlier server died
             self.log_path.replace(self.log_path.with_suffix(".previous.log"))
-        # Append mode, since `bound_log` truncates the file while the server writes.
+        # Append mode, since the supervisor truncates the file while the server writes.
         with self.log_path.open("ab") as log_file:
             environment, lock = server_environment(self.home), self._regions.lock()
             self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
@@ -288,10 +287,6 @@ class TritonServer:
         raise ServerStartError(
             f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
         )
-
-    def bound_log(self) -> None:
-        """Rotate the log if it is large."""
-        set_aside_if_large(self.log_path)
 
     def drain(self, give_up: Callable[[], bool]) -> None:
         """Refuse further requests and wait up to `DRAIN_S` for those in flight; see `drain` for what ends the wait."""

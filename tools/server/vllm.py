@@ -55,11 +55,11 @@ class VllmServer:
         """
         devices = config.actor.generation.vllm.cuda_devices
         environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
-        log_path = config.run.logs_dir / "vllm.log"
-        if log_path.exists():  # it may say why an earlier server died
-            log_path.replace(log_path.with_suffix(".previous.log"))
+        self.log_path = config.run.logs_dir / "vllm.log"
+        if self.log_path.exists():  # it may say why an earlier server died
+            self.log_path.replace(self.log_path.with_suffix(".previous.log"))
         command = [str(shutil.which(config.actor.generation.vllm.command))]
-        self._child = Child("vLLM server", vllm_arguments(config, url), log_path, environment, command=command)
+        self._child = Child("vLLM server", vllm_arguments(config, url), self.log_path, environment, command=command)
         try:
             while get_page(url, "/health") != "OK":
                 check()
@@ -78,10 +78,6 @@ class VllmServer:
         """Raise ServerStartError, with the last lines of the log, if the process has ended."""
         if self._child.poll() is not None:
             raise ServerStartError(self._child.exit_message())
-
-    def bound_log(self) -> None:
-        """Rotate the log if it is large."""
-        self._child.bound_log()
 
     def kill(self) -> None:
         """Kill the server and its processes, which survive it if it is killed."""
