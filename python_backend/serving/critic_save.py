@@ -3,8 +3,6 @@
 Replies once the sidecar has finished, with `status` 0 and the `weights_version` being served.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from rlhf_triton.python_backend.serving.journal_model import JournalServer
@@ -28,7 +26,7 @@ def accept(journal: Journal, call: Call) -> Entry:
     return journal.accept_rewind(run_id=run_id, target=target, sender=sender)
 
 
-def reply(_: Result) -> Mapping[str, np.ndarray]:
+def reply(_: Result) -> contract.Arrays:
     """Return the response tensors."""
     return {contract.STATUS: np.zeros(1, np.int64)}
 

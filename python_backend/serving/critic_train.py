@@ -45,7 +45,7 @@ def accept(limits: Limits, journal: Journal, call: Call) -> Entry:
     )
 
 
-def reply(result: Result) -> Mapping[str, np.ndarray]:
+def reply(result: Result) -> contract.Arrays:
     """Return the response tensors."""
     return {contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32)}
 

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rlhf_triton.wire.contract import (
     TRACEPARENT_HEADER,
     TRAINING_KEY_HEADER,
     WEIGHTS_VERSION,
+    Arrays,
     ContractError,
 )
 
@@ -48,7 +49,7 @@ class JournalServer:
         self,
         parameters: Parameters,
         accept: Callable[[Journal, Call], Entry],
-        reply: Callable[[Result], Mapping[str, np.ndarray]],
+        reply: Callable[[Result], Arrays],
     ) -> None:
         """Start the waiter thread.
 

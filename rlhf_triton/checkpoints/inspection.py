@@ -25,7 +25,7 @@ from rlhf_triton.checkpoints.head_tensors import (
     wrapper_of,
 )
 from rlhf_triton.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
-from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, TensorInfos, read_header, read_numbers
 from rlhf_triton.errors import RlhfError, reason_of
 
 # Row lengths up to which a row's outputs depend neither on other rows nor on earlier forward passes.
@@ -174,7 +174,7 @@ class CheckpointInfo:
     head: Head | None
     is_encoder_decoder: bool
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
-    tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
+    tensors: TensorInfos  # by name, without `wrapper`
     wrapper: str  # prefix of all tensor names in the files, see `wrapper_of`
     vocab_size: int | None
     max_positions: int | None
@@ -328,7 +328,7 @@ def refused_key(config: Mapping[str, Any], build: Callable[[Mapping[str, Any]], 
     return None
 
 
-def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+def described(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> CheckpointInfo:
     """Return the result of `inspect_checkpoint` for the given config.json and tensors. Raises ValueError."""
     wrapper = wrapper_of(config, tensors)
     tensors = unwrapped(tensors, wrapper)
@@ -467,7 +467,7 @@ def fingerprint_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+def _constants(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:
     found = config.get("reward_standardization")
     if found is None and read_key(config, "do_normalize", bool, False):
         return _moments(folder, config, tensors)
@@ -486,7 +486,7 @@ def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     return Constants(mean, std)
 
 
-def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+def _moments(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:
     """Return the constants that Safe RLHF's classes (beaver) store in buffers or in config.json.
 
     Depending on `score_type`, rewards are shifted and scaled, costs are only scaled, and values are unchanged.

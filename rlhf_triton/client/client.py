@@ -23,6 +23,7 @@ from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.monitoring.tracing import span, traceparent
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import Arrays
 
 # By default aiohttp accepts gzip, and Triton then compresses every response, although floats hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
@@ -117,7 +118,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         width: int = 0,
         prompt_lengths: list[int] | None = None,
         versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         """Return outputs of a model for n token rows, padded to S, the longest row or `width`.
 
         Args:
@@ -146,7 +147,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         *,
         pairs: list[str] | None = None,
         versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         """Like `rewards`, but for n texts, which the server tokenises with the reward model's tokenizer.
 
         `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
@@ -163,7 +164,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         return (await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,)))[contract.LOGPROBS]
 
-    async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
+    async def train(self, payload: Arrays, *, run_id: str, step: int) -> TrainAnswer:
         """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
 
         Raises:
@@ -196,7 +197,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
         return await self._save(inputs)
 
-    async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
+    async def _save(self, inputs: Arrays) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
         answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
         return int(answer[contract.WEIGHTS_VERSION][0])
@@ -204,12 +205,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     async def _infer(
         self,
         model: str,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Arrays,
         outputs: tuple[str, ...],
         *,
         writes: bool = False,
         versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         if contract.TOKENS in arrays:
             arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(np.int64, copy=False)}
         s = self._settings
@@ -253,7 +254,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             self._callers.discard(caller)
 
 
-def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
+def _metadata(rows: list[dict[str, Any]] | None) -> Arrays:
     return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
 
 
@@ -262,7 +263,7 @@ def _rows(
     metadata: list[dict[str, Any]] | None = None,
     width: int = 0,
     prompt_lengths: list[int] | None = None,
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """Return `tokens` [n, S], `sequence_lengths` [n, 1] and, if given, `prompt_lengths` [n, 1] and `metadata` [n, 1].
 
     S is the longest row, and at least `width`.
@@ -273,9 +274,9 @@ def _rows(
     return {contract.TOKENS: tokens, **counts, **_metadata(metadata)}
 
 
-def _steps(name: str, *steps: int) -> dict[str, np.ndarray]:
+def _steps(name: str, *steps: int) -> Arrays:
     return {name: np.asarray([contract.whole_number(name, step) for step in steps], np.int64)}
 
 
-def _run(run_id: str) -> dict[str, np.ndarray]:
+def _run(run_id: str) -> Arrays:
     return {contract.RUN_ID: np.asarray([run_id.encode()], dtype=np.object_)}

@@ -47,6 +47,7 @@ from rlhf_triton.wire.contract import (
     UNTIL_LOADED,
     VALUES,
     WEIGHTS_VERSION,
+    Arrays,
 )
 
 CALL_TIMEOUT_S = 10.0
@@ -212,7 +213,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         """Return the number of the model's instances, each a process, over all devices."""
         return sum(group.count * max(1, len(group.gpus)) for group in self.config(model).instance_group)
 
-    def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> Arrays:
         """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
 
         A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
@@ -230,7 +231,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             wanted = (REWARD_COMPONENT, REWARD_ERROR)
         return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
 
-    def _probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
+    def _probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> Arrays:
         inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:

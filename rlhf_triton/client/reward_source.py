@@ -40,6 +40,7 @@ from rlhf_triton.wire.contract import (
     STEP_REWARDS,
     TEXT_PAIRS,
     TOKENS,
+    Arrays,
     VersionRange,
     sentence_texts,
 )
@@ -58,8 +59,7 @@ ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
 RESERVED = frozenset({PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, MESSAGES})
 """Keys of a row's metadata that its own content sets."""
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-Answer = dict[str, np.ndarray]
-Ask = Callable[[Sequence["Row"]], Awaitable[Answer]]
+Ask = Callable[[Sequence["Row"]], Awaitable[Arrays]]
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class RewardSource:
         parts = await halved(rows, results, _failed, unit=1 if divisible else len(rows))
         return [*itertools.chain(*(found if isinstance(found, list) else [found] * len(part) for part, found in parts))]
 
-    async def _ask(self, rows: Sequence[Row], further: Collection[str], versions: VersionRange | None) -> Answer:
+    async def _ask(self, rows: Sequence[Row], further: Collection[str], versions: VersionRange | None) -> Arrays:
         served = await self.served()
         outputs = (*served.reward_outputs, *further)
         sends_metadata = served.reads_texts or any({MESSAGES, RESPONSE_KEY} & row.metadata.keys() for row in rows)
@@ -255,7 +255,7 @@ class RewardSource:
         return await self._client.score_sentences([*texts], outputs, metadata, pairs=[*pairs], versions=versions)
 
 
-def _read(answer: Answer, num_rows: int) -> list[RowResult]:
+def _read(answer: Arrays, num_rows: int) -> list[RowResult]:
     rewards = answer[REWARDS].astype(np.float64).reshape(num_rows, -1)
     errors = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * num_rows
     versions = answer.get(REWARD_VERSION)

@@ -11,12 +11,14 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from rlhf_triton.errors import RlhfError
 
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+"""Tensors by their names on the wire."""
 REWARD_MODEL = "reward_model"
 CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
