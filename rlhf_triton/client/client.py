@@ -164,7 +164,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         return (await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,)))[contract.LOGPROBS]
 
-    async def train(self, payload: Arrays, *, run_id: str, step: int) -> TrainAnswer:
+    async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
         """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
 
         Raises:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhf_triton.errors import RlhfError
 
-Arrays: TypeAlias = Mapping[str, np.ndarray]
+Arrays: TypeAlias = dict[str, np.ndarray]
 """Tensors by their names on the wire."""
 REWARD_MODEL = "reward_model"
 CRITIC = "critic"
