@@ -207,16 +207,21 @@ class Child:
         env: Mapping[str, str],
         *,
         command: Sequence[str] = (sys.executable, "-u", "-m"),
+        inherits: Sequence[int] = (),
     ) -> None:
-        """Start `<command> <arguments>`, by default `python -m <arguments>`."""
+        """Start `<command> <arguments>`, by default `python -m <arguments>`; `inherits` as in `start_bound`.
+
+        An earlier log is kept as `<name>.previous.log`: it may say why an earlier process died.
+        """
         self.name = name
         self.log_path = log_path
         self._stopping = False
         self._new_lines = NewLines(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.write_bytes(b"")
+        if log_path.exists():
+            log_path.replace(log_path.with_suffix(".previous.log"))
         with log_path.open("ab") as log:  # append mode: `set_aside_if_large` truncates the file while the child writes
-            self.process = start_bound([*command, *arguments], log, {**os.environ, **env})
+            self.process = start_bound([*command, *arguments], log, {**os.environ, **env}, inherits=inherits)
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""

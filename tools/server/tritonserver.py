@@ -21,17 +21,15 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.errors import UNREADABLE
 from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.path_alias import plain_alias, special_prefix
-from rlhf_triton.process import how_ended
 from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import (
     Check,
+    Child,
     Log,
     poll_failure,
     relay_lines,
-    start_bound,
     stub_failure,
-    tail,
 )
 from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from rlhf_triton.tools.server.drain import DRAIN_S, drain, unload_order
@@ -162,7 +160,7 @@ class TritonServer:
         self._log = log
         self._trace_endpoint = trace_endpoint
         self._regions = Regions()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._stopping = False
         self._follower: threading.Thread | None = None
         self._state_file: Path | None = None
@@ -177,8 +175,8 @@ class TritonServer:
     @property
     def pid(self) -> int:
         """Process id of the server."""
-        assert self._process is not None, "not started"
-        return self._process.pid
+        assert self._child is not None, "not started"
+        return self._child.process.pid
 
     def start(self) -> None:
         """Start the server process in its own session, so that Ctrl-C reaches only the calling process.
@@ -188,18 +186,14 @@ class TritonServer:
         """
         # The kernel sends the parent-death signal when the *thread* that started the child ends.
         assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
-        assert self._process is None, "a server object can start only once"
+        assert self._child is None, "a server object can start only once"
         check_ports(self.section)
         for prefix in remove_abandoned():
             self._log(f"removed the shared memory {prefix}* of a server that was killed")
         compile_ahead(self.repository)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self.log_path.exists():  # it may say why an earlier server died
-            self.log_path.replace(self.log_path.with_suffix(".previous.log"))
-        # Append mode, since the supervisor truncates the file while the server writes.
-        with self.log_path.open("ab") as log_file:
-            environment, lock = server_environment(self.home), self._regions.lock()
-            self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
+        environment, lock = server_environment(self.home), self._regions.lock()
+        command = self._command()
+        self._child = Child("tritonserver", command, self.log_path, environment, command=(), inherits=[lock])
         self._follower = threading.Thread(
             target=relay_lines,
             args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
@@ -228,7 +222,7 @@ class TritonServer:
                 raise
             self._log(f"{fault}\nstarting it once more")
             self.stop()
-            self._process, self._stopping, self._regions = None, False, Regions()
+            self._child, self._stopping, self._regions = None, False, Regions()
             self.section = with_free_ports(self._given)
             self.start()
             self._wait_ready(check)
@@ -277,16 +271,12 @@ class TritonServer:
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the server runs or before it is started."""
-        return None if self._process is None else self._process.poll()
+        return None if self._child is None else self._child.poll()
 
     def raise_if_dead(self) -> None:
         """Raise ServerStartError, with the last lines of the log, if the process has ended."""
-        code = self.poll()
-        if code is None:
-            return
-        raise ServerStartError(
-            f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
-        )
+        if self._child is not None and self._child.poll() is not None:
+            raise ServerStartError(self._child.exit_message())
 
     def drain(self, give_up: Callable[[], bool]) -> None:
         """Refuse further requests and wait up to `DRAIN_S` for those in flight; see `drain` for what ends the wait."""
@@ -301,22 +291,16 @@ class TritonServer:
 
     def kill(self) -> None:
         """Kill the server at once, without the grace period of `stop`; call `stop` afterwards to clean up."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._child is not None:
+            self._child.process.kill()
+            self._child.process.wait()
 
     def stop(self) -> None:
         """Stop the server; return once all its processes have ended and its shared memory is removed."""
-        if self._process is None:
+        if self._child is None:
             return
         self._stopping = True
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(EXIT_TIMEOUT_S + KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._child.stop(signal.SIGTERM, EXIT_TIMEOUT_S + KILL_AFTER_S)
         self._kill_stubs()
         self._regions.remove()
         if self._state_file is not None:
@@ -351,9 +335,9 @@ class TritonServer:
 
     def raise_if_dying(self) -> None:
         """As `raise_if_dead`, for a server whose connections have just broken."""
-        assert self._process is not None
+        assert self._child is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # the connection breaks a moment before the exit code is available
+            self._child.process.wait(1.0)  # the connection breaks a moment before the exit code is available
         self.raise_if_dead()
 
 

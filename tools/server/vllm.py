@@ -56,8 +56,6 @@ class VllmServer:
         devices = config.actor.generation.vllm.cuda_devices
         environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
         self.log_path = config.run.logs_dir / "vllm.log"
-        if self.log_path.exists():  # it may say why an earlier server died
-            self.log_path.replace(self.log_path.with_suffix(".previous.log"))
         command = [str(shutil.which(config.actor.generation.vllm.command))]
         self._child = Child("vLLM server", vllm_arguments(config, url), self.log_path, environment, command=command)
         try:
