@@ -10,14 +10,12 @@ from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_m
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.contract import optional_count, optional_counts, optional_text
+from rlhf_triton.wire.contract import optional_count, optional_counts
 
 
-def accept(journal: Journal, call: Call) -> Entry:
+def accept(journal: Journal, call: Call, run_id: str | None, sender: Sender | None) -> Entry:
     """Journal a save or a rewind, so that the sidecar processes it in order with the training steps."""
     optional_count(contract.DUMMY_VAR, call.array(contract.DUMMY_VAR), minimum=0)
-    run_id = optional_text(contract.RUN_ID, call.array(contract.RUN_ID))
-    sender = Sender.parse(call.header(contract.SENDER_HEADER))
     target = optional_count(contract.REWIND_TO, call.array(contract.REWIND_TO), minimum=0)
     if target is None:
         step = optional_count(contract.STEP, call.array(contract.STEP), minimum=0)

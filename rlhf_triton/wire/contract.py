@@ -339,11 +339,6 @@ def check_vocabulary(row: np.ndarray, index: int, limits: Limits) -> None:
         )
 
 
-def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
-    """Return `(run_id, step)` of a training request, None where absent. Raises ContractError if invalid."""
-    return optional_text(RUN_ID, run_id), optional_count(STEP, step, minimum=1)
-
-
 def optional_text(name: str, array: np.ndarray | None) -> str | None:
     """Return the run id in a BYTES `[1]` tensor, or None if it is absent. Raises ContractError if it is invalid."""
     if array is None or array.size == 0:
