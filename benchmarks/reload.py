@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import threading
 import time
@@ -37,13 +36,13 @@ from benchmarks.measuring import (
 )
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.client.control_plane import ControlPlane, ModelServers
+from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ClientSection, RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.health import FAILURES, read_metrics
 from rlhf_triton.tools.server.ports import with_free_ports
 from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
@@ -191,14 +190,9 @@ class ReloadService:
             stack.enter_context(running_triton(self.config))
 
     def failed_requests(self) -> int:
-        """Return the number of requests to the critic that have failed since the start, by the server's own count.
-
-        Triton counts those that the model answered with an error as successes; the model counts them itself.
-        """
-        page = get_page(self.config.server.metrics_url, "/metrics")
-        refused = re.findall(rf'^rlhf_requests_refused_total{{model="{CRITIC}",.*}} (\S+)', page, re.MULTILINE)
-        with ControlPlane(self.config.server.grpc_url) as control:
-            return control.statistics(CRITIC).failure_count + int(sum(map(float, refused)))
+        """Return the number of requests to the critic that have failed since the start, by the server's own count."""
+        metrics = read_metrics(self.config.server.metrics_url)
+        return int(sum(value for name, labels, value in metrics if name in FAILURES and f'"{CRITIC}"' in labels))
 
     def as_publisher(self, do: Callable[[], T]) -> T:
         """Call `do` in the publisher's thread, with its cores, priority and single torch thread; return the result."""

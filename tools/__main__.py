@@ -10,49 +10,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COMMANDS = {
-    "run": (
-        "rlhf_triton.tools.run",
-        "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report",
-    ),
-    "serve": ("rlhf_triton.tools.serve", "run the server only, until Ctrl-C"),
-    "init": (
-        "rlhf_triton.tools.init",
-        "write the YAML of your models, which it tries and converts, or an environment of agents",
-    ),
-    "example-model": ("rlhf_triton.tools.example_model", "write a small reward model and a policy to try things with"),
-    "export": (
-        "rlhf_triton.tools.export",
-        "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter",
-    ),
-    "replay": (
-        "rlhf_triton.tools.replay",
-        "compute steps of a run again from its samples, and compare each bit",
-    ),
-    "weights": (
-        "rlhf_triton.tools.weights",
-        "manage the weights versions of critic and reward model: list, publish, rollback …",
-    ),
-    "gateway": (
-        "rlhf_triton.tools.gateway.command",
-        "serve rewards to OpenRLHF, TRL, verl and clients of vLLM over HTTP",
-    ),
-    "status": (
-        "rlhf_triton.tools.status",
-        "show served versions, journal, last step and last problem of a run",
-    ),
-    "report": (
-        "rlhf_triton.tools.report.page",
-        "write the page of a run, also while it runs",
-    ),
-    "doctor": ("rlhf_triton.tools.doctor", "check the machine, a configuration and its server, with remedies"),
-    "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
+    "run": "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report",
+    "serve": "run the server only, until Ctrl-C",
+    "init": "write the YAML of your models, which it tries and converts, or an environment of agents",
+    "example-model": "write a small reward model and a policy to try things with",
+    "export": "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter",
+    "replay": "compute steps of a run again from its samples, and compare each bit",
+    "weights": "manage the weights versions of critic and reward model: list, publish, rollback …",
+    "gateway": "serve rewards to OpenRLHF, TRL, verl and clients of vLLM over HTTP",
+    "status": "show served versions, journal, last step and last problem of a run",
+    "report": "write the page of a run, also while it runs",
+    "doctor": "check the machine, a configuration and its server, with remedies",
+    "bench": "run the measurements behind the README's numbers",
 }
-
-
+# Modules that are not called as their command.
+MODULES = {"gateway": "gateway.command", "report": "report.page", "example-model": "example_model"}
 ROOT = Path(__file__).resolve().parent.parent
 # The extras of pyproject.toml that a command or a package needs; `train` has all others.
 EXTRAS = {"gateway": "gateway", "serve": "serve", "example-model": "serve", "gguf": "demo"}
 COMPUTING = ("tokenizers", "torch", "transformers")
+
+
+def module_of(command: str) -> str:
+    """Return the module whose `main` executes the command."""
+    return "benchmarks.command" if command == "bench" else f"rlhf_triton.tools.{MODULES.get(command, command)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,14 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("", "-h", "--help"):
         print(f"usage: {program} <command> [--help]\n\ncommands:")
-        print("\n".join(f"  {command:<15}{what}" for command, (_, what) in COMMANDS.items()))
+        print("\n".join(f"  {command:<15}{what}" for command, what in COMMANDS.items()))
         return 0 if name else 2
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
-    module = COMMANDS[name][0]
     is_checkout = (ROOT / "benchmarks").is_dir()
     if is_checkout and name == "bench":  # this checkout's, whatever else is called so
         sys.path.insert(0, str(ROOT))
@@ -79,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sys.argv = [f"{program} {name}", *arguments]  # the command's `main` parses sys.argv
     try:
-        return int(importlib.import_module(module).main() or 0)
+        return int(importlib.import_module(module_of(name)).main() or 0)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if (ROOT / package).is_dir():  # ours

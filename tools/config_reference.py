@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tools/config_reference.py", description="Write the generated docs.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     arguments = parser.parse_args(argv)
-    pages = {PAGE: render(RunConfig.model_json_schema()), PYTHON_PAGE: "\n".join(_public())}
+    schema = RunConfig.model_json_schema()
+    pages = {PAGE: render(resolved(schema, schema["$defs"])), PYTHON_PAGE: "\n".join(_public())}
     for page, tables in ((ALGORITHMS_PAGE, _algorithms()), (MODELS_PAGE, _heads())):
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         pages[page] = "\n".join([before + BEGIN, *tables, END + rest.partition(END)[2]])
@@ -163,16 +164,26 @@ def _scalar(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value).replace("|", "\\|").replace("\\\\", "\\")
 
 
+def resolved(schema: Any, definitions: Schema) -> Any:
+    """Return a JSON schema with its definitions in the places of the references to them."""
+    if isinstance(schema, list):
+        return [resolved(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    whole = definitions.get(str(schema.get("$ref")).rpartition("/")[2], {}) | schema
+    return {key: resolved(part, definitions) for key, part in whole.items() if not key.startswith("$")}
+
+
 def render(schema: Schema) -> str:
-    """Return the page in Markdown; `schema` is the JSON schema of the whole configuration."""
-    definitions = schema["$defs"]
+    """Return the page in Markdown; `schema` is the JSON schema of the whole configuration, without references."""
     parts = [INTRODUCTION]
-    common = _common_keys(schema, definitions)
-    for name, field in schema["properties"].items():
+    sections = schema["properties"]
+    common = _common_keys(*(sections[name]["properties"] for name in SHARED))
+    for name, field in sections.items():
         if name == SHARED[0]:
             of = "Keys of `reward`, `critic` and `reference`."
             parts.append(f"## Settings of every served model\n\n{of}\n\n{_table(common, [])}")
-        parts += _section(name, field, definitions, without=common if name in SHARED else {}, level=2)
+        parts += _section(name, field, without=common if name in SHARED else {}, level=2)
     return "\n".join([*parts, *_outputs()])
 
 
@@ -187,27 +198,26 @@ def _outputs() -> Iterator[str]:
     yield ""
 
 
-def _common_keys(schema: Schema, definitions: Schema) -> Schema:
-    """Return the properties that are identical in all sections in `SHARED`."""
-    first, *others = [_definition(schema["properties"][name], definitions)["properties"] for name in SHARED]
+def _common_keys(first: Schema, *others: Schema) -> Schema:
+    """Return the properties that are identical in all sections."""
     return {key: field for key, field in first.items() if all(other.get(key) == field for other in others)}
 
 
-def _section(name: str, field: Schema, definitions: Schema, *, without: Schema, level: int) -> Iterator[str]:
+def _section(name: str, field: Schema, *, without: Schema, level: int) -> Iterator[str]:
     """Yield the heading and table of a section, then those of its subsections."""
-    section = _definition(field, definitions) or {}
+    section = _section_in(field)
     inner: Schema = {}
     keys: Schema = {}
     for key, value in section.get("properties", {}).items():  # a key of the whole file has none
         if key not in without:
-            is_section = "properties" in (_definition(value, definitions) or {})
-            (inner if is_section and len(_alternatives(value)) < 2 else keys)[key] = value
+            (inner if _section_in(value) and len(_alternatives(value)) < 2 else keys)[key] = value
     text = _sentence(field.get("description") or section.get("description", ""))
-    template = f"{name}.<name>" if _is_map(field) else f"{name}.<number>" if "items" in field else name
+    is_map = any(kind.get("additionalProperties") for kind in _kinds(field))
+    template = f"{name}.<name>" if is_map else f"{name}.<number>" if "items" in field else name
     table = f"\n{_table(keys, section.get('required', []))}" if keys else ""
     yield f"{'#' * level} `{template}`\n\n{text}\n{table}"
     for key, value in inner.items():
-        yield from _section(f"{name}.{key}", value, definitions, without={}, level=level + 1)
+        yield from _section(f"{name}.{key}", value, without={}, level=level + 1)
 
 
 def _table(properties: Schema, required: Sequence[str]) -> str:
@@ -227,7 +237,7 @@ def _default(field: Schema) -> str:
 
 def _type(field: Schema) -> str:
     """Return the type of a value in words, with its bounds."""
-    if "$ref" in field:
+    if "properties" in field:
         return "mapping"
     if kinds := _alternatives(field):
         return " or ".join(dict.fromkeys(_type(kind) for kind in kinds))
@@ -255,18 +265,16 @@ def _alternatives(field: Schema) -> list[Schema]:
     return [kind for kind in field.get("anyOf", []) if kind.get("type") != "null"]
 
 
-def _is_map(field: Schema) -> bool:
-    return any("additionalProperties" in kind for kind in [field, *field.get("anyOf", [])])
+def _kinds(field: Schema) -> list[Schema]:
+    return [field, *field.get("anyOf", [])]
 
 
-def _definition(field: Schema, definitions: Schema) -> Schema:
+def _section_in(field: Schema) -> Schema:
     """Return the schema of the section in a field, a union, a list or the values of a map; {} if there is none."""
-    for kind in [field, field.get("items", {}), *field.get("anyOf", [])]:
-        values = kind.get("additionalProperties")  # true for a map of anything
-        reference = kind.get("$ref") or (isinstance(values, dict) and values.get("$ref"))
-        if reference:
-            found: Schema = definitions[str(reference).rpartition("/")[2]]
-            return found
+    for kind in _kinds(field):
+        for part in (kind, kind.get("items"), kind.get("additionalProperties")):
+            if isinstance(part, dict) and "properties" in part:
+                return part
     return {}
 
 

@@ -17,10 +17,11 @@ from rlhf_triton.checkpoints.inspection import (
     pickles,
     pickles_beside,
     tensors_in,
+    weight_map_of,
 )
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import how_ended
-from rlhf_triton.store.durable import make_folder, read_json, write_folder
+from rlhf_triton.store.durable import make_folder, write_folder
 from rlhf_triton.workers.pool import interpreter
 
 PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -84,14 +85,7 @@ def _weights_in(folder: Path) -> list[Path]:
         return files
     if not found.endswith(".json"):
         return [folder / found]
-    weight_map = (read_json(folder / found) or {}).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder}: {found} has no weight_map; copy the file again")
-    shards = sorted({str(name) for name in weight_map.values()})
-    for name in shards:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: {found} names {name}, which is no file in this folder; copy it again")
-    return [folder / name for name in shards]
+    return [folder / name for name in sorted(set(weight_map_of(folder / found).values()))]
 
 
 def _heads_beside(source: Path, folder: Path, weights: list[Path]) -> list[Path]:
@@ -106,8 +100,8 @@ def _check_index(folder: Path, converted: Path) -> None:
     """Raise CheckpointError if the index of the pickled shards lists a tensor that none of them had."""
     if (folder / PICKLED_FILE).is_file() or not (folder / PICKLED_INDEX).is_file():
         return
-    listed = (read_json(folder / PICKLED_INDEX) or {})["weight_map"]
     tensors = {name for file in converted.glob("*.safetensors") for name in tensors_in(file)}
+    listed = weight_map_of(folder / PICKLED_INDEX)
     lacking = sorted(name for name in listed if name not in tensors and name.removeprefix("module.") not in tensors)
     if lacking:
         raise CheckpointError(

@@ -15,7 +15,7 @@ import yaml
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, same_tokenizer
-from rlhf_triton.config import RewardSection, parse_config
+from rlhf_triton.config import RewardSection, parse_config, with_overrides
 from rlhf_triton.config.command_line import interrupt_on_signals
 from rlhf_triton.config.labels import attribute_weights, choices
 from rlhf_triton.config.required_files import has_chat_template
@@ -89,7 +89,7 @@ def model_sections(
     critics = rewards
     if critic != reward:
         critics = None if critic is None else inspect_checkpoint(critic)
-    sections = make_sections(rewards, critics, policy)
+    sections = with_overrides(make_sections(rewards, critics, policy), overrides)
     config = parse_config(sections, "the sections of the models", overrides)
     if rewards is not None and try_out:
         _try_reward(rewards, config.reward)

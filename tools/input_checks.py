@@ -65,7 +65,7 @@ RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 def token_problems(config: RunConfig) -> Iterator[str]:
     """Yield models that receive the policy's tokens but have no embedding for some of them: a run would end there."""
-    folder = config.actor.policy.model.absolute()
+    folder = config.actor.policy.model
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     entries = sorted(tokenizer.get_vocab().values())
     banned = {*special.banned_ids}
@@ -82,7 +82,7 @@ def token_problems(config: RunConfig) -> Iterator[str]:
 
 def template_problem(folder: Path) -> str | None:
     """Return which tokens of the chat template in `folder` the model cannot embed; None if there is none."""
-    tokenizer, size = load_tokenizer(folder.absolute()), num_embeddings(folder)
+    tokenizer, size = load_tokenizer(folder), num_embeddings(folder)
     ids = tokenizer(_rendered(tokenizer), add_special_tokens=False)["input_ids"]
     lacking = [i for i in sorted({*ids}) if i >= (size or i + 1)]
     if not lacking:
@@ -108,7 +108,7 @@ def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
 
 def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Yield a warning about text prompts that already end with a response's end, such as texts rendered for SFT."""
-    folder = config.actor.policy.model.absolute()
+    folder = config.actor.policy.model
     tokenizer = load_tokenizer(folder)
     ends = [i for i in special_tokens_in(folder).eos_ids if is_special(tokenizer, i)]
     marks = tuple(mark for mark in tokenizer.convert_ids_to_tokens(ends) if mark)
@@ -169,9 +169,9 @@ def _collapse_space(text: str) -> str:
 
 def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Yield a warning for each column, or variable of a chat template, that should change a prompt but does not."""
-    tokenizers = [load_tokenizer(config.actor.policy.model.absolute())]
+    tokenizers = [load_tokenizer(config.actor.policy.model)]
     if config.uses_reward_model and config.reward.template is None:
-        tokenizers.append(load_tokenizer(config.reward.model.absolute()))
+        tokenizers.append(load_tokenizer(config.reward.model))
     found: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         columns = prompt.metadata
@@ -221,7 +221,7 @@ def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Yield a warning if the policy has to write the header of its own turn, which then becomes part of each reply."""
     if not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
         return
-    tokenizer = load_tokenizer(config.actor.policy.model.absolute())
+    tokenizer = load_tokenizer(config.actor.policy.model)
     prompt = rendered_probe(tokenizer, [QUESTION], add_generation_prompt=True)
     behind = _rendered(tokenizer).removeprefix(prompt)
     header = behind.partition(PROBE)[0]
@@ -252,12 +252,12 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
     reward, texts = config.reward, [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata]
     if not config.uses_reward_model or reward.template is not None or reward.process or reward.logit:
         return
-    tokenizer = load_tokenizer(reward.model.absolute())
+    tokenizer = load_tokenizer(reward.model)
     end = _rendered(tokenizer).rpartition(PROBE)[2].strip()
     formats = {}
     if end and not (reward.append_eos and end == tokenizer.eos_token):
         formats["reward.model"] = tokenizer, f"its reply is scored without {end!r}, which ends a turn there"
-    policy = load_tokenizer(config.actor.policy.model.absolute())
+    policy = load_tokenizer(config.actor.policy.model)
     if _rendered(policy) != _rendered(tokenizer):
         formats["actor.policy.model"] = policy, "reward.model does not read a chat in its own format"
     own = _marks(tokenizer)
@@ -282,7 +282,7 @@ def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
     is_rendered = config.uses_reward_model and reward.template is None and reward.add_special_tokens
     if not is_rendered or not any(MESSAGES_KEY in each.metadata for each in prompts):
         return
-    tokenizer = load_tokenizer(reward.model.absolute())
+    tokenizer = load_tokenizer(reward.model)
     before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, _rendered(tokenizer))[0])
     if before and not is_encoder(reward.model) and not _rendered(tokenizer).startswith(before[0]):
         yield warning(
@@ -295,7 +295,7 @@ def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
 
 def token_findings(config: RunConfig) -> Iterator[Finding]:
     """Yield what ends a response of the policy, and where the sizes of a model's tokenizer and embeddings differ."""
-    folder = config.actor.policy.model.absolute()
+    folder = config.actor.policy.model
     tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
     yield _ends(tokenizer, special, size)
     if tokenizer.chat_template and not _rendered(tokenizer):
@@ -320,7 +320,7 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
         known = num_embeddings(model)
         if known is None or not has_tokenizer(model):
             continue
-        own = load_tokenizer(model.absolute())
+        own = load_tokenizer(model)
         if lacking := [i for i in sorted(own.get_vocab().values()) if i >= known]:
             text = (
                 f"{key}: {known}, none for {_named(own, lacking)} of the tokenizer: no text may have them, or {RESIZE}"

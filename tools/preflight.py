@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
@@ -30,11 +31,13 @@ PROBE_S = 30.0
 COPIES = 6
 
 
+@dataclass(eq=False)
 class CheckedRun:
     """A configuration under check."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    config: RunConfig
+    serves_only: bool = False
+    """Whether only the server starts (`serve`)."""
 
     @functools.cached_property
     def prompts(self) -> list[Prompt]:
@@ -44,33 +47,24 @@ class CheckedRun:
 
 def settings(run: CheckedRun) -> Iterator[Finding]:
     """Name the settings without effect in this run, a line for each reason."""
-    for each in without_effect(run.config):
-        yield warning("settings", f"without effect in this run: {each}")
+    for settings_without_effect in without_effect(run.config):
+        yield warning("settings", f"without effect in this run: {settings_without_effect}")
 
 
 def devices(run: CheckedRun) -> Iterator[Finding]:
-    """Check that torch can use the GPUs that the configuration names."""
-    yield from (failed("devices", problem) for problem in missing_gpus(run.config))
-
-
-def served_devices(run: CheckedRun) -> Iterator[Finding]:
-    """Check that torch can use the GPUs of the served models."""
-    yield from (failed("devices", problem) for problem in missing_gpus(run.config, *run.config.served_sections))
+    """Check that torch can use the GPUs that the configuration names; for `serve`, those of the served models."""
+    roles = run.config.served_sections if run.serves_only else ()
+    yield from (failed("devices", problem) for problem in missing_gpus(run.config, *roles))
 
 
 def files(run: CheckedRun) -> Iterator[Finding]:
-    """Check the checkpoints and files that the configuration names."""
+    """Check the checkpoints and files that the configuration names; for `serve`, those that the server reads."""
     config = run.config
-    check_files(config, server=True, actor=config.has_actor)
-    if config.has_actor:
+    has_actor = config.has_actor and not run.serves_only
+    check_files(config, server=True, actor=has_actor)
+    if has_actor:
         stored_dtypes(config.actor.policy.model)  # reads each file's header: one of several may be missing
     yield Finding("files", "checkpoints and other files are there")
-
-
-def served_files(run: CheckedRun) -> Iterator[Finding]:
-    """Check the files that the server alone reads."""
-    check_files(run.config, server=True)
-    yield Finding("files", "checkpoints and reward functions are there")
 
 
 def prompts(run: CheckedRun) -> Iterator[Finding]:
@@ -137,7 +131,7 @@ def adapters(run: CheckedRun) -> Iterator[Finding]:
 
 def _text_prompts(config: RunConfig) -> Finding:
     """Return what plain-text prompts begin with."""
-    tokenizer = load_tokenizer(config.actor.policy.model.absolute())
+    tokenizer = load_tokenizer(config.actor.policy.model)
     before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, "text")[0])
     if before and not config.actor.prompts.add_special_tokens:
         return warning(
@@ -230,10 +224,8 @@ def disk_bytes(config: RunConfig) -> int:
 RUN = ("doctor", "run")
 CHECKS = (
     Check("settings", ("doctor",), settings),
-    Check("devices", RUN, devices),
-    Check("devices", ("serve",), served_devices),
-    Check("files", RUN, files),
-    Check("files", ("serve",), served_files),
+    Check("devices", (*RUN, "serve"), devices),
+    Check("files", (*RUN, "serve"), files),
     Check("prompts", RUN, prompts, needs="files", of_actor=True),
     Check("vllm", RUN, vllm, needs="prompts"),
     Check("tokenizers", RUN, tokenizers, needs="prompts"),
@@ -254,17 +246,16 @@ def findings(config: RunConfig, command: str, attempt: Callable[..., Iterator[Fi
 
     `attempt`: called with a check's name, its `find` and its argument; yields the findings.
     """
-    run = CheckedRun(config)
+    run = CheckedRun(config, serves_only=command == "serve")
     passed = {""}
-    for each in CHECKS:
-        if command not in each.when or each.needs not in passed or (each.of_actor and not config.has_actor):
-            continue
-        levels = set()
-        for finding in attempt(each.name, each.find, run):
-            yield finding
-            levels.add(finding.level)
-        if Level.FAILED not in levels:
-            passed.add(each.name)
+    for row in CHECKS:
+        if command in row.when and row.needs in passed and (config.has_actor or not row.of_actor):
+            levels = set()
+            for finding in attempt(row.name, row.find, run):
+                yield finding
+                levels.add(finding.level)
+            if Level.FAILED not in levels:
+                passed.add(row.name)
 
 
 def check(config: RunConfig, command: str) -> list[str]:

@@ -28,7 +28,7 @@ def check_prompts(config: RunConfig) -> list[Prompt]:
     Returns the prompts of these rows, without those for validation. Raises ConfigError if a row or length is refused.
     """
     check_lengths(config)
-    policy = config.actor.policy.model.absolute()
+    policy = config.actor.policy.model
     prompts = config.actor.prompts
     validation = config.actor.validation
     reader = PromptReader.from_config(config, load_tokenizer(policy), num_embeddings(policy))
@@ -64,7 +64,7 @@ def check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]
     `tokenizer`: the policy's. Raises PromptError, ConfigError.
     """
     section = config.reward
-    reader = reward_reader(section.model.absolute(), Limits(1), text_parameters(section).get)
+    reader = reward_reader(section.model, Limits(1), text_parameters(section).get)
 
     def size_of(prompt: Prompt) -> int:
         is_chat = MESSAGES_KEY in prompt.metadata

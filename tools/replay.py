@@ -18,7 +18,7 @@ from rlhf_triton.actor.run.settings import (
     started_with,
     write_settings,
 )
-from rlhf_triton.config import PolicySection, RunConfig, TrainerSection, parse_config
+from rlhf_triton.config import PolicySection, RunConfig, TrainerSection, parse_config, with_value
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.config.live_models import reward_is_live
 from rlhf_triton.config.trained_model import Resume, resume_marks
@@ -108,12 +108,8 @@ def sections_of(config: RunConfig) -> dict[str, Any]:
     sections = config.model_dump(mode="json", exclude_defaults=True)
     settings = flat_settings(config)
     for key, published in config.actor.algorithm.defaults.recipe.items():
-        *path, name = key.split(".")
         if settings[key] != published:
-            section = sections
-            for part in path:
-                section = section.setdefault(part, {})
-            section[name] = settings[key]
+            sections = with_value(sections, key, settings[key])
     return sections
 
 

@@ -6,13 +6,13 @@ process dies, the run stops and the error message names the process.
 
 import argparse
 import json
-import re
 import shlex
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -32,8 +32,8 @@ from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
-from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
-from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, set_aside_if_large
+from rlhf_triton.tools.server.health import FAILURES, read_metrics
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
@@ -44,24 +44,23 @@ ACTOR_STOP_S = STOP_GRACE_S + 5.0
 SIDECAR_STOP_S = 90.0
 
 
+@dataclass(eq=False)
 class RunProcesses:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
-    def __init__(
-        self, arguments: argparse.Namespace, config: RunConfig, progress: RunProgress, signals: StopSignals
-    ) -> None:
-        """`arguments`: of the command line."""
-        self._arguments = arguments
-        self._overrides = list(arguments.overrides)
-        self._progress = progress
-        self._signals = signals
-        self._started = time.monotonic()
-        self._peak_rss = 0
-        self._supervisor: Supervisor[TritonServer] | None = None
-        self._sidecar: Child | None = None
-        self._actor: Child | None = None
-        self._vllm: Supervisor[VllmServer] | None = None
-        self.config = config
+    arguments: argparse.Namespace
+    """Of the command line."""
+    overrides: Sequence[str]
+    """Those of the command line; those of ports and of vLLM's address are added."""
+    config: RunConfig
+    progress: RunProgress
+    signals: StopSignals
+    _started: float = field(default_factory=time.monotonic)
+    _peak_rss: int = 0
+    _supervisor: Supervisor[TritonServer] | None = None
+    _sidecar: Child | None = None
+    _actor: Child | None = None
+    _vllm: Supervisor[VllmServer] | None = None
 
     def execute(self) -> None:
         """Run everything, from the server to the report. Raises ConfigError, ServerStartError, RlhfError."""
@@ -69,22 +68,22 @@ class RunProcesses:
         self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
         if gpus := self.config.gpu_precisions:
-            self._progress.log(f"on GPUs: {gpus}")
-        changed = find_changes(self.config, accepted=self._arguments.accept_changes)
+            self.progress.log(f"on GPUs: {gpus}")
+        changed = find_changes(self.config, accepted=self.arguments.accept_changes)
         for line in (
             *filter(None, [effect_line(self.config)]),
             *(f"resuming with another setting: {change}" for change in describe_changes(changed)),
         ):
-            self._progress.log(line)
+            self.progress.log(line)
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, changed)
         if self.config.needs_server:
             self._start_server()
         failures_at_start = self._server_failures()
-        arguments = ["--config", str(self._arguments.config), *self._overrides]
+        arguments = ["--config", str(self.arguments.config), *self.overrides]
         logs = self.config.run.logs_dir
         if self.config.serves_critic:
-            self._progress.phase("starting the critic sidecar")
+            self.progress.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
             earlier = journal.heartbeat()
             self._sidecar = Child(
@@ -94,35 +93,35 @@ class RunProcesses:
                 self._poll()
         if starts_vllm(self.config):
             self._start_vllm()
-            arguments = ["--config", str(self._arguments.config), *self._overrides]
-        self._progress.phase(f"training: {self.config.actor.algorithm.name}")
+            arguments = ["--config", str(self.arguments.config), *self.overrides]
+        self.progress.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["rlhf_triton.actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
             self._poll()
         self._actor.raise_if_failed()
         if self._sidecar is not None:
-            self._progress.phase("stopping the sidecar, which writes its last checkpoint")
+            self.progress.phase("stopping the sidecar, which writes its last checkpoint")
             if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._poll_resources) != 0:
                 raise RlhfError(self._sidecar.exit_message())
         failures = max(0, self._server_failures() - failures_at_start)  # a restarted server counts from 0
         self.stop()
-        with self._signals.raising():
+        with self.signals.raising():
             self._report(failures)
 
     def _start_server(self) -> None:
-        self._progress.phase("starting tritonserver")
-        with self._signals.raising():
-            ensure_first_version(self.config, self._arguments.config, self._overrides)
-        log, check = self._progress.log, self._signals.check
+        self.progress.phase("starting tritonserver")
+        with self.signals.raising():
+            ensure_first_version(self.config, self.arguments.config, self.overrides)
+        log, check = self.progress.log, self.signals.check
         self._supervisor = supervised(self.config, log=log, check=check)
         check()
 
     def _start_vllm(self) -> None:
-        self._progress.phase("starting vLLM")
+        self.progress.phase("starting vLLM")
         url = f"127.0.0.1:{free_port()}"
         config = self.config
-        check = self._signals.check
-        self._vllm = Supervisor(lambda: VllmServer(config, url, check), log=self._progress.log, name="vLLM")
+        check = self.signals.check
+        self._vllm = Supervisor(lambda: VllmServer(config, url, check), log=self.progress.log, name="vLLM")
         self._override(f"actor.generation.vllm.servers=[{url}]")
 
     @property
@@ -146,8 +145,8 @@ class RunProcesses:
             self._supervisor = None
 
     def _override(self, *overrides: str) -> None:
-        self._overrides += overrides
-        self.config = load_config(self._arguments.config, self._overrides)
+        self.overrides = [*self.overrides, *overrides]
+        self.config = load_config(self.arguments.config, self.overrides)
 
     def _poll(self) -> None:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
@@ -159,20 +158,20 @@ class RunProcesses:
         for child in (self._sidecar, self._actor):
             if child is not None:
                 self._relay_messages(child)
-                child.bound_log()
+                set_aside_if_large(child.log_path)
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
             raise RlhfError(self._sidecar.exit_message())
 
     def _relay_messages(self, child: Child) -> None:
         for message in child.new_messages():
-            self._progress.log(f"  | {child.name}: {message}")
+            self.progress.log(f"  | {child.name}: {message}")
 
     def _poll_resources(self) -> None:
-        self._progress.refresh()
+        self.progress.refresh()
         self._peak_rss = max(self._peak_rss, tree_rss_bytes())
         time.sleep(POLL_S)
-        self._signals.check()
+        self.signals.check()
 
     def _server_failures(self) -> int:
         """Return how many requests failed by the server's metrics: in Triton, or with an error of a model.
@@ -182,17 +181,15 @@ class RunProcesses:
         if self._supervisor is None:
             return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
-        metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
-        names = "nv_inference_request_failure|rlhf_requests_refused_total"
-        counts = re.findall(rf'^(?:{names})\{{(?!.*"503")[^}}]*\}} ([\d.e+]+)', metrics, re.MULTILINE)
-        return int(sum(map(float, counts)))
+        metrics = read_metrics(self._supervisor.server.section.metrics_url)
+        return int(sum(value for name, labels, value in metrics if name in FAILURES and '"503"' not in labels))
 
     def _report(self, failures: int) -> None:
         from rlhf_triton.tools.report.curves import write_curves
         from rlhf_triton.tools.report.data import finish_run
         from rlhf_triton.tools.report.page import write_page
 
-        self._progress.phase("writing the report")
+        self.progress.phase("writing the report")
         run_dir = self.config.run.dir
         run = finish_run(
             run_dir,
@@ -256,7 +253,7 @@ def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSi
         with only_run(config.run.dir), RunProgress(config.run.dir, config.actor.steps) as progress:
             for line in warnings:
                 progress.log(line)
-            run = RunProcesses(arguments, config, progress, signals)
+            run = RunProcesses(arguments, arguments.overrides, config, progress, signals)
             try:
                 run.execute()
             except BaseException as error:

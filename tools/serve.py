@@ -8,7 +8,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_triton.config import RunConfig, load_config
@@ -22,6 +22,7 @@ from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
+from rlhf_triton.tools.server.child import Check, Log
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -139,9 +140,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
         )
 
 
-def start_server(
-    config: RunConfig, *, log: Callable[[str], None] = print, check: Callable[[], None] = lambda: None
-) -> TritonServer:
+def start_server(config: RunConfig, *, log: Log = print, check: Check = lambda: None) -> TritonServer:
     """Render the run's model repository, start a server on it, and return it once every model has answered a request.
 
     The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
@@ -180,7 +179,7 @@ def start_server(
     return server
 
 
-def supervised(config: RunConfig, *, log: Callable[[str], None], check: Callable[[], None]) -> Supervisor[TritonServer]:
+def supervised(config: RunConfig, *, log: Log, check: Check) -> Supervisor[TritonServer]:
     """Start the run's server as `start_server` does, and supervise it; holds the lock of its folder."""
     lock = only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
     return Supervisor(lambda: start_server(config, log=log, check=check), log=log, lock=lock, watch=ServerHealth)
@@ -191,7 +190,7 @@ def repository_of(config: RunConfig) -> Path:
     return config.server_dir / config.run.repository_dir.name
 
 
-def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
+def _warn_if_exposed(server: TritonServer, log: Log) -> None:
     host = server.section.host
     if bind_address(host).startswith("127."):
         return

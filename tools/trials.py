@@ -25,7 +25,7 @@ def function_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[
     """Call each reward function on the first prompt, with a made-up response."""
     if not config.functions:
         return
-    tokenizer = load_tokenizer((tokenizer_folder(config) or config.actor.policy.model).absolute())
+    tokenizer = load_tokenizer(tokenizer_folder(config) or config.actor.policy.model)
     columns = sorted({name for prompt in prompts for name in prompt.metadata})
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
@@ -79,7 +79,7 @@ def environment_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
     if config.environment is None:
         return
     try:
-        chat = Chat(load_tokenizer(config.actor.policy.model.absolute()), asyncio.run(tools_of(config.environment)))
+        chat = Chat(load_tokenizer(config.actor.policy.model), asyncio.run(tools_of(config.environment)))
         first = next((prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata), None)
         if config.uses_reward_model and first is not None:
             tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]

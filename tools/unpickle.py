@@ -28,6 +28,7 @@ SPARE_BYTES = 512 << 20  # for the process itself and for small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
 TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|hparams\w*|loops|callbacks")
 """Keys of the state of a training, which is no part of the model."""
+LOSS_SCALER = "growth_factor"  # key of the state of torch's GradScaler
 CONSTANTS = re.compile(r"(.*[._])?(mean|std|var|variance|scale|shift|offset|temperature)s?|.*(scaler|normali[sz])\w*")
 """Names of numbers that the scores may depend on."""
 WHOLE_NAMES = ("value_head",)  # files whose tensors have the names of the whole model, as LLaMA-Factory writes them
@@ -176,7 +177,7 @@ def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_o
         seen.add(id(value))
         for key, entry in value.items():
             name = str(key) if not path else f"{path}.{key}"
-            if not path and (TRAINERS.fullmatch(name) or _is_loss_scaler(entry)):
+            if not path and (TRAINERS.fullmatch(name) or (isinstance(entry, Mapping) and LOSS_SCALER in entry)):
                 left_out.append(name)
             elif not path and name in WRAPPERS and isinstance(entry, Mapping):
                 _collect(file, entry, "", found, left_out, seen)
@@ -193,11 +194,6 @@ def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_o
         )
     else:
         left_out.append(f"{path} ({type(value).__name__})")
-
-
-def _is_loss_scaler(entry: Any) -> bool:
-    """Return whether this is the state of torch's GradScaler, which does not affect scores."""
-    return isinstance(entry, Mapping) and "growth_factor" in entry
 
 
 def _checked(file: Path, name: str, tensor: Tensor) -> Tensor:

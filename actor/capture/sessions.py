@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
-from rlhf_triton.wire.chats import TOOLS, warn_once
+from rlhf_triton.wire.chats import TOOLS
+from rlhf_triton.wire.messages import warn_once
 
 logger = logging.getLogger(__name__)
 MOST_ENDED = 100_000  # names of ended sessions that are remembered

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlhf_triton.checkpoints.tokenization import reply_text
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.wire.chats import TOOLS, render_chat, warn_once
-from rlhf_triton.wire.messages import BadMessages
+from rlhf_triton.wire.chats import TOOLS, render_chat
+from rlhf_triton.wire.messages import BadMessages, warn_once
 
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template

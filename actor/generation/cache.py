@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_triton.models.gpu import is_device_error, to_device
-from rlhf_triton.models.out_of_memory import is_out_of_memory
+from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
+from rlhf_triton.models.gpu import to_device
 
 
 class SlotCache(Cache):

@@ -22,8 +22,9 @@ from rlhf_triton.actor.generation.row_sources import PromptSource, RowSource, Sa
 from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
-from rlhf_triton.models.gpu import is_device_error, to_device
-from rlhf_triton.models.out_of_memory import MemoryBudget, is_out_of_memory
+from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
+from rlhf_triton.models.gpu import to_device
+from rlhf_triton.models.out_of_memory import MemoryBudget
 from rlhf_triton.models.precision import in_float32
 
 logger = logging.getLogger(__name__)

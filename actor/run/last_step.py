@@ -7,7 +7,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints
 from rlhf_triton.actor.run.stopping import RESUMES, Stopped
 from rlhf_triton.errors import REPORTED, NotFinite, RlhfError, reason_of
-from rlhf_triton.models.gpu import is_device_error
+from rlhf_triton.models.device_errors import is_device_error
 from rlhf_triton.training_engine.sharding import all_finite
 
 logger = logging.getLogger(__name__)

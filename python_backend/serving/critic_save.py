@@ -3,8 +3,6 @@
 Replies once the sidecar has finished, with `status` 0 and the `weights_version` being served.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from rlhf_triton.python_backend.serving.journal_model import JournalServer
@@ -12,14 +10,12 @@ from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_m
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.contract import optional_count, optional_counts, optional_text
+from rlhf_triton.wire.contract import optional_count, optional_counts
 
 
-def accept(journal: Journal, call: Call) -> Entry:
+def accept(journal: Journal, call: Call, run_id: str | None, sender: Sender | None) -> Entry:
     """Journal a save or a rewind, so that the sidecar processes it in order with the training steps."""
     optional_count(contract.DUMMY_VAR, call.array(contract.DUMMY_VAR), minimum=0)
-    run_id = optional_text(contract.RUN_ID, call.array(contract.RUN_ID))
-    sender = Sender.parse(call.header(contract.SENDER_HEADER))
     target = optional_count(contract.REWIND_TO, call.array(contract.REWIND_TO), minimum=0)
     if target is None:
         step = optional_count(contract.STEP, call.array(contract.STEP), minimum=0)
@@ -28,12 +24,9 @@ def accept(journal: Journal, call: Call) -> Entry:
     return journal.accept_rewind(run_id=run_id, target=target, sender=sender)
 
 
-def reply(result: Result) -> Mapping[str, np.ndarray]:
+def reply(_: Result) -> contract.Arrays:
     """Return the response tensors."""
-    return {
-        contract.STATUS: np.zeros(1, np.int64),
-        contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
-    }
+    return {contract.STATUS: np.zeros(1, np.int64)}
 
 
 TritonPythonModel = triton_model(lambda args: JournalServer(Parameters(args), accept, reply))

@@ -17,7 +17,7 @@ from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.weights import FIRST_VERSION, WeightsStore
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.contract import Limits, step_identity
+from rlhf_triton.wire.contract import Limits, optional_count
 from rlhf_triton.wire.training_payload import sent_payload
 
 
@@ -34,23 +34,19 @@ def serve(args: Mapping[str, str]) -> JournalServer:
     return JournalServer(parameters, functools.partial(accept, limits), reply)
 
 
-def accept(limits: Limits, journal: Journal, call: Call) -> Entry:
+def accept(limits: Limits, journal: Journal, call: Call, run_id: str | None, sender: Sender | None) -> Entry:
     """Validate a payload and append it to the journal."""
     names = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.RETURNS, contract.PREV_VALUES, contract.MASK)
     sent = sent_payload({name: call.array(name) for name in names}, limits)
-    run_id, step = step_identity(call.array(contract.RUN_ID), call.array(contract.STEP))
-    sender = Sender.parse(call.header(contract.SENDER_HEADER))
+    step = optional_count(contract.STEP, call.array(contract.STEP), minimum=1)
     return journal.accept_training(
         sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check, traceparent=traceparent_of(call)
     )
 
 
-def reply(result: Result) -> Mapping[str, np.ndarray]:
+def reply(result: Result) -> contract.Arrays:
     """Return the response tensors."""
-    return {
-        contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
-        contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
-    }
+    return {contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32)}
 
 
 TritonPythonModel = triton_model(serve)

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,18 @@ from rlhf_triton.python_backend.serving.triton import (
 )
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Entry, HeartbeatWatch, Journal, Result
-from rlhf_triton.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
+from rlhf_triton.store.ownership import Sender
+from rlhf_triton.wire.contract import (
+    ORIGIN_HEADER,
+    RUN_ID,
+    SENDER_HEADER,
+    TRACEPARENT_HEADER,
+    TRAINING_KEY_HEADER,
+    WEIGHTS_VERSION,
+    Arrays,
+    ContractError,
+    optional_text,
+)
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
@@ -40,14 +51,15 @@ class JournalServer:
     def __init__(
         self,
         parameters: Parameters,
-        accept: Callable[[Journal, Call], Entry],
-        reply: Callable[[Result], Mapping[str, np.ndarray]],
+        accept: Callable[[Journal, Call, str | None, Sender | None], Entry],
+        reply: Callable[[Result], Arrays],
     ) -> None:
         """Start the waiter thread.
 
         Args:
-            accept: returns the journal entry of a request; raises ContractError if the request is invalid.
-            reply: returns the output tensors for a result without an error.
+            accept: returns the journal entry of a request, given its run id and sender; raises ContractError if the
+                request is invalid.
+            reply: returns the output tensors for a result without an error, other than the served version.
         """
         self._accept, self._reply = accept, reply
         self._model = parameters.model
@@ -71,7 +83,8 @@ class JournalServer:
             try:
                 self._check_sender(call)
                 with tracing.span(f"{self._model}: journal", parent=traceparent_of(call)):
-                    entry = self._accept(self.journal, call)
+                    run_id = optional_text(RUN_ID, call.array(RUN_ID))
+                    entry = self._accept(self.journal, call, run_id, Sender.parse(call.header(SENDER_HEADER)))
             except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
                 call.fail(Unavailable(f"the journal cannot be written: {reason_of(error)}"))
             except Exception as error:  # process edge: an error fails this request only
@@ -125,7 +138,7 @@ class JournalServer:
                 self._failures.publish()
                 call.fail(RlhfError(result.error))
             else:
-                call.answer(self._reply(result))
+                call.answer({**self._reply(result), WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64)})
             return True
         reason = self._failure_reason(time.monotonic() - since)
         if reason:

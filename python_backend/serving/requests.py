@@ -15,7 +15,8 @@ import numpy as np
 from rlhf_triton.checkpoints.tokenization import (
     LONGEST_ROW_TOKENS,
     Encoded,
-    encode_sentence,
+    encode_bare_text,
+    encode_text,
     is_encoder,
     load_tokenizer,
 )
@@ -204,13 +205,18 @@ class RowReader:
         return is_encoder(self.checkpoint)
 
     def _encode(self, text: str, pair: str = "", *, is_chat: bool = False) -> Encoded:
-        return encode_sentence(
-            self.tokenizer,
-            text,
-            special_tokens=self.add_special_tokens and (not is_chat or self._is_encoder),
-            skipped_pad_id=self.skipped_pad_id,
-            pair=pair,
-        )
+        """Return the tokens of a text, or of a pair; nothing is truncated."""
+        adds = self.add_special_tokens and (not is_chat or self._is_encoder)
+        types = None
+        if pair:
+            encoded = self.tokenizer(text, pair, add_special_tokens=adds)
+            ids, types = encoded["input_ids"], encoded.get("token_type_ids")
+        else:
+            ids = (encode_text if adds else encode_bare_text)(self.tokenizer, text)
+        size = len(ids)
+        while size > 1 and ids[size - 1] == self.skipped_pad_id:
+            size -= 1
+        return Encoded(ids[:size], types and types[:size])
 
     def _render(self, index: int, conversation: list[Any], metadata: dict[str, Any], *, generation_prompt: bool) -> str:
         """Render a conversation with the checkpoint's chat template."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlhf_triton.python_backend.serving.triton import Call, Parameters, answer_each, log_error, triton_model
-from rlhf_triton.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
+from rlhf_triton.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, Arrays, texts_array
 
 
 def weighted_sum(
@@ -67,7 +67,7 @@ class WeightedSum:
     def finalize(self) -> None:
         """Do nothing: no request is left."""
 
-    def _mix(self, call: Call) -> dict[str, np.ndarray]:
+    def _mix(self, call: Call) -> Arrays:
         columns = [call.array(f"component_{name}") for name in self._names]
         components = np.concatenate([column for column in columns if column is not None], axis=1)
         causes = {}

@@ -26,6 +26,7 @@ from rlhf_triton.python_backend.serving.triton import Call, MetricCounters, Para
 from rlhf_triton.wire.contract import (
     DEMANDED,
     FORWARD_OUTPUTS,
+    Arrays,
     ScoringRows,
     TokenRow,
     VersionRange,
@@ -397,7 +398,7 @@ class Engine:
                     self._counters.publish()
                 self.compute.publish()
 
-    def _tensors(self, scoring: Scoring) -> dict[str, np.ndarray]:
+    def _tensors(self, scoring: Scoring) -> Arrays:
         """Return the requested outputs that can be sent."""
         made = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
         return {name: tensor for name, tensor in made if tensor is not None}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf_triton.models.gpu import is_device_error, staging, use_own_stream
+from rlhf_triton.models.device_errors import is_device_error
+from rlhf_triton.models.gpu import staging, use_own_stream
 from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.models.out_of_memory import MemoryBudget, gpu_bytes
 from rlhf_triton.models.placement import device_of

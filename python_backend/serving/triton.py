@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb_utils
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.path_alias import plain_alias
 from rlhf_triton.python_backend.serving.pulse import Pulse
-from rlhf_triton.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, ContractError, VersionRange
+from rlhf_triton.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, Arrays, ContractError, VersionRange
 from rlhf_triton.wire.texts import printable
 
 MAX_NAMES = 50  # maximum number of counters of a reward function
@@ -135,7 +135,7 @@ class Call:
         """The request's own timeout in seconds; None if the caller set none."""
         return self._request.timeout() / 1e6 or None
 
-    def answer(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def answer(self, arrays: Arrays) -> None:
         """Send the response, reduced to the outputs that the caller requested.
 
         An unrequested tensor must never reach `send`. `send` releases the GIL and then drops unrequested tensors from

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlhf_triton.checkpoints.config_keys import read_key
 from rlhf_triton.checkpoints.head_keys import activation_of
 from rlhf_triton.checkpoints.heads import FORMS, NORM, NORMALISER, TRANSFORM, AttributeGate, Form, Head, Layers
-from rlhf_triton.checkpoints.safetensors_header import TensorInfo
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, TensorInfos
 
 T = TypeVar("T")
 PAIRWISE = "head_layer"  # PairRM's
@@ -31,7 +31,7 @@ IN_BODY = re.compile(r"(^|\.)\d+\.|emb|wte|wpe|norm|pooler")  # names of layers,
 WRAPPED = ("module.", "_orig_mod.")  # prefixes of all names from DistributedDataParallel and torch.compile
 
 
-def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
+def find_head(config: Mapping[str, Any], tensors: TensorInfos) -> Head | None:
     """Return the head among the tensors of a checkpoint; None if there is none.
 
     Raises:
@@ -64,7 +64,7 @@ def find_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> H
     return replace(head, kind="token") if is_token and head.kind == "sequence" else head
 
 
-def _heads_of(form: Form, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[Head]:
+def _heads_of(form: Form, config: Mapping[str, Any], tensors: TensorInfos) -> Iterator[Head]:
     """Yield the heads of this form among the tensors. Raises ValueError as `find_head`."""
     rule = form.gate
     gate = None if rule is None else _layers(rule.prefix, rule.activation, tensors, latest=0)
@@ -103,7 +103,7 @@ def _temperature(rule: AttributeGate, config: Mapping[str, Any]) -> float | None
     return found
 
 
-def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, latest: int = 1) -> Layers | None:
+def _layers(prefix: str, activation: str, tensors: TensorInfos, *, latest: int = 1) -> Layers | None:
     """Return the layer `prefix`, or the layers `prefix.0`, `prefix.2`, ... of a `Sequential`; None if there are none.
 
     `latest`: largest number that the first layer may have.
@@ -135,7 +135,7 @@ def _layers(prefix: str, activation: str, tensors: Mapping[str, TensorInfo], *, 
     return Layers(tuple(f"{prefix}.{n}" for n in numbers), activation)
 
 
-def _check_layer(name: str, tensors: Mapping[str, TensorInfo], width: int | None) -> int:
+def _check_layer(name: str, tensors: TensorInfos, width: int | None) -> int:
     """Return the number of outputs of a linear layer. Raises ValueError unless it has `width` inputs (None: any)."""
     weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
     if weight is None:
@@ -159,7 +159,7 @@ def shape_error(name: str, tensor: TensorInfo, expected: str) -> str:
     )
 
 
-def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
+def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: TensorInfos) -> int:
     """Return the number of outputs per attribute of a gated head. Raises ValueError if head and gate do not fit."""
     count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
     group = read_key(config, size, int, 1) if isinstance(size, str) else size
@@ -184,7 +184,7 @@ def layers_path(names: Iterable[str]) -> str:
     return paths.most_common(1)[0][0] if paths else ""
 
 
-def wrapper_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+def wrapper_of(config: Mapping[str, Any], tensors: TensorInfos) -> str:
     """Return the prefix that a wrapper such as DistributedDataParallel has added to all names; "" if none.
 
     If all names start with the body's own name, that is not a wrapper, unless the head's names start with it as well.
@@ -228,7 +228,7 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def may_be_head(tensors: Mapping[str, TensorInfo], vocab_size: int | None) -> list[str]:
+def may_be_head(tensors: TensorInfos, vocab_size: int | None) -> list[str]:
     """Return the prefixes of linear layers, single or in sequence, outside the body, which may be an unknown head."""
     found = {
         re.sub(r"(\.\d+)?\.weight$", "", name)

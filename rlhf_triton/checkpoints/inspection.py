@@ -25,7 +25,7 @@ from rlhf_triton.checkpoints.head_tensors import (
     wrapper_of,
 )
 from rlhf_triton.checkpoints.heads import MODEL_TYPES, NORMALISER, Head
-from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header, read_numbers
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, TensorInfos, read_header, read_numbers
 from rlhf_triton.errors import RlhfError, reason_of
 
 # Row lengths up to which a row's outputs depend neither on other rows nor on earlier forward passes.
@@ -174,7 +174,7 @@ class CheckpointInfo:
     head: Head | None
     is_encoder_decoder: bool
     labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
-    tensors: Mapping[str, TensorInfo]  # by name, without `wrapper`
+    tensors: TensorInfos  # by name, without `wrapper`
     wrapper: str  # prefix of all tensor names in the files, see `wrapper_of`
     vocab_size: int | None
     max_positions: int | None
@@ -328,7 +328,7 @@ def refused_key(config: Mapping[str, Any], build: Callable[[Mapping[str, Any]], 
     return None
 
 
-def described(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> CheckpointInfo:
+def described(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> CheckpointInfo:
     """Return the result of `inspect_checkpoint` for the given config.json and tensors. Raises ValueError."""
     wrapper = wrapper_of(config, tensors)
     tensors = unwrapped(tensors, wrapper)
@@ -467,7 +467,7 @@ def fingerprint_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+def _constants(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:
     found = config.get("reward_standardization")
     if found is None and read_key(config, "do_normalize", bool, False):
         return _moments(folder, config, tensors)
@@ -486,7 +486,7 @@ def _constants(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     return Constants(mean, std)
 
 
-def _moments(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Constants | None:
+def _moments(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:
     """Return the constants that Safe RLHF's classes (beaver) store in buffers or in config.json.
 
     Depending on `score_type`, rewards are shifted and scaled, costs are only scaled, and values are unchanged.
@@ -535,7 +535,7 @@ def head_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a separate head, such as LLaMA-Factory's value_head.safetensors."""
     own = {WEIGHTS_FILE}
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
-        own |= set(_weight_map(folder).values())
+        own |= set(weight_map_of(folder / INDEX_FILE).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
     return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]
 
@@ -543,13 +543,9 @@ def head_files(folder: Path) -> list[Path]:
 def _read_body(folder: Path) -> dict[str, TensorInfo]:
     if (folder / WEIGHTS_FILE).is_file():
         return tensors_in(folder / WEIGHTS_FILE)
-    weight_map = _weight_map(folder)
+    weight_map = weight_map_of(folder / INDEX_FILE)
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy that file as well"
-            )
         tensors = _joined(folder, tensors, tensors_in(folder / name))
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
@@ -559,10 +555,16 @@ def _read_body(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
+def weight_map_of(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, by an index of the shards beside it. Raises CheckpointError if one is missing."""
+    weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+        raise CheckpointError(f"{index.parent} cannot be loaded: {index.name} has no weight_map; copy the file again")
+    for name in set(weight_map.values()):
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(
+                f"{index.parent} cannot be loaded: {index.name} names {name}, which is no file in this folder; copy it"
+            )
     return weight_map
 
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 _DTYPE_BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64}  # other names contain the bits
@@ -25,6 +25,10 @@ class TensorInfo:
     file: str  # file name, without the folder
     num_bytes: int
     start: int  # byte offset in the file
+
+
+TensorInfos: TypeAlias = Mapping[str, TensorInfo]
+"""Descriptions of tensors by name."""
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -19,7 +19,8 @@ from rlhf_triton.checkpoints.inspection import (
     text_config,
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
-from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts, warn_once
+from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
+from rlhf_triton.wire.messages import warn_once
 
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
@@ -33,11 +34,12 @@ def load_tokenizer(folder: Path | str) -> Any:
     """Return the checkpoint's own tokenizer. Raises CheckpointError if the folder has none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    folder = Path(folder).absolute()  # transformers takes a relative path for a name on the Hub
     given: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
-        if is_rebuilt(tokenizer, Path(folder)):
-            if _named_class(Path(folder)) == PreTrainedTokenizerFast.__name__:
+        if is_rebuilt(tokenizer, folder):
+            if _named_class(folder) == PreTrainedTokenizerFast.__name__:
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **given)
             else:
                 warn_once(
@@ -46,12 +48,12 @@ def load_tokenizer(folder: Path | str) -> Any:
                     f"reads it, set tokenizer_class to {PreTrainedTokenizerFast.__name__} in {TOKENIZER_SETTINGS}"
                 )
     except Exception as error:  # process edge: what transformers does with a file may raise anything
-        if Path(folder).is_dir() and not (Path(folder) / TOKENIZER_FILE).exists():
+        if folder.is_dir() and not (folder / TOKENIZER_FILE).exists():
             raise CheckpointError(
                 f"{folder} has no tokenizer.json, nor other files of a tokenizer that transformers can load; save the "
                 "tokenizer of its base model there, with tokenizer.save_pretrained(folder)"
             ) from error
-        reason = library_reason(Path(folder), error)
+        reason = library_reason(folder, error)
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = template_of_texts(tokenizer)
@@ -147,28 +149,6 @@ class Encoded(NamedTuple):
     types: list[int] | None = None  # token types of a text pair, such as 1 in BERT's second text
 
 
-def encode_sentence(
-    tokenizer: Any, text: str, *, special_tokens: bool, skipped_pad_id: int | None, pair: str = ""
-) -> Encoded:
-    """Return the tokens of a sentence for a reward model; nothing is truncated.
-
-    Args:
-        special_tokens: encode with `encode_text`; otherwise with `encode_bare_text`.
-        skipped_pad_id: remove trailing tokens with this id; None: remove nothing.
-        pair: the second text of a text pair, or "".
-    """
-    types = None
-    if pair:
-        encoded = tokenizer(text, pair, add_special_tokens=special_tokens)
-        ids, types = encoded["input_ids"], encoded.get("token_type_ids")
-    else:
-        ids = (encode_text if special_tokens else encode_bare_text)(tokenizer, text)
-    size = len(ids)
-    while size > 1 and ids[size - 1] == skipped_pad_id:
-        size -= 1
-    return Encoded(ids[:size], types and types[:size])
-
-
 def _literal(tokenizer: Any, special_ids: list[int]) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(special_ids))
 
@@ -246,7 +226,7 @@ def rendering_fingerprint(tokenizer: Any) -> str:
 
 def same_tokenizer(one: Path, other: Path) -> bool:
     """Return whether the tokenizers of two checkpoints have the same vocabulary. Raises CheckpointError."""
-    first, second = (fingerprint(load_tokenizer(folder.absolute())) for folder in (one, other))
+    first, second = (fingerprint(load_tokenizer(folder)) for folder in (one, other))
     return first == second
 
 

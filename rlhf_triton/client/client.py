@@ -23,6 +23,7 @@ from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.monitoring.tracing import span, traceparent
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
+from rlhf_triton.wire.contract import Arrays
 
 # By default aiohttp accepts gzip, and Triton then compresses every response, although floats hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
@@ -81,9 +82,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         connect = functools.partial(
             HTTPConnection, max_in_flight=max_in_flight, expected=expected or {}, declared=self.declared
         )
-        self._servers = ServerPool(
-            settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
-        )
+        self.pool = ServerPool(settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected)
 
     async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
@@ -91,7 +90,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         for caller in callers:
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
-        await self._servers.close()
+        await self.pool.close()
 
     async def describe(self, model: str) -> ServedModel:
         """Return what a model declares.
@@ -103,37 +102,24 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._retries))
         with self._calling():
-            return await self._servers.answer(
+            return await self.pool.answer(
                 attempts,
                 lambda connection: connection.answer(lambda this: this.describe(model), self._settings.deadline_s),
                 patient=False,
             )
 
-    async def why_not_ready(self, model: str) -> str | None:
-        """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
-        return await self._servers.why_not_ready(model)
-
-    @property
-    def num_servers(self) -> int:
-        """Number of servers known now, healthy or not; 0 before the first request."""
-        return len(self._servers.servers)
-
-    @property
-    def outage(self) -> str:
-        """Why requests wait, with one cause per server; empty if they do not."""
-        return self._servers.outage
-
     async def score(
         self,
         rows: list[np.ndarray],
-        outputs: tuple[str, ...],
+        outputs: tuple[str, ...] = (contract.REWARDS,),
         metadata: list[dict[str, Any]] | None = None,
         *,
+        model: str = contract.CRITIC_INFER,
         width: int = 0,
         prompt_lengths: list[int] | None = None,
         versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Return outputs of critic_infer for n token rows, padded to S, the longest row or `width`.
+    ) -> Arrays:
+        """Return outputs of a model for n token rows, padded to S, the longest row or `width`.
 
         Args:
             rows: int64 `[length_i]` each.
@@ -148,25 +134,10 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         Raises:
             RequestFailed: all attempts failed, no server serves these versions, or the request itself is invalid.
         """
-        inputs = _rows(rows, metadata, width, prompt_lengths)
-        return await self._infer(contract.CRITIC_INFER, inputs, outputs, versions=versions)
+        return await self._infer(model, _rows(rows, metadata, width, prompt_lengths), outputs, versions=versions)
 
-    async def rewards(
-        self,
-        rows: list[np.ndarray],
-        outputs: tuple[str, ...] = (contract.REWARDS,),
-        metadata: list[dict[str, Any]] | None = None,
-        *,
-        width: int = 0,
-        prompt_lengths: list[int] | None = None,
-        versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Like `score`, but return outputs of reward_model, to which `versions` applies; the critic does not run.
-
-        Raises RequestFailed.
-        """
-        inputs = _rows(rows, metadata, width, prompt_lengths)
-        return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
+    rewards = functools.partialmethod(score, model=contract.REWARD_MODEL)
+    """As `score`, of reward_model, to which `versions` then applies; the critic does not run."""
 
     async def score_sentences(
         self,
@@ -176,7 +147,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         *,
         pairs: list[str] | None = None,
         versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         """Like `rewards`, but for n texts, which the server tokenises with the reward model's tokenizer.
 
         `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
@@ -186,15 +157,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             inputs[contract.TEXT_PAIRS] = contract.texts_array(pairs)
         return await self._infer(contract.REWARD_MODEL, inputs, outputs, versions=versions)
 
-    async def logprobs(self, rows: list[np.ndarray], *, versions: contract.VersionRange | None = None) -> np.ndarray:
+    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
         """Return log-probs float32 `[n, S]` of n token rows under the reference; index t belongs to token t+1.
 
-        See `contract.LOGPROBS`. The reference has only version 0.
-
-        Raises RequestFailed.
+        See `contract.LOGPROBS`. Raises RequestFailed.
         """
-        answer = await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,), versions=versions)
-        return answer[contract.LOGPROBS]
+        return (await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,)))[contract.LOGPROBS]
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
         """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
@@ -229,7 +197,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
         return await self._save(inputs)
 
-    async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
+    async def _save(self, inputs: Arrays) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
         answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
         return int(answer[contract.WEIGHTS_VERSION][0])
@@ -237,12 +205,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     async def _infer(
         self,
         model: str,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Arrays,
         outputs: tuple[str, ...],
         *,
         writes: bool = False,
         versions: contract.VersionRange | None = None,
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         if contract.TOKENS in arrays:
             arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(np.int64, copy=False)}
         s = self._settings
@@ -257,13 +225,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         )
         deadline_s = TRAIN_DEADLINE_S if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
-        with span(model), self._calling(), self._servers.training_queue.join() if writes else nullcontext() as queued:
+        with span(model), self._calling(), self.pool.training_queue.join() if writes else nullcontext() as queued:
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
             message = Message(model, arrays, outputs, headers, versions.parameters if versions else None)
             async with self._in_flight:
-                answer = await self._servers.answer(
+                answer = await self.pool.answer(
                     attempts,
                     lambda connection: connection.answer(
                         lambda this: this.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None
@@ -286,7 +254,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             self._callers.discard(caller)
 
 
-def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
+def _metadata(rows: list[dict[str, Any]] | None) -> Arrays:
     return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
 
 
@@ -295,7 +263,7 @@ def _rows(
     metadata: list[dict[str, Any]] | None = None,
     width: int = 0,
     prompt_lengths: list[int] | None = None,
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """Return `tokens` [n, S], `sequence_lengths` [n, 1] and, if given, `prompt_lengths` [n, 1] and `metadata` [n, 1].
 
     S is the longest row, and at least `width`.
@@ -306,9 +274,9 @@ def _rows(
     return {contract.TOKENS: tokens, **counts, **_metadata(metadata)}
 
 
-def _steps(name: str, *steps: int) -> dict[str, np.ndarray]:
+def _steps(name: str, *steps: int) -> Arrays:
     return {name: np.asarray([contract.whole_number(name, step) for step in steps], np.int64)}
 
 
-def _run(run_id: str) -> dict[str, np.ndarray]:
+def _run(run_id: str) -> Arrays:
     return {contract.RUN_ID: np.asarray([run_id.encode()], dtype=np.object_)}

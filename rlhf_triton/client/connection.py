@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
 from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -22,6 +21,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from rlhf_triton.client.errors import AttemptFailed, Kind
 from rlhf_triton.client.retry import HINT
 from rlhf_triton.client.served import Expected, ServedModel, served_model
+from rlhf_triton.wire.contract import Arrays
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -41,7 +41,7 @@ class Message:
     def __init__(
         self,
         model: str,
-        arrays: Mapping[str, np.ndarray],
+        arrays: Arrays,
         outputs: tuple[str, ...],
         headers: Mapping[str, str],
         parameters: Mapping[str, int] | None = None,
@@ -96,7 +96,7 @@ class HTTPConnection:
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise attempt_failure(error, deadline_s) from error
 
-    async def infer(self, message: Message) -> dict[str, np.ndarray]:
+    async def infer(self, message: Message) -> Arrays:
         """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
         wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
         answer = await self.http.infer(

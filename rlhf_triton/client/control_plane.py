@@ -47,6 +47,7 @@ from rlhf_triton.wire.contract import (
     UNTIL_LOADED,
     VALUES,
     WEIGHTS_VERSION,
+    Arrays,
 )
 
 CALL_TIMEOUT_S = 10.0
@@ -100,20 +101,6 @@ class ControlPlaneError(RlhfError):
         super().__init__(message)
         self.kind = kind
         self.code = code
-
-
-@dataclass(frozen=True)
-class ModelStatistics:
-    """Counters of a model since it was first loaded; reloads do not reset them."""
-
-    inference_count: int
-    """Rows inferred."""
-    execution_count: int
-    """Batches executed, as merged by the dynamic batcher."""
-    success_count: int
-    """Requests answered without an error."""
-    failure_count: int
-    """Requests answered with an error."""
 
 
 class ControlPlane(AbstractContextManager["ControlPlane"]):
@@ -186,7 +173,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         """
         override = None
         if parameters:
-            config = self._call(model, self._client.get_model_config, model).config
+            config = self.config(model)
             if all(config.parameters[key].string_value == value for key, value in parameters.items()):
                 raise ControlPlaneError(
                     f"{model} was not reloaded: {dict(parameters)} is already active, "
@@ -218,27 +205,15 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
                 raise ControlPlaneError(f"{model} was not unloaded within {timeout_s:g} s")
             time.sleep(UNLOAD_POLL_S)
 
-    def active_parameters(self, model: str) -> dict[str, str]:
-        """Return the config parameters that the model was loaded with, overrides included."""
-        config = self._call(model, self._client.get_model_config, model).config
-        return {key: value.string_value for key, value in config.parameters.items()}
+    def config(self, model: str) -> Any:
+        """Return the configuration that the model was loaded with, overrides included, as a ModelConfig message."""
+        return self._call(model, self._client.get_model_config, model).config
 
     def num_instances(self, model: str) -> int:
         """Return the number of the model's instances, each a process, over all devices."""
-        groups = self._call(model, self._client.get_model_config, model).config.instance_group
-        return sum(group.count * max(1, len(group.gpus)) for group in groups)
+        return sum(group.count * max(1, len(group.gpus)) for group in self.config(model).instance_group)
 
-    def statistics(self, model: str) -> ModelStatistics:
-        """Return the model's counters from Triton's statistics API, summed over its versions."""
-        versions = self._call(model, self._client.get_inference_statistics, model).model_stats
-        return ModelStatistics(
-            inference_count=sum(version.inference_count for version in versions),
-            execution_count=sum(version.execution_count for version in versions),
-            success_count=sum(version.inference_stats.success.count for version in versions),
-            failure_count=sum(version.inference_stats.fail.count for version in versions),
-        )
-
-    def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> Arrays:
         """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
 
         A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
@@ -256,7 +231,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             wanted = (REWARD_COMPONENT, REWARD_ERROR)
         return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
 
-    def _probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
+    def _probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> Arrays:
         inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:
@@ -393,7 +368,7 @@ class ModelServers:
 
         def load_one(control: ControlPlane) -> int:
             control.load(self._model, parameters={LOAD_LABEL: label}, timeout_s=timeout_s)
-            active = control.active_parameters(self._model).get(LOAD_LABEL)
+            active = control.config(self._model).parameters[LOAD_LABEL].string_value
             if active != label:
                 raise ControlPlaneError(f"{self._model} runs with the configuration {active!r} instead of {label!r}")
             served = self._ask(control)

@@ -13,7 +13,7 @@ from rlhf_triton.client.rows import Rows, per_row, plain_object, token_rows, tra
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.contract import VersionRange
+from rlhf_triton.wire.contract import Arrays, VersionRange
 
 NO_CRITIC = "no critic: its YAML needs a section `critic`"
 NO_REWARD = "no reward: its YAML needs a section `reward`"
@@ -208,7 +208,7 @@ class AsyncCriticClient(AsyncClient):
         return client.declared[contract.CRITIC_INFER].outputs
 
 
-def _values(answer: dict[str, np.ndarray], rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+def _values(answer: Arrays, rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
     """Return each row's values without padding, and their version. Raises RlhfError if one is not finite."""
     values = [answer[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
     for i, row in enumerate(values):

@@ -146,10 +146,6 @@ class AttemptFailed(Exception):
         """Whether the server refuses a step because it has not received the previous step."""
         return self.kind is Kind.WRONG and code_of(self.why) == STEP_AHEAD
 
-    def final_error(self, sentence: str) -> RequestFailed:
-        """Return the error to raise if the request is not retried."""
-        return FAILURES.get(self.kind, RequestFailed)(sentence, self.why)
-
     def sentence(self, model: str, url: str, attempts: int) -> str:
         """Return the error message."""
         tries = f" after {attempts} attempts" if attempts > 1 else ""

@@ -2,10 +2,11 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
+    FAILURES,
     AttemptFailed,
     Kind,
     RequestFailed,
@@ -62,6 +63,7 @@ class RetryBudget:
         return True
 
 
+@dataclass(eq=False)
 class Attempts:
     """The attempts of one request.
 
@@ -76,36 +78,28 @@ class Attempts:
     | anything else | stays | fails |
     """
 
-    def __init__(
-        self,
-        model: str,
-        settings: ClientSection,
-        budget: RetryBudget,
-        *,
-        retries: int = RETRIES,
-        outlast_s: float = 0.0,
-        repeats_failures: bool = False,
-        repeats_late: bool = True,
-        demanded: VersionRange | None = None,
-        session: int | str | None = None,
-    ) -> None:
-        """
-        Args:
-            repeats_late: retry after a timeout even if the server is still ready.
-            demanded: the weights versions that may answer the request; None: any.
-            session: requests of the same session go to the same server while it is healthy.
-        """
-        self.model, self.budget, self.demanded, self.session = model, budget, demanded, session
-        self.outdated: set[str] = set()
-        """URLs of the servers that, since the last pause, did not have the demanded versions."""
-        self._unserved_since: float | None = None
-        self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
-        self.retried = 0  # attempts after the first
-        self._made = 0  # attempts that reached a server
-        self.is_over_budget = False
-        self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
-        self._repeats_late = repeats_late
-        self._unreached_since: float | None = None
+    model: str
+    settings: ClientSection
+    budget: RetryBudget
+    _: KW_ONLY
+    retries: int = RETRIES
+    outlast_s: float = 0.0
+    repeats_failures: bool = False
+    repeats_late: bool = True
+    """Whether to retry after a timeout even if the server is still ready."""
+    demanded: VersionRange | None = None
+    """The weights versions that may answer the request; None: any."""
+    session: int | str | None = None
+    """Requests of the same session go to the same server while it is healthy."""
+    outdated: set[str] = field(default_factory=set)
+    """URLs of the servers that, since the last pause, did not have the demanded versions."""
+    retried: int = 0  # attempts after the first
+    is_over_budget: bool = False
+    _made: int = 0  # attempts that reached a server
+    _pauses: int = 0
+    _busy_since: float = 0.0
+    _unserved_since: float | None = None
+    _unreached_since: float | None = None
 
     def record_failover(self, failure: AttemptFailed, url: str) -> None:
         """Record a retry without a pause, after a server was lost. Raises RequestFailed if no retry is left."""
@@ -114,7 +108,7 @@ class Attempts:
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
-        elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
+        elif time.monotonic() - self._unreached_since > self.settings.max_outage_s:
             # Servers that pass the probe but refuse this request never trigger the pool's `max_outage_s`.
             raise self._failure(failure, url) from failure.__cause__
         self.retried += 1
@@ -126,7 +120,7 @@ class Attempts:
         """
         now = time.monotonic()
         self._unserved_since = self._unserved_since or now
-        left_s = self._unserved_since + self._settings.deadline_s - now
+        left_s = self._unserved_since + self.settings.deadline_s - now
         if left_s <= 0:
             raise self._failure(failure, url) from failure.__cause__
         self.outdated.add(url)
@@ -139,7 +133,7 @@ class Attempts:
             self.retried += 1
             self._pauses += 1
             return backoff_s(BACKOFF_S, self._pauses)
-        if failure.kind is Kind.LATE and not self._repeats_late:
+        if failure.kind is Kind.LATE and not self.repeats_late:
             raise self._failure(failure, url) from failure.__cause__
         self._count_attempt(failure, url)
         if not self.budget.spend():
@@ -153,18 +147,19 @@ class Attempts:
 
     def _retry_outage(self, failure: AttemptFailed, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""
-        if failure.kind is not Kind.BUSY or not self._outlast_s:
+        if failure.kind is not Kind.BUSY or not self.outlast_s:
             return False
         if not self._pauses:
             self._busy_since = time.monotonic()
-            logger.warning("%s; retrying for up to %g s", failure.sentence(self.model, url, 1), self._outlast_s)
-        return time.monotonic() - self._busy_since < self._outlast_s
+            logger.warning("%s; retrying for up to %g s", failure.sentence(self.model, url, 1), self.outlast_s)
+        return time.monotonic() - self._busy_since < self.outlast_s
 
     def _count_attempt(self, failure: AttemptFailed, url: str) -> None:
         self._made += 1
-        is_final = failure.kind.is_final and not (failure.kind is Kind.FAILED and self._repeats_failures)
-        if is_final or self._made > self._retries:
+        is_final = failure.kind.is_final and not (failure.kind is Kind.FAILED and self.repeats_failures)
+        if is_final or self._made > self.retries:
             raise self._failure(failure, url) from failure.__cause__
 
     def _failure(self, failure: AttemptFailed, url: str) -> RequestFailed:
-        return failure.final_error(failure.sentence(self.model, url, self.retried + 1))
+        sentence = failure.sentence(self.model, url, self.retried + 1)
+        return FAILURES.get(failure.kind, RequestFailed)(sentence, failure.why)

@@ -40,6 +40,7 @@ from rlhf_triton.wire.contract import (
     STEP_REWARDS,
     TEXT_PAIRS,
     TOKENS,
+    Arrays,
     VersionRange,
     sentence_texts,
 )
@@ -58,8 +59,7 @@ ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
 RESERVED = frozenset({PROMPT_KEY, RESPONSE_KEY, REPLY_KEY, MESSAGES})
 """Keys of a row's metadata that its own content sets."""
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-Answer = dict[str, np.ndarray]
-Ask = Callable[[Sequence["Row"]], Awaitable[Answer]]
+Ask = Callable[[Sequence["Row"]], Awaitable[Arrays]]
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class RewardSource:
     async def why_not_ready(self) -> str | None:
         """Return why no server can answer; None if one can."""
         try:
-            return await self._client.why_not_ready(REWARD_MODEL)
+            return await self._client.pool.why_not_ready(REWARD_MODEL)
         except RequestFailed as error:
             return str(error)
 
@@ -201,7 +201,7 @@ class RewardSource:
         deadline = None
         if self._deadline_s is not None:
             deadline = asyncio.get_running_loop().time() + self._deadline_s
-        room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
+        room = Room(ROWS_IN_FLIGHT * len(self._client.pool.servers))
         if served.groupwise:
             groups, errors = grouped(row.metadata for row in rows)
             parts = [*groups, *([i] for i in errors)]  # alone, so that the server explains it
@@ -232,14 +232,15 @@ class RewardSource:
             except RecursionError:  # json raises it for deep nesting
                 raise RequestRefused(cause := "metadata: nested too deeply", cause) from None
             except asyncio.TimeoutError:
-                cause = f": {self._client.outage}" if self._client.outage else ""
+                outage = self._client.pool.outage
+                cause = f": {outage}" if outage else ""
                 late = _failure(HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {self._deadline_s:g} s{cause}")
                 return [late] * len(part)
 
         parts = await halved(rows, results, _failed, unit=1 if divisible else len(rows))
         return [*itertools.chain(*(found if isinstance(found, list) else [found] * len(part) for part, found in parts))]
 
-    async def _ask(self, rows: Sequence[Row], further: Collection[str], versions: VersionRange | None) -> Answer:
+    async def _ask(self, rows: Sequence[Row], further: Collection[str], versions: VersionRange | None) -> Arrays:
         served = await self.served()
         outputs = (*served.reward_outputs, *further)
         sends_metadata = served.reads_texts or any({MESSAGES, RESPONSE_KEY} & row.metadata.keys() for row in rows)
@@ -254,7 +255,7 @@ class RewardSource:
         return await self._client.score_sentences([*texts], outputs, metadata, pairs=[*pairs], versions=versions)
 
 
-def _read(answer: Answer, num_rows: int) -> list[RowResult]:
+def _read(answer: Arrays, num_rows: int) -> list[RowResult]:
     rewards = answer[REWARDS].astype(np.float64).reshape(num_rows, -1)
     errors = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * num_rows
     versions = answer.get(REWARD_VERSION)

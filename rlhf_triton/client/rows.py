@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, ContractError
+from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Arrays, ContractError
 
 T = TypeVar("T")
 Rows = Sequence[Any]
@@ -78,7 +78,7 @@ def token_rows(rows: Rows) -> list[np.ndarray]:
     return [array.astype(np.int64, copy=False) for array in arrays]
 
 
-def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> dict[str, np.ndarray]:
+def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> Arrays:
     """Return the packed payload of critic_train; see `training_payload.TrainPayload`. Raises ContractError."""
     rows = token_rows(tokens)
     targets = {

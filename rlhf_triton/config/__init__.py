@@ -40,7 +40,6 @@ from rlhf_triton.config.rewards import (
     check_terms,
     check_token_rewards,
     check_weights,
-    function_terms,
 )
 from rlhf_triton.config.sections import (
     CriticSection,
@@ -136,12 +135,13 @@ class RunConfig(Section):
     @classmethod
     def _as_published(cls, data: Any) -> Any:
         """Set keys without a value to the values that the algorithm was published with."""
-        name: Any = data
-        for part in ("actor", "algorithm", "name"):
-            name = name.get(part) if isinstance(name, dict) else None
+        name = value_at(data, "actor.algorithm.name")
         if isinstance(name, str) and name in ALGORITHMS:
             for key, value in ALGORITHMS[name].recipe.items():
-                data = _with_default(data, key.split("."), value)
+                section, _, last = key.rpartition(".")
+                found = value_at(data, section)
+                if found is None or (isinstance(found, dict) and last not in found):
+                    data = with_value(data, key, value)
         return data
 
     @model_validator(mode="after")
@@ -222,7 +222,7 @@ class RunConfig(Section):
     @property
     def functions(self) -> dict[str, RewardTerm]:
         """The reward terms that are Python functions, by name."""
-        return function_terms(self.rewards or {})
+        return {name: term for name, term in (self.rewards or {}).items() if name != MODEL_TERM}
 
     def hidden_variables(self, options: Mapping[str, Any]) -> list[str]:
         """Return the environment variables to hide from processes that run the user's code with these options.
@@ -308,12 +308,20 @@ class RunConfig(Section):
         return ", ".join(f"{key} {device} in {how}" for key, (device, how) in used.items() if device != "cpu")
 
 
-def _with_default(data: Any, path: Sequence[str], value: Any) -> Any:
-    """Return nested dictionaries with `value` at `path`, unless they already have a value or null there."""
-    first, *rest = path
-    if not isinstance(data, dict) or (first in data and not rest):
-        return data  # validation rejects anything that is not a section
-    return {**data, first: _with_default(data.get(first) or {}, rest, value) if rest else value}
+def value_at(data: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested dictionaries; None if there is none."""
+    for part in key.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def with_value(data: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return nested dictionaries with the value of a dotted key. Raises ValueError if a part of it is no section."""
+    first, _, rest = key.partition(".")
+    section = data.get(first)
+    if rest and not isinstance(section, dict | None):
+        raise ValueError(f"{first!r} is a value, not a section")
+    return {**data, first: with_value(section or {}, rest, value) if rest else value}
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -335,17 +343,16 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
         )
-    return parse_config(_deep_copy(data), path, overrides)
+    return parse_config(data, path, overrides)
 
 
-def parse_config(data: dict[str, Any], source: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Apply overrides to the sections `data`, in place, and validate them; `source` names them in messages.
+def parse_config(data: Mapping[str, Any], source: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Apply overrides to the sections `data` and validate them; `source` names them in messages.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    for override in overrides:
-        _apply_override(data, override)
+    data = with_overrides(data, overrides)
     try:
         config = RunConfig.model_validate(data)
         config._written = _UserKeys(frozenset(_leaves(data)))
@@ -400,30 +407,21 @@ def _with_reference(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"reference": reference})
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} must have the form section.key=value, for example actor.steps=3")
-    try:
-        value = read_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
-    *parents, last = key.split(".")
-    for parent in parents:
-        inner = data.get(parent)
-        if inner is None:
-            inner = data[parent] = {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
-        data = inner
-    data[last] = value
-
-
-def _deep_copy(data: Any) -> Any:
-    """Return a copy without shared objects, so that an override of one section does not change its YAML aliases."""
-    if isinstance(data, dict):
-        return {key: _deep_copy(value) for key, value in data.items()}
-    return [_deep_copy(value) for value in data] if isinstance(data, list) else data
+def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Return the sections `data` with the values of the overrides. Raises ConfigError if one is malformed."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} must have the form section.key=value, for example actor.steps=3")
+        try:
+            value = read_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+        try:
+            data = with_value(data, key, value)
+        except ValueError as error:
+            raise ConfigError(f"override {override!r}: {error}") from error
+    return data
 
 
 def _source(path: Path | str, overrides: Sequence[str], location: str, text: str) -> str:
@@ -467,14 +465,10 @@ _TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # matches type nam
 
 def _expected_type(item: Any) -> str:
     if item["type"] == "model_type":
-        return f"a section with keys of {', '.join(_keys_of_class(item))}"
+        return f"a section with keys of {', '.join(_keys_in(_location(item), keys_of(RunConfig, '')))}"
     if item["type"] in ("tuple_type", "list_type"):
         return "a list"
     return str(item["msg"]).removeprefix("Input should be ").partition(", unable")[0]
-
-
-def _keys_of_class(item: Any) -> list[str]:
-    return _keys_in("", keys_of(_sections(Section)[item["ctx"]["class_name"]], ""))
 
 
 def _boolean_hint(item: Any) -> str:
@@ -490,7 +484,7 @@ def _describe(item: Any, location: str) -> Iterator[tuple[str, str]]:
         if item["type"] == "extra_forbidden" or paths != [location]:
             yield from ((path, _unknown(path, valid)) for path in paths)
             return
-    yield location, _invalid(item, location)
+    yield location, _invalid(item, location, valid)
 
 
 def _unknown_paths(path: str, value: Any, valid: list[str]) -> Iterator[str]:
@@ -501,9 +495,9 @@ def _unknown_paths(path: str, value: Any, valid: list[str]) -> Iterator[str]:
         yield path
 
 
-def _invalid(item: Any, location: str) -> str:
+def _invalid(item: Any, location: str, valid: list[str]) -> str:
     if item["type"] == "model_type":
-        hint = hint_at_value(location, item["input"], _keys_of_class(item))
+        hint = hint_at_value(location, item["input"], _keys_in(location, valid))
         return f"{location} is a section, not a value (got {item['input']!r}); {hint}"
     if item["type"] == "dict_type" and location == "rewards":
         return (
@@ -521,7 +515,7 @@ def _invalid(item: Any, location: str) -> str:
 def _unknown(location: str, valid: list[str]) -> str:
     path = re.sub(r"\.\d+", "", location)
     section, _, name = path.rpartition(".")
-    known = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
+    known = _keys_in(section, valid)
     hint = hint_at(path, valid)
     if hint is None and name not in GENERIC:
         near = closest(name, known)
@@ -541,15 +535,9 @@ def _elsewhere(path: str, valid: list[str]) -> str | None:
     return min(inside or same, key=lambda key: not key.startswith(f"{root}."), default=None)
 
 
-def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the section classes that derive from `base`, by name."""
-    below = [pair for section in base.__subclasses__() for pair in _sections(section).items()]
-    return {section.__name__: section for section in base.__subclasses__()} | dict(below)
-
-
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
     """Return the valid keys of the reward term at `location`, [] elsewhere: `keys_of` does not know terms' names."""
-    if len(location) < 3 or location[0] != "rewards":
+    if len(location) < 2 or location[0] != "rewards":
         return []
     return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
 
@@ -566,6 +554,8 @@ def keys_of(section: type[BaseModel], prefix: str) -> list[str]:
     return keys
 
 
-def _keys_in(section: str, valid: list[str]) -> list[str]:
-    prefix = f"{section}." if section else ""
-    return [key for key in valid if key.startswith(prefix) and "." not in key[len(prefix) :]]
+def _keys_in(section: str, valid: list[str]) -> dict[str, str]:
+    """Return the names and full keys of a section's keys and subsections; list entries have no number in `valid`."""
+    prefix = re.sub(r"\.\d+\.", ".", f"{section}.") if section else ""
+    keys = [key for key in valid if key.startswith(prefix)]
+    return {key.removeprefix(prefix): key for key in keys if "." not in key.removeprefix(prefix)}

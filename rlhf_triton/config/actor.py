@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from rlhf_triton.config.algorithms import (
     ALGORITHMS,
@@ -24,7 +24,6 @@ from rlhf_triton.config.fields import (
     Count,
     CountOrZero,
     Fraction,
-    Seconds,
     Section,
 )
 from rlhf_triton.config.optimizer import OptimizerSection
@@ -45,7 +44,7 @@ class PromptFileSection(Section):
 
     path: Path
     """The file, in the formats of `actor.prompts.path`."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other files."""
 
     @field_validator("path")
@@ -112,7 +111,7 @@ class GenerationSection(Section):
     """Minimum response length; a stop string within these tokens does not end the response."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end a response, like an end-of-sequence token."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature; also applied to log-probs."""
     top_k: CountOrZero = 0
     """Sample from the k most likely tokens; 0: from all tokens."""
@@ -131,9 +130,9 @@ class CorrectionSection(Section):
     mode: Literal["clip", "mask", "binary_kl", "binary_tv", "none"] = "clip"
     """`clip` ratios outside the range, or `mask` their tokens; `binary_kl`, `binary_tv`: mask tokens, or with `level:
     sequence` responses by their mean, whose KL divergence or total variation exceeds `high`; `none`: no factors."""
-    low: Annotated[float, Field(ge=0)] = 0.0
+    low: NonNegativeFloat = 0.0
     """Lower end of the range."""
-    high: Annotated[float, Field(gt=0)] | None = None
+    high: PositiveFloat | None = None
     """Upper end of the range; default: 2, for `binary_kl` 0.05 (`level: sequence`: 0.003), for `binary_tv` 0.2."""
 
     @property
@@ -178,13 +177,13 @@ class AlgorithmSection(Section):
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Lower clip range of the probability ratio (for `dppo`, of the difference of probabilities), and the upper one
     unless `clip_ratio_high` is set. Default: as published for the loss."""
-    clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
+    clip_ratio_high: PositiveFloat | None = None
     """Upper clip range (clip-higher); for `flash_reinforce`, which has no lower one, the largest mean binary KL of a
     response. Default: `clip_ratio` (not for `flash_reinforce`), or as published for the loss."""
     loss_mean: Literal["auto", "token", "sequence", "constant"] = "auto"
     """How the loss is averaged: `token`, over a minibatch's tokens; `sequence`, over its sequences' means; `constant`,
     sum / (sequences * `actor.generation.max_new_tokens`); `auto`: as the algorithm does."""
-    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    entropy_bonus: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the loss."""
     old_logprobs: Literal["recomputed", "sampler"] = "recomputed"
     """Log-probs in the denominator of the probability ratio: recomputed by the policy, or from the engine that
@@ -242,11 +241,11 @@ class KLSection(Section):
 
     reference: Literal["actor", "triton"] = "actor"
     """Where reference log-probs are computed: in the actor, or in tritonserver by the section `reference`'s model."""
-    coef: Annotated[float, Field(ge=0)] = 0.01
+    coef: NonNegativeFloat = 0.01
     """Coefficient of the KL penalty; 0: no reference is loaded, and no KL is measured."""
     penalty_in: Literal["auto", "reward", "loss"] = "auto"
     """Where the penalty applies; `auto`: `reward` for ppo, vapo, sao, rloo and reinforce++, `loss` for the others."""
-    target: Annotated[float, Field(gt=0)] | None = None
+    target: PositiveFloat | None = None
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
     estimator: EstimatorName = "auto"
     """Estimator of the per-token KL; `auto`: `k3` in the loss, `abs` (as in NeMo-Aligner) in the rewards. `unbiased`,
@@ -269,15 +268,15 @@ class RewardsSection(Section):
     normalization: Literal["none", "running", "batch"] = "none"
     """Normalisation of scores: `running`, by the statistics of all scores so far; `batch`, of the rollout. For a fixed
     mean and standard deviation, use `reward.standardization`."""
-    clip: Annotated[float, Field(gt=0)] | None = None
+    clip: PositiveFloat | None = None
     """Maximum absolute value of a normalised score."""
-    missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
+    missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response that did not end; without a critic it needs
     `actor.algorithm.mask_unfinished: false`."""
     overlong_tokens: CountOrZero = 0
     """Tokens before `actor.generation.max_new_tokens` over which the penalty rises linearly to `overlong_penalty`; 0:
     no penalty."""
-    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    overlong_penalty: NonNegativeFloat = 1.0
     """Subtracted from the score of a response of the maximum length."""
     max_failed_fraction: Fraction = 0.1
     """Maximum fraction of a rollout's rows that may be masked because they have no score; above it, the run stops."""
@@ -288,7 +287,7 @@ class UpdateSection(Section):
 
     epochs: Count = 1
     """Passes over one rollout."""
-    max_kl: Annotated[float, Field(gt=0)] | None = None
+    max_kl: PositiveFloat | None = None
     """Stop a step's update before a minibatch whose KL from the sampling policy exceeds this, in nats per token;
     default: no limit."""
     minibatch_size: Count = 32
@@ -314,9 +313,9 @@ class ClientSection(Section):
     servers: tuple[Address, ...] = ()
     """HTTP addresses of all servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default: the
     address of `server`."""
-    max_outage_s: Annotated[float, Field(ge=0)] = 600.0
+    max_outage_s: NonNegativeFloat = 600.0
     """How long to wait for a healthy server, and to retry training requests while there is no sidecar."""
-    deadline_s: Seconds = 60.0
+    deadline_s: PositiveFloat = 60.0
     """Timeout of one scoring attempt, and of waiting for a demanded version."""
 
 
@@ -327,7 +326,7 @@ class ActorSection(Section):
     """Processes that generate and train the policy together, one per GPU (FSDP2). See docs/scaling.md."""
     steps: Count = 100
     """Number of steps; a step is a rollout and the update on it."""
-    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    max_minutes: PositiveFloat | None = None
     """Time limit: the run ends with a checkpoint after the step that exceeds it."""
     rollout_size: Count = 128
     """Responses per step."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from rlhf_triton.config.fields import Count, Seconds, Section
+from rlhf_triton.config.fields import Count, Section
 from rlhf_triton.config.rewards import FunctionSpec, Options
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class EnvironmentSection(Section):
     """Maximum turns of the policy in a conversation; for an agent, its calls of the policy."""
     max_tokens: Count = 4096
     """Maximum tokens of a conversation: prompt, turns and observations."""
-    timeout_s: Seconds = 600.0
+    timeout_s: PositiveFloat = 600.0
     """Timeout of a conversation, which is then truncated. If a single call takes longer, the conversation fails and its
     worker is killed."""
     truncated: Literal["mask", "bootstrap", "score"] = "mask"

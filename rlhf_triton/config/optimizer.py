@@ -1,9 +1,9 @@
 """The configuration of AdamW and its learning-rate schedule."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from rlhf_triton.config.fields import Count, CountOrZero, Section
 
@@ -16,15 +16,15 @@ class OptimizerSection(Section):
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments take 2 instead of 8 bytes per weight; needs CUDA and bitsandbytes."""
-    lr: Annotated[float, Field(gt=0)] = 9e-7
+    lr: PositiveFloat = 9e-7
     """Peak learning rate."""
-    min_lr: Annotated[float, Field(ge=0)] | None = None
+    min_lr: NonNegativeFloat | None = None
     """Learning rate at the end of the cosine; default: `lr`, which makes it constant after the warm-up."""
     warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """AdamW's weight decay, on matrices only."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Maximum gradient norm."""
 
     def learning_rate(self, step: int, *, total_steps: int) -> float:
@@ -46,9 +46,9 @@ class CriticOptimizerSection(OptimizerSection):
 
     length: ClassVar[str] = "trainer.optimizer.max_steps"
 
-    lr: Annotated[float, Field(gt=0)] = 9e-6
+    lr: PositiveFloat = 9e-6
     """Peak learning rate."""
-    min_lr: Annotated[float, Field(ge=0)] = 9e-7
+    min_lr: NonNegativeFloat = 9e-7
     """Learning rate at the end of the cosine."""
     warmup_steps: CountOrZero = 10
     """Optimizer steps of linear warm-up."""

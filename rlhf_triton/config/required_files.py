@@ -123,7 +123,7 @@ def _server_problems(config: RunConfig, *, whole_run: bool) -> dict[str, str | N
     for role, section in config.served_sections.items():
         is_language = role == "reference" or (role == "reward" and config.reward.logit is not None)
         problem = _checkpoint_problem(section.model, WAYS_OUT.get(role, ""), is_language=is_language)
-        problem = problem or _problem_of(load_tokenizer, section.model.absolute())
+        problem = problem or _problem_of(load_tokenizer, section.model)
         if problem is None:
             problems[f"{role}.max_length"] = _max_length_problem(section)
             if role == "reward":

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, field_validator
 
-from rlhf_triton.config.fields import Count, Seconds, Section
+from rlhf_triton.config.fields import Count, Section
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import TIMEOUT_OPTION, check_spec
 from rlhf_triton.wire.contract import PROCESS, TEXTS_ONLY
@@ -52,7 +52,7 @@ class RewardTerm(Section):
     """True: the function receives all responses to a prompt and returns one number per response."""
     options: Options = Field(default={})
     """Keyword arguments of the function, or of the class's constructor; must be expressible in JSON."""
-    timeout_s: Seconds = 2.0
+    timeout_s: PositiveFloat = 2.0
     """Timeout for one sample or group; on expiry, the worker is killed, and the sample or group gets no reward."""
     workers: Count = 2
     """Worker processes."""
@@ -102,11 +102,6 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
                 f"rewards.{name}.function is missing; set it (only {MODEL_TERM!r}, the model of the section `reward`, "
                 "has none)"
             )
-
-
-def function_terms(terms: dict[str, RewardTerm]) -> dict[str, RewardTerm]:
-    """Return the terms that are functions."""
-    return {name: term for name, term in terms.items() if name != MODEL_TERM}
 
 
 TokenNames = list[str | int]

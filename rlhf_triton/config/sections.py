@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from rlhf_triton.checkpoints.heads import Pooling
 from rlhf_triton.config.fields import (
@@ -21,7 +21,6 @@ from rlhf_triton.config.fields import (
     Host,
     Port,
     Precision,
-    Seconds,
     Section,
     Seed,
     TokenBudget,
@@ -149,9 +148,9 @@ class ServerSection(Section):
     separate folder each."""
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
-    start_timeout_s: Seconds = 180.0
+    start_timeout_s: PositiveFloat = 180.0
     """Timeout for every model to answer a request after a start or reload."""
-    queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
+    queue_timeout_s: NonNegativeFloat = 0.0
     """How long a request may wait for its first forward pass before it gets a 503; its own `timeout` takes precedence.
     0: no limit."""
     max_request_tokens: Count = 4_000_000
@@ -214,7 +213,7 @@ class Standardization(Section):
 
     mean: float = 0.0
     """Mean of the raw scores."""
-    std: Annotated[float, Field(gt=0)] = 1.0
+    std: PositiveFloat = 1.0
     """Standard deviation of the raw scores."""
 
 

@@ -1,4 +1,4 @@
-"""Work on a GPU (a CUDA device): errors, and copies and streams that the host does not wait for.
+"""Work on a GPU (a CUDA device): copies and streams that the host does not wait for.
 
 On a CPU, these functions do nothing that changes a result.
 """
@@ -12,27 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_triton.models.out_of_memory import is_out_of_memory
-
-# In the messages of errors without their own class.
-BROKEN = (
-    "CUDA error",
-    "NCCL error",
-    "CUDNN_STATUS",
-    "CUBLAS_STATUS",
-)
 Array: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its size
 HIGH, LOW = -1, 0  # priorities of streams: kernels of high priority start first
-
-
-def is_device_error(error: BaseException) -> bool:
-    """Return whether the GPU, or this process's context on it, is broken, so that later calls may fail as well."""
-    if is_out_of_memory(error):
-        return False
-    return isinstance(error, torch.AcceleratorError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in BROKEN)
-    )
 
 
 def to_device(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:

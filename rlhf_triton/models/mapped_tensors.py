@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error
-from rlhf_triton.checkpoints.safetensors_header import TensorInfo
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, TensorInfos
 from rlhf_triton.checkpoints.tensor_file import STORED_DTYPES
 from rlhf_triton.models.adapters import with_stored_adapters
 
@@ -30,7 +29,7 @@ def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
         return with_stored_adapters(stored_tensors(base), tensors, info.adapters)
 
 
-def map_tensors(folder: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+def map_tensors(folder: Path, infos: TensorInfos) -> dict[str, Tensor]:
     """Memory-map tensors of a folder's safetensors files, copy-on-write: processes share unmodified pages.
 
     Does not use the safetensors library: version 0.8.0 leaks two numbers per tensor, and a serving process loads many

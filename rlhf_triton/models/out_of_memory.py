@@ -6,29 +6,17 @@ Only out-of-memory errors are handled here. Halving a micro-batch changes no res
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 import torch
 
 from rlhf_triton.errors import RlhfError
-
-# From the driver, cuBLAS and NCCL.
-FULL = (
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "'out of memory'",
-)
+from rlhf_triton.models.device_errors import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that the GPU ran out of memory, so that smaller parts of the work may succeed."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
-    )
 
 
 def gpu_bytes(device: torch.device) -> dict[str, int]:
@@ -51,20 +39,22 @@ class RankOutOfMemory(RlhfError):
     """A rank ran out of GPU memory while other ranks wait for it in a collective."""
 
 
+@dataclass(eq=False)
 class MemoryBudget:
     """How much work a model does at a time on its GPU; halved whenever the GPU runs out of memory."""
 
-    def __init__(self, setting: str, size: int = 0, *, remedy: str, alone: bool = True) -> None:
-        """
-        Args:
-            setting: the configuration key to lower, for log and errors.
-            size: amount of work at a time (tokens, rows or slots), for `run`.
-            remedy: what to do if even a single row does not fit, e.g. "lower max_length".
-            alone: whether `run` can retry. False if other ranks take part in the work: they wait for this one in a
-                collective, so its errors propagate; see `on_rank`.
-        """
-        self.setting, self.size, self._remedy, self._alone = setting, size, remedy, alone
-        self.num_halvings = self._num_reported = 0
+    setting: str
+    """The configuration key to lower, for log and errors."""
+    size: int = 0
+    """Amount of work at a time (tokens, rows or slots), for `run`."""
+    _: KW_ONLY
+    remedy: str
+    """What to do if even a single row does not fit, e.g. "lower max_length"."""
+    alone: bool = True
+    """Whether `run` can retry. False if other ranks take part in the work: they wait for this one in a collective, so
+    its errors propagate; see `on_rank`."""
+    num_halvings: int = 0
+    _num_reported: int = 0
 
     def new_halvings(self) -> int:
         """Return the number of halvings since the last call."""
@@ -84,7 +74,7 @@ class MemoryBudget:
             OutOfMemory: even `work(least)` does not fit; `size` is restored.
         """
         before = self.size
-        if not self._alone:
+        if not self.alone:
             return work(self.size)
         while True:
             try:
@@ -113,7 +103,7 @@ class MemoryBudget:
         # Called outside `except`: the error references the frames, and thus the tensors, of the failed pass.
         torch.cuda.empty_cache()
         if not can_halve:
-            raise OutOfMemory(f"not even a single row fits into the GPU's memory ({reason}); {self._remedy}")
+            raise OutOfMemory(f"not even a single row fits into the GPU's memory ({reason}); {self.remedy}")
         self.num_halvings += 1
         logger.warning(
             "%s; retrying with half of %d at a time (%s), halved %d times so far",

@@ -37,26 +37,17 @@ class _Tracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(_warn_once(exporter, endpoint)))
-        self._tracer = self._provider.get_tracer("rlhf_triton")
+        self.tracer = self._provider.get_tracer("rlhf_triton")
         self._steps: dict[int, Any] = {}
 
-    @contextlib.contextmanager
-    def span(
-        self, name: str, parent: str | None, of_step: int | None, attributes: dict[str, Attribute]
-    ) -> Iterator[None]:
-        if of_step is not None:
-            attributes = {"step": of_step, **attributes}
-        with self._tracer.start_as_current_span(name, self._context(parent, of_step), attributes=attributes):
-            yield
-
-    def _context(self, parent: str | None, of_step: int | None) -> Any:
+    def context(self, parent: str | None, of_step: int | None) -> Any:
         """Return the parent's context; None for the current one."""
         if parent is not None:
             return self._w3c.extract({"traceparent": parent})
         if of_step is None or self.traceparent() is not None:
             return None
         if of_step not in self._steps:
-            self._steps[of_step] = self._tracer.start_span("step", attributes={"step": of_step})
+            self._steps[of_step] = self.tracer.start_span("step", attributes={"step": of_step})
         return self._with_span(self._steps[of_step])
 
     def traceparent(self) -> str | None:
@@ -124,10 +115,13 @@ def span(
         of_step: training step, recorded as the attribute `step`. Without a parent and a current span, the parent is the
             step's own span, which lasts until `end_step`.
     """
-    if _tracer is None:
+    tracer = _tracer
+    if tracer is None:
         yield
         return
-    with _tracer.span(name, parent, of_step, attributes):
+    if of_step is not None:
+        attributes = {"step": of_step, **attributes}
+    with tracer.tracer.start_as_current_span(name, tracer.context(parent, of_step), attributes=attributes):
         yield
 
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_triton.errors import REPORTED, RankFailed, RlhfError
+from rlhf_triton.models.device_errors import is_lost_rank
 from rlhf_triton.models.out_of_memory import RankOutOfMemory
 from rlhf_triton.training_engine.launch import end_job
 
@@ -36,7 +36,6 @@ POLL_S = 0.002
 LEAVE_S = 2.0  # how long rank 0 waits for the others at the end; a dead rank never confirms that it leaves
 OPERATIONS_KEPT = 1000  # number of newest operations kept in the store; no rank is ever that far behind
 END = "end"
-LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
 
 
 class RankLost(Exception):
@@ -207,7 +206,7 @@ class Ranks:
             ranks.announce(END)
             raise
         except (RankLost, RuntimeError) as error:
-            if not (isinstance(error, RankLost | dist.DistError) or LOST.search(str(error))):
+            if not (isinstance(error, RankLost) or is_lost_rank(error)):
                 raise
             logger.error("another rank has died: %s", str(error).splitlines()[0])
             logging.shutdown()

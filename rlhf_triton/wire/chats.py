@@ -5,15 +5,13 @@ import functools
 import inspect
 import itertools
 import json
-import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_triton.wire.messages import BadMessages, with_arguments, without_nulls
+from rlhf_triton.wire.messages import BadMessages, warn_once, with_arguments, without_nulls
 
-logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 TextPath = tuple[int | str, ...]  # path of a text in messages: index of the message, key, …
 TOOLS, TEMPLATE_VARIABLES = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # TRL's names
@@ -36,12 +34,6 @@ ROLES = ("system", "user", "assistant", "tool")  # roles that a template may sup
 LINKS = ("role", "type", "id", "tool_call_id", "timestamp", "created_at", "model", "language", "finish_reason")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in published templates
 THOUGHT_END = "</think>"  # ends the reasoning within a content
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning once per process."""
-    logger.warning(message)
 
 
 def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, Any]:

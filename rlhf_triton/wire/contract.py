@@ -11,12 +11,14 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from rlhf_triton.errors import RlhfError
 
+Arrays: TypeAlias = dict[str, np.ndarray]
+"""Tensors by their names on the wire."""
 REWARD_MODEL = "reward_model"
 CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
@@ -335,11 +337,6 @@ def check_vocabulary(row: np.ndarray, index: int, limits: Limits) -> None:
         raise ContractError(
             f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
         )
-
-
-def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
-    """Return `(run_id, step)` of a training request, None where absent. Raises ContractError if invalid."""
-    return optional_text(RUN_ID, run_id), optional_count(STEP, step, minimum=1)
 
 
 def optional_text(name: str, array: np.ndarray | None) -> str | None:

@@ -13,6 +13,12 @@ logger = logging.getLogger(__name__)
 A_MESSAGE = '{"role": …, "content": …}'
 
 
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning once per process."""
+    logger.warning(message)
+
+
 class BadMessages(RlhfError, ValueError):
     """A value is not a conversation; the error starts with the place in it, such as `[0].content: `."""
 
@@ -42,15 +48,10 @@ def _plain_message(index: int, message: Any) -> dict[str, Any]:
         raise BadMessages(f"[{index}].content: missing or null, must be a text")
     plain = {**without_nulls({**message, "content": ""}), "content": content}  # in the order of the message's own keys
     if plain.get("tool_calls"):
-        plain["tool_calls"] = _read_calls(plain["tool_calls"])
+        plain["tool_calls"] = with_arguments(plain["tool_calls"], _object_in)
     else:
         plain.pop("tool_calls", None)
     return plain
-
-
-def _read_calls(calls: Any) -> Any:
-    """Convert tool calls' arguments from JSON texts (OpenAI's format), which templates would quote, to objects."""
-    return with_arguments(calls, lambda given: _object_in(given) if isinstance(given, str) else given)
 
 
 def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
@@ -65,12 +66,13 @@ def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
     ]
 
 
-def _object_in(text: str) -> Any:
+def _object_in(arguments: Any) -> Any:
+    """Return arguments as an object, also of their JSON text (OpenAI's format), which templates would quote."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+        found = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def is_text_of_messages(text: str) -> bool:
@@ -119,16 +121,11 @@ def text_of(content: Any) -> str | None:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"has a part of type {kind!r}, must have only text")
     if len(content) > 1:
-        _warn_of_joined_parts()
+        warn_once(
+            "a content of several text parts is joined with newlines, as in vLLM; a chat template that reads lists "
+            "might join them otherwise: send one part"
+        )
     return "\n".join(part["text"] for part in content)
-
-
-@functools.cache
-def _warn_of_joined_parts() -> None:
-    logger.warning(
-        "a content of several text parts is joined with newlines, as in vLLM; a chat template that reads lists might "
-        "join them otherwise: send one part"
-    )
 
 
 def without_nulls(value: Any, is_nested: bool = False) -> Any:
@@ -139,13 +136,8 @@ def without_nulls(value: Any, is_nested: bool = False) -> Any:
         return value
     kept = {key: without_nulls(inner, is_nested=True) for key, inner in value.items() if inner is not None}
     if is_nested and len(kept) < len(value):
-        _warn_of_nulls()
+        warn_once(
+            "null-valued keys inside tool calls and tools are left out, because Arrow gives every object the keys of "
+            "all; a template would have written them: to keep those of a call, send its arguments as JSON text"
+        )
     return kept
-
-
-@functools.cache
-def _warn_of_nulls() -> None:
-    logger.warning(
-        "null-valued keys inside tool calls and tools are left out, because Arrow gives every object the keys of all; "
-        "a template would have written them: to keep those of a call, send its arguments as JSON text"
-    )

@@ -15,6 +15,7 @@ from rlhf_triton.wire.contract import (
     RETURNS,
     SEQUENCE_LENGTHS,
     TOKENS,
+    Arrays,
     ContractError,
     Limits,
     check_vocabulary,
@@ -37,7 +38,7 @@ class TrainPayload:
     prev_values: np.ndarray
     mask: np.ndarray
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> Arrays:
         """Return the fields by wire name (`lengths` is `sequence_lengths`)."""
         return {
             TOKENS: self.tokens,
@@ -62,7 +63,7 @@ class SentPayload:
 
     tokens: np.ndarray
     lengths: np.ndarray  # int64 [N]
-    targets: Mapping[str, np.ndarray]  # float32 [N, S-1], or [1, T-N]
+    targets: Arrays  # float32 [N, S-1], or [1, T-N]
     limits: Limits
 
     @property
@@ -168,7 +169,7 @@ def _without_padding(rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.concatenate([row[:end] for row, end in zip(rows, ends.tolist(), strict=True)])
 
 
-def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) -> Arrays:
     found = {}
     for name in (RETURNS, PREV_VALUES, MASK):
         array = arrays.get(name)

@@ -9,7 +9,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.wire.chats import render_chat, template_options
-from rlhf_triton.wire.messages import BadMessages, _warn_of_joined_parts, _warn_of_nulls, plain_messages
+from rlhf_triton.wire.messages import BadMessages, plain_messages, warn_once
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
 TOOL = {"role": "tool", "content": '{"a": 1}'}
@@ -239,7 +239,6 @@ def test_template_that_expects_content_parts_receives_them(tmp_path, template, m
 
 def test_several_text_parts_are_joined_with_a_warning(caplog):
     """A template that reads lists might join them without newlines."""
-    _warn_of_joined_parts.cache_clear()
     for texts, joined, warnings in ((["a"], "a", 0), (["a", "b"], "a\nb", 1), (["c", "d"], "c\nd", 1)):
         (message,) = plain_messages([{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}])
         assert (message["content"], len(caplog.records)) == (joined, warnings)
@@ -247,7 +246,7 @@ def test_several_text_parts_are_joined_with_a_warning(caplog):
 
 def test_nulls_inside_tool_calls_are_left_out_with_a_warning(caplog):
     """Arrow adds such nulls, and templates write them; arguments sent as JSON text keep theirs."""
-    _warn_of_nulls.cache_clear()
+    warn_once.cache_clear()
     for arguments, read, warnings in (
         ({"at": "Rome"}, {"at": "Rome"}, 0),
         ('{"at": null}', {"at": None}, 0),

@@ -47,7 +47,7 @@ def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path):
         inspect_checkpoint(tmp_path / "many")
     stored.replace(first)
     many.files[1].unlink()
-    with refused(tmp_path / "many", f"names {many.files[1].name}, which is missing"):
+    with refused(tmp_path / "many", f"names {many.files[1].name}, which is no file"):
         inspect_checkpoint(tmp_path / "many")
 
 

@@ -182,10 +182,15 @@ def texts(*rows):
     return np.array([[row] for row in rows], dtype=np.object_)
 
 
+def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
+    """As critic_train reads it."""
+    return contract.optional_text("run_id", run_id), contract.optional_count("step", step, minimum=1)
+
+
 def test_optional_inputs_are_parsed_and_have_defaults():
-    assert contract.step_identity(None, None) == (None, None)
-    assert contract.step_identity(texts(b"run-1")[0], np.array([3])) == ("run-1", 3)
-    assert contract.step_identity(np.empty(0, np.object_), np.array([3], np.int32)) == (None, 3)
+    assert step_identity(None, None) == (None, None)
+    assert step_identity(texts(b"run-1")[0], np.array([3])) == ("run-1", 3)
+    assert step_identity(np.empty(0, np.object_), np.array([3], np.int32)) == (None, 3)
     assert contract.optional_counts("keep_steps", None) is None
     assert contract.optional_counts("keep_steps", np.array([4, 2, 4])) == [2, 4]
     assert contract.optional_counts("keep_steps", np.array([], np.int64)) == []
@@ -224,7 +229,7 @@ def test_request_limits_are_inclusive():
     ("call", "arguments", "message"),
     [
         *(
-            (contract.step_identity, arguments, message)
+            (step_identity, arguments, message)
             for arguments, message in (
                 ((texts(b"../../etc")[0], None), "run_id: '../../etc'"),
                 ((texts(b"a\n")[0], None), "run_id: 'a\\n'"),

@@ -19,9 +19,9 @@ from tritonclient.utils import InferenceServerException
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.connection import attempt_failure
 from rlhf_triton.client.errors import Kind
-from rlhf_triton.models.gpu import is_device_error
+from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
 from rlhf_triton.models.modeling import RewardModel, load_reward
-from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, is_out_of_memory
+from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.trainer.publish import initialise_store

@@ -13,7 +13,7 @@ import rlhf_triton as rt
 from rlhf_triton.config import RewardTerm, RunConfig, keys_of, load_config
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.rewards.function import Sample, load_function
-from rlhf_triton.tools.__main__ import COMMANDS
+from rlhf_triton.tools.__main__ import module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -127,7 +127,7 @@ def script_of(arguments):
     name = rest[0] if rest else "--help"
     if name == "bench" and rest[1:] and not rest[1].startswith("-"):
         return f"benchmarks/{rest[1]}.py"
-    return "tools/__main__.py" if name == "--help" else f"{COMMANDS[name][0].replace('.', '/')}.py"
+    return "tools/__main__.py" if name == "--help" else f"{module_of(name).replace('.', '/')}.py"
 
 
 @cache

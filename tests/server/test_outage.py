@@ -19,6 +19,7 @@ from live_system import (
     training_inputs,
     wait_for,
 )
+from settled import statistics
 
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, ModelServers
@@ -145,7 +146,7 @@ def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch):
 def num_answered(run, model):
     """Return the number of requests that a server has answered, by its own count."""
     with ControlPlane(run.config.server.grpc_url) as control:
-        return control.statistics(model).success_count
+        return statistics(control, model).success_count
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_an_update_changes_the_served_values_through_triton(live):
     assert run.critic_updates(up_to=run.journal.last_step())[-1]["reload"] == "triton"
     assert run.store.serving()[0].pid != pid
     with ControlPlane(run.config.server.grpc_url) as control:
-        label = control.active_parameters(CRITIC)[LOAD_LABEL]
+        label = control.config(CRITIC).parameters[LOAD_LABEL].string_value
     assert label.startswith(f"{run.store.current()}-")
     live.stop_sidecar()
     reload_model(run, CRITIC, lambda config: None)

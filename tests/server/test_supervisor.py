@@ -18,8 +18,11 @@ from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import health as server_health
 from rlhf_triton.tools.server import supervisor as supervisor_module
 from rlhf_triton.tools.server.health import (
+    ANSWERED,
     COMPUTING_SILENT_S,
+    FAILED,
     FAILED_PROBES,
+    FORWARDS,
     IDLE_PROBE_S,
     MISSED_PROBES,
     SERVER_SILENT_S,
@@ -49,7 +52,7 @@ class Rig:
         self.start_process()
         monkeypatch.setattr(server_health, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
         monkeypatch.setattr(server_health, "_switches", lambda processes: [str(0 if self.held() else self.now)])
-        monkeypatch.setattr(server_health, "get_page", lambda url, path: "OK")
+        monkeypatch.setattr(server_health, "get_page", lambda url, path: f'{FAILED}{{model="critic"}} {self.failures}')
 
     def start_process(self):
         self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
@@ -86,9 +89,6 @@ class Rig:
 
     def answers_inference(self, timeout_s):
         return self.grpc
-
-    def statistics(self, model):
-        return SimpleNamespace(success_count=0, failure_count=self.failures)
 
     def probe(self, model, timeout_s):
         self.now += self.probe_s
@@ -170,7 +170,7 @@ def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes
 
 @pytest.mark.parametrize(
     ("metrics", "longest_s"),
-    [([server_health.FORWARDS, server_health.GPU_BYTES], SILENT_S), ([server_health.FORWARDS], COMPUTING_SILENT_S)],
+    [([FORWARDS, server_health.GPU_BYTES], SILENT_S), ([FORWARDS], COMPUTING_SILENT_S)],
 )
 def test_process_without_forward_progress_on_its_gpu_is_replaced(rig, monkeypatch, metrics, longest_s):
     """It uses CPU time but answers no probe. On a GPU, only forward passes count as progress."""
@@ -207,12 +207,12 @@ def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
         requests += 1
         raise ControlPlaneError("CUDA error: an illegal memory access was encountered", Failure.FAILED)
 
-    page = lambda *_: f'{server_health.FORWARDS}{{model="critic"}} {forwards}\nnv_x{{model="critic"}} {requests}'  # noqa: E731
+    def page(*_: object) -> str:
+        counts = {FORWARDS: forwards, ANSWERED: requests + forwards, FAILED: requests}
+        return "\n".join(f'{name}{{model="critic"}} {count}' for name, count in counts.items())
+
     monkeypatch.setattr(server_health, "get_page", page)
     monkeypatch.setattr(rig, "probe", fail)
-    monkeypatch.setattr(
-        rig, "statistics", lambda _: SimpleNamespace(success_count=requests + forwards, failure_count=requests)
-    )
 
     def script():
         nonlocal forwards
@@ -269,7 +269,7 @@ class Scripted:
     """A server that runs until the test marks it as dead."""
 
     models = list
-    bound_log = staticmethod(lambda: None)
+    log_path = Path("none.log")
     dead = killed = stopped = False
 
     def raise_if_dead(self):

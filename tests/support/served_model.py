@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_triton.config import RunConfig
-from rlhf_triton.tools.render_configs import FUNCTION_MODULE, MODULES, parse_pbtxt, render_configs
+from rlhf_triton.tools.render_configs import module_of, parse_pbtxt, render_configs
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
     interval = sys.getswitchinterval()
     rendered = parse_pbtxt(model, render_configs(config)[model])
     parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
-    module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
+    module = importlib.import_module(module_of(model))
     served = module.TritonPythonModel()
     with pytest.MonkeyPatch.context() as patch:
         torch_scoring = importlib.import_module("rlhf_triton.python_backend.serving.torch_scoring")

@@ -1,18 +1,38 @@
 """Triton's counters, once all earlier requests are in them."""
 
-import time
+from __future__ import annotations
 
-from rlhf_triton.client.control_plane import ControlPlane, ModelStatistics
+import time
+from dataclasses import dataclass
+
+from rlhf_triton.client.control_plane import ControlPlane
 
 QUIET_S = 0.3
 
 
+@dataclass(frozen=True)
+class ModelStatistics:
+    """Counters of a model since it was first loaded; reloads do not reset them."""
+
+    inference_count: int  # rows
+    execution_count: int  # batches, as merged by the dynamic batcher
+    success_count: int  # requests
+    failure_count: int
+
+
+def statistics(control: ControlPlane, model: str) -> ModelStatistics:
+    """Return the model's counters from Triton's statistics API."""
+    (found,) = control._call(model, control._client.get_inference_statistics, model).model_stats
+    requests = found.inference_stats
+    return ModelStatistics(found.inference_count, found.execution_count, requests.success.count, requests.fail.count)
+
+
 def settled_statistics(control: ControlPlane, model: str) -> ModelStatistics:
     """Return the model's counters once they no longer change: Triton counts a request after it has answered it."""
-    found, since = control.statistics(model), time.monotonic()
+    found, since = statistics(control, model), time.monotonic()
     while time.monotonic() - since < QUIET_S:
         time.sleep(QUIET_S / 10)
-        latest = control.statistics(model)
+        latest = statistics(control, model)
         if latest != found:
             found, since = latest, time.monotonic()
     return found

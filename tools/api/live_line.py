@@ -3,7 +3,6 @@
 import shutil
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 
@@ -18,7 +17,7 @@ class LiveLine:
     def __enter__(self) -> "LiveLine":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_terminal and self._shown:
             print(file=sys.stderr)
 

@@ -257,7 +257,7 @@ class Run:
         with LiveLine() as line:
             while True:
                 is_last = not self.is_running
-                _show(line, log.read())
+                _relay_log(line, log.read())
                 if is_last:
                     break
                 time.sleep(POLL_S)
@@ -380,7 +380,7 @@ def _check_given(sections: Sections) -> None:
         raise RlhfError("reward: give a function, the folder of a reward model, or a list of these")
 
 
-def _show(line: LiveLine, new: Iterable[bytes]) -> None:
+def _relay_log(line: LiveLine, new: Iterable[bytes]) -> None:
     """Show the newest phase, step or validation, and keep what the processes warn of."""
     for each in new:
         text = each.decode(errors="replace").rstrip()

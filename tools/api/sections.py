@@ -1,7 +1,6 @@
 """Builds a configuration from Python values, and the files that it names: functions, prompts, downloaded models."""
 
 import contextlib
-import copy
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from rlhf_triton.client.rows import plain
-from rlhf_triton.config import RunConfig, parse_config
+from rlhf_triton.config import RunConfig, parse_config, value_at
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC, with_absolute_path
@@ -52,10 +51,7 @@ class Sections:
 
     def get(self, key: str) -> Any:
         """Return the value of `section.key`; None if it is not set."""
-        value: Any = self.data
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        return value_at(self.data, key)
 
     def set_default(self, key: str, value: Any) -> None:
         """Set `section.key` unless it is set."""
@@ -132,7 +128,7 @@ class Sections:
 
     def check(self, source: str) -> RunConfig:
         """Return the configuration. Raises ConfigError, whose message starts with `source`."""
-        config = parse_config(copy.deepcopy(self.data), source)
+        config = parse_config(self.data, source)
         for key, value in self._fixed.items():
             if (other := self.get(key)) != value:
                 raise RlhfError(f"{key}: {value!r} and {other!r} are given; give one of them")

@@ -48,10 +48,8 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
         key: what requests must carry, if set.
         more: routes beside those for rewards.
     """
-    registry, source = (
-        CollectorRegistry(),
-        RewardSource(client, patience_s=DEADLINE_S, deadline_s=DEADLINE_S) if client else None,
-    )
+    registry = CollectorRegistry()
+    source = RewardSource(client, patience_s=DEADLINE_S, deadline_s=DEADLINE_S) if client else None
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

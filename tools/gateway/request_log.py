@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -28,23 +29,24 @@ def gateway_metrics(registry: CollectorRegistry) -> dict[str, Any]:
     }
 
 
+@dataclass(eq=False)
 class RequestLog:
     """ASGI middleware: counts and logs each request, at WARNING with the cause if it or one of its rows failed.
 
     Routes leave `num_rows`, and the `errors` of rows without a reward, in the request's state; `refused` the `cause`.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, metrics: Mapping[str, Any], routes: Collection[str], quiet: Collection[str]
-    ) -> None:
-        """`routes`: paths that are counted under their name. `quiet`: paths that are not logged."""
-        self._app, self._metrics = app, metrics
-        self._routes, self._quiet = routes, quiet
+    app: ASGIApp
+    metrics: Mapping[str, Any]
+    routes: Collection[str]
+    """Paths that are counted under their name."""
+    quiet: Collection[str]
+    """Paths that are not logged."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         status = CLIENT_LEFT
 
@@ -56,8 +58,8 @@ class RequestLog:
         state = scope.setdefault("state", {})
         started = time.monotonic()
         try:
-            with self._metrics["requests_in_flight"].track_inprogress():
-                await self._app(scope, receive, noted)
+            with self.metrics["requests_in_flight"].track_inprogress():
+                await self.app(scope, receive, noted)
         except Exception:
             status = 500  # Starlette answers it, outside this middleware
             raise
@@ -67,13 +69,13 @@ class RequestLog:
 
     def _note(self, scope: Scope, status: int, seconds: float, num_rows: int, causes: list[str]) -> None:
         path = scope["path"]
-        route = path if path in self._routes else "/sessions" if path.startswith("/sessions/") else "other"
+        route = path if path in self.routes else "/sessions" if path.startswith("/sessions/") else "other"
         num_failed = num_rows if status >= 400 else len(causes)
-        self._metrics["requests"].labels(route, str(status)).inc()
-        self._metrics["request_seconds"].labels(route).observe(seconds)
-        self._metrics["rows"].inc(num_rows)
-        self._metrics["failed_rows"].inc(num_failed)
-        if path not in self._quiet:
+        self.metrics["requests"].labels(route, str(status)).inc()
+        self.metrics["request_seconds"].labels(route).observe(seconds)
+        self.metrics["rows"].inc(num_rows)
+        self.metrics["failed_rows"].inc(num_failed)
+        if path not in self.quiet:
             failed = f" ({num_failed} without a reward)" if num_failed else ""
             rows = f" {num_rows} rows{failed}" if num_rows else ""
             line = f"{scope['method']} {path} {status}{rows} {1000 * seconds:.0f} ms"

@@ -7,13 +7,13 @@ reward that is not one checkpoint alone, its sigmoid; the rewards themselves if 
 """
 
 import abc
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -51,10 +51,9 @@ def _single(scores: Sequence[Sequence[float]]) -> list[float]:
 
 def activated(scores: Sequence[float]) -> list[float]:
     """Return the sigmoid of one score, or the softmax of several, as vLLM's classifier pooler."""
-    exponents = (0.0, scores[0]) if len(scores) == 1 else scores
-    largest = max(exponents)
-    weights = [math.exp(exponent - largest) for exponent in exponents]
-    return [weight / sum(weights) for weight in weights[-len(scores) :]]
+    exponents = np.array([0.0, *scores] if len(scores) == 1 else scores)
+    weights = np.exp(exponents - exponents.max())
+    return (weights / weights.sum())[-len(scores) :].tolist()
 
 
 class ScoredBody(Body, abc.ABC):

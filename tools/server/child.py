@@ -10,15 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import as_text, parsed
 from rlhf_triton.process import how_ended
 from rlhf_triton.store.jsonl import NewLines
 
-# Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report.
+Log: TypeAlias = Callable[[str], None]
+"""Receives the lines that a person reads."""
+Check: TypeAlias = Callable[[], None]
+"""Called repeatedly during a wait; raises an exception to end it."""
 
+# Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report.
 
 FOLLOW_INTERVAL_S = 0.1
 BYTES_PER_LINE = 400
@@ -53,7 +57,7 @@ _STUB_FAILURES = (
 )
 
 
-def relay_lines(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
+def relay_lines(path: Path, ended: Callable[[], bool], log: Log) -> None:
     """Pass each readable line of the file to `log`; return once `ended()` is true and the whole file has been read."""
     lines = NewLines(path)
     while True:
@@ -203,24 +207,25 @@ class Child:
         env: Mapping[str, str],
         *,
         command: Sequence[str] = (sys.executable, "-u", "-m"),
+        inherits: Sequence[int] = (),
     ) -> None:
-        """Start `<command> <arguments>`, by default `python -m <arguments>`."""
+        """Start `<command> <arguments>`, by default `python -m <arguments>`; `inherits` as in `start_bound`.
+
+        An earlier log is kept as `<name>.previous.log`: it may say why an earlier process died.
+        """
         self.name = name
         self.log_path = log_path
         self._stopping = False
         self._new_lines = NewLines(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.write_bytes(b"")
-        with log_path.open("ab") as log:  # append mode: `bound_log` truncates the file while the child writes
-            self.process = start_bound([*command, *arguments], log, {**os.environ, **env})
+        if log_path.exists():
+            log_path.replace(log_path.with_suffix(".previous.log"))
+        with log_path.open("ab") as log:  # append mode: `set_aside_if_large` truncates the file while the child writes
+            self.process = start_bound([*command, *arguments], log, {**os.environ, **env}, inherits=inherits)
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
         return self.process.poll()
-
-    def bound_log(self) -> None:
-        """Rotate the log if it is large."""
-        set_aside_if_large(self.log_path)
 
     def new_messages(self) -> list[str]:
         """Return the warnings, errors and "resuming ..." messages that were logged since the last call."""
@@ -242,7 +247,7 @@ class Child:
             [f"the {self.name} {how_ended(code)}{why}; its log is {self.log_path}", "the log ends with:", *lines]
         )
 
-    def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:
+    def stop(self, signum: int, timeout_s: float, while_waiting: Check = lambda: None) -> int:
         """Send `signum`, kill the process if it is still running after `timeout_s`, and return its exit code."""
         if self.poll() is None and not self._stopping:
             self._stopping = True

@@ -29,7 +29,7 @@ DRAIN_S = 20.0  # how long requests in flight may take
 CALL_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.05
 ORPHANED_S = 1.0  # without any process of a model, before unanswered requests count as lost with one that has died
-ENSEMBLES_FIRST = (CRITIC_INFER, REWARD_MODEL)  # so that none is left without its models
+ENSEMBLES = (CRITIC_INFER, REWARD_MODEL)  # the second is one only if the YAML has `rewards`
 
 
 def main(repository: Path = REPOSITORY, url: str | None = None, *, give_up: Callable[[], bool] = lambda: False) -> int:
@@ -63,7 +63,7 @@ def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], gi
     deadline = last_alive + timeout_s
     loading: set[str] = set()
     while loaded := {model: state for model, state in _loaded(url, key).items() if model not in loading}:
-        for model in sorted(loaded, key=lambda model: (model not in ENSEMBLES_FIRST, model)):
+        for model in sorted(loaded, key=unload_order):
             if loaded[model] == "READY":  # at first; later only if a publish has loaded it again
                 try:
                     _post(url, key, f"models/{model}/unload")
@@ -76,6 +76,11 @@ def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], gi
             return False
         time.sleep(POLL_INTERVAL_S)
     return not loading
+
+
+def unload_order(model: str) -> tuple[bool, str]:
+    """Return the key by which models are sorted to unload ensembles before their models."""
+    return model not in ENSEMBLES, model
 
 
 def _loaded(url: str, key: str) -> dict[str, str]:

@@ -12,18 +12,20 @@ process runs again, it ends itself (python_backend/serving/pulse.py), or the ser
 
 import contextlib
 import http.client
+import math
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from rlhf_triton.client.control_plane import PROBED_OUTPUTS, ControlPlaneError, Failure
-from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.child import Log, restart_pause_s
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.wire.contract import LOAD_LABEL
 
@@ -46,9 +48,13 @@ WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
 LOST = "rlhf_lost_processes_total"
 GPU_BYTES = "rlhf_gpu_bytes"  # only models on a GPU have it
-PROGRESS = ("nv_inference_exec_count", "nv_inference_request_success")  # for models that count no forward passes
+ANSWERED = "nv_inference_request_success"
+# Triton counts an error that the model itself sends as a success; the model counts it then.
+FAILED = "nv_inference_request_failure"
+FAILURES = (FAILED, "rlhf_requests_refused_total")
+PROGRESS = ("nv_inference_exec_count", ANSWERED)  # for models that count no forward passes
 _SWITCHES = re.compile(r"ctxt_switches:\s*(\d+)")
-_METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
+_METRIC = re.compile(r"^(\w+)\{(.*)\} (\S+)", re.MULTILINE)
 
 
 @dataclass
@@ -77,18 +83,13 @@ class _Silence:
 class _Watched:
     """Health-check state of one model."""
 
-    successes: int = -1
-    failures: int = 0
-    """Requests that failed in Triton; it counts an error that the model itself sends as a success."""
-    forwards: float | None = None
-    lost: float | None = None
-    """Processes of the model that had lost their device or a rank at the last load or before."""
+    metrics: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The model's metrics at the last check."""
     num_instances: int = 0
     """Processes that the model should have; 0: not known yet."""
     errors: int = 0
     """Probes in succession that were answered with an error."""
-    on_gpu: bool = False
-    progress: tuple[float, ...] = ()
+    progress: Sequence[float] = ()
     silence: _Silence = field(default_factory=_Silence)
     cpu_s: float = 0.0
     """CPU time of the model's processes when it stopped answering."""
@@ -99,11 +100,17 @@ class _Watched:
     again_at: float = 0.0
     """Time (monotonic) before which the model is not reloaded again."""
 
+    def has_progressed(self, metrics: defaultdict[str, float]) -> bool:
+        """Return whether the model with these `metrics` has made progress since the last call."""
+        before = self.progress
+        self.progress = [metrics[name] for name in ((FORWARDS,) if FORWARDS in metrics else PROGRESS)]
+        return self.progress != before
+
 
 class ServerHealth:
     """Checks the server in a background thread until `stop`; `restart_reason` says why the server must be restarted."""
 
-    def __init__(self, server: TritonServer, log: Callable[[str], None]) -> None:
+    def __init__(self, server: TritonServer, log: Log) -> None:
         self.restart_reason: str | None = None
         """Why the server must be restarted, else None; the checks end once it is set."""
         self._server = server
@@ -170,7 +177,7 @@ class ServerHealth:
                 self._replace_dead(model, watched, processes)
                 return
             # busy, being reloaded, failing, or hung
-            answers = self._progresses(watched, self._metrics(model), scores=model in PROBED_OUTPUTS)
+            answers = watched.has_progressed(self._metrics(model))
             watched.errors = 0 if answers or error.kind is not Failure.FAILED else watched.errors + 1
             if watched.errors >= FAILED_PROBES:
                 self._replace(model, watched, f"{model} answers with errors only ({error})", unload=True)
@@ -206,41 +213,32 @@ class ServerHealth:
             raise ControlPlaneError(f"{model}: its process is gone", Failure.DIED)
         metrics = self._metrics(model)
         if model not in PROBED_OUTPUTS:
-            return not _is_stopped(processes) and self._progresses(watched, metrics, scores=False)
+            return not _is_stopped(processes) and (watched.has_progressed(metrics) or not metrics[WAITING])
         watched.num_instances = watched.num_instances or self._control.num_instances(model)
         if len(processes) < watched.num_instances:
             left = f"{len(processes)} of its {watched.num_instances} processes are left"
             raise ControlPlaneError(f"{model}: {left}", Failure.DIED)
-        lost, watched.on_gpu = metrics.get(LOST, 0.0), GPU_BYTES in metrics
-        watched.lost = lost if watched.lost is None else watched.lost
-        if lost > watched.lost:
+        before, watched.metrics = watched.metrics, metrics
+        if metrics[LOST] > before.get(LOST, math.inf):
             raise ControlPlaneError(f"a process of {model} has lost its device or a rank", Failure.UNUSABLE)
-        counts, forwards = self._control.statistics(model), metrics.get(FORWARDS)
-        before, failed = watched.successes, counts.failure_count > watched.failures
-        moved = counts.success_count != before and forwards != watched.forwards
-        watched.successes, watched.failures, watched.forwards = counts.success_count, counts.failure_count, forwards
-        is_idle = counts.success_count == before and not failed and not watched.silence.missed
-        if not moved and not (is_idle and time.monotonic() < watched.probe_at):
-            is_new = not failed and watched.silence.seconds <= STOPPED_S
+        has_answered, has_failed = metrics[ANSWERED] != before[ANSWERED], metrics[FAILED] > before[FAILED]
+        is_idle = not (has_answered or has_failed or watched.silence.missed)
+        has_scored = has_answered and metrics[FORWARDS] != before[FORWARDS]
+        if not has_scored and not (is_idle and time.monotonic() < watched.probe_at):
+            is_new = not has_failed and watched.silence.seconds <= STOPPED_S
             if is_new and not _runs(processes):  # a probe would be a request that Triton gives up, and the process too
                 return False
             self._control.probe(model, PROBE_TIMEOUT_S)
-            watched.successes += 1
+            metrics[ANSWERED] += 1
             watched.probe_at = time.monotonic() + IDLE_PROBE_S
         return True
 
-    def _progresses(self, watched: _Watched, metrics: Mapping[str, float], *, scores: bool) -> bool:
-        """Return whether a model with these `metrics` has made progress since the last check.
-
-        If it does not score rows, also return True if it has nothing to do.
-        """
-        progress = tuple(metrics.get(name, 0.0) for name in ((FORWARDS,) if FORWARDS in metrics else PROGRESS))
-        moved, watched.progress = progress != watched.progress, progress
-        return moved or (not scores and not metrics.get(WAITING))
-
-    def _metrics(self, model: str) -> dict[str, float]:
-        page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
-        return {name: float(value) for name, labelled, value in page if labelled == model}
+    def _metrics(self, model: str) -> defaultdict[str, float]:
+        found = defaultdict[str, float](float)
+        for name, labels, value in read_metrics(self._server.section.metrics_url):
+            if f'model="{model}"' in labels:
+                found[name] += value
+        return found
 
     def _replace(self, model: str, watched: _Watched, reason: str, *, unload: bool = False) -> None:
         """Reload the model; set `restart_reason` if the load gets no answer or does not help."""
@@ -249,7 +247,8 @@ class ServerHealth:
             return
         self._log(f"{reason}: reloading the model")
         watched.replacements += 1
-        watched.errors, watched.lost, watched.num_instances = 0, None, 0
+        watched.errors = watched.num_instances = 0
+        watched.metrics.pop(LOST, None)  # another process may be lost before the reload ends
         pause_s = restart_pause_s(watched.replacements + 1)
         try:
             timeout_s = self._server.section.start_timeout_s
@@ -270,7 +269,7 @@ class ServerHealth:
 def _longest_silence_s(processes: Sequence[psutil.Process], watched: _Watched, silent_s: float) -> float:
     if _is_stopped(processes):
         return STOPPED_S
-    computes = not watched.on_gpu and _cpu_s(processes) - watched.cpu_s > COMPUTING_CPU_SHARE * silent_s
+    computes = GPU_BYTES not in watched.metrics and _cpu_s(processes) - watched.cpu_s > COMPUTING_CPU_SHARE * silent_s
     return COMPUTING_SILENT_S if computes else SILENT_S
 
 
@@ -334,3 +333,9 @@ def get_page(url: str, path: str) -> str:
         return ""
     finally:
         connection.close()
+
+
+def read_metrics(url: str) -> Iterator[tuple[str, str, float]]:
+    """Yield name, labels as text, and value of each metric that a server exports at `host:port`; none if it is down."""
+    for name, labels, value in _METRIC.findall(get_page(url, "/metrics")):
+        yield name, labels, float(value)

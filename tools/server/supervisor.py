@@ -3,9 +3,10 @@
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.child import Log, restart_pause_s, set_aside_if_large
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
@@ -14,11 +15,11 @@ STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, an
 class SupervisedServer(Protocol):
     """A running server."""
 
+    log_path: Path
+    """Its log, which it opened in append mode."""
+
     def raise_if_dead(self) -> None:
         """Raise ServerStartError if it has ended."""
-
-    def bound_log(self) -> None:
-        """Rotate its log if it is large."""
 
     def kill(self) -> None:
         """Kill it at once."""
@@ -50,9 +51,9 @@ class Supervisor(Generic[S]):
         self,
         start: Callable[[], S],
         *,
-        log: Callable[[str], None],
+        log: Log,
         name: str = "the server",
-        watch: Callable[[S, Callable[[str], None]], ServerWatch] | None = None,
+        watch: Callable[[S, Log], ServerWatch] | None = None,
         lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Start the server.
@@ -89,7 +90,7 @@ class Supervisor(Generic[S]):
         if self._start_at is None:
             reason = self._reason_to_restart()
             if reason is None:
-                self.server.bound_log()
+                set_aside_if_large(self.server.log_path)
                 return
             self._stop_server(reason)
         assert self._start_at is not None

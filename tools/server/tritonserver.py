@@ -21,16 +21,15 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.errors import UNREADABLE
 from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.path_alias import plain_alias, special_prefix
-from rlhf_triton.process import how_ended
 from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import (
+    Check,
+    Child,
+    Log,
     poll_failure,
     relay_lines,
-    set_aside_if_large,
-    start_bound,
     stub_failure,
-    tail,
 )
 from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from rlhf_triton.tools.server.drain import DRAIN_S, drain
@@ -69,8 +68,8 @@ def load_and_probe(
     repository: Path,
     section: ServerSection,
     *,
-    check: Callable[[], None],
-    log: Callable[[str], None],
+    check: Check,
+    log: Log,
 ) -> None:
     """Load the models that are not ready, and return once every model of the repository has answered a request.
 
@@ -141,9 +140,7 @@ def compile_ahead(repository: Path) -> None:
         compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
 
 
-def _load_in_parallel(
-    work: Callable[[str], str], models: set[str], check: Callable[[], None], log: Callable[[str], None]
-) -> None:
+def _load_in_parallel(work: Callable[[str], str], models: set[str], check: Check, log: Log) -> None:
     executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
     try:
         waiting = {executor.submit(work, model) for model in models}
@@ -177,7 +174,7 @@ class TritonServer:
         *,
         backends: Path,
         control_key: str,
-        log: Callable[[str], None] = print,
+        log: Log = print,
         trace_endpoint: str | None = None,
     ) -> None:
         """`backends`: folder from `lay_out_backends`; `log` gets progress and the readable lines of the server's log.
@@ -194,7 +191,7 @@ class TritonServer:
         self._log = log
         self._trace_endpoint = trace_endpoint
         self._regions = Regions()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._stopping = False
         self._follower: threading.Thread | None = None
         self._state_file: Path | None = None
@@ -209,8 +206,8 @@ class TritonServer:
     @property
     def pid(self) -> int:
         """Process id of the server."""
-        assert self._process is not None, "not started"
-        return self._process.pid
+        assert self._child is not None, "not started"
+        return self._child.process.pid
 
     def start(self) -> None:
         """Start the server process in its own session, so that Ctrl-C reaches only the calling process.
@@ -220,18 +217,14 @@ class TritonServer:
         """
         # The kernel sends the parent-death signal when the *thread* that started the child ends.
         assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
-        assert self._process is None, "a server object can start only once"
+        assert self._child is None, "a server object can start only once"
         check_ports(self.section)
         for prefix in remove_abandoned():
             self._log(f"removed the shared memory {prefix}* of a server that was killed")
         compile_ahead(self.repository)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self.log_path.exists():  # it may say why an earlier server died
-            self.log_path.replace(self.log_path.with_suffix(".previous.log"))
-        # Append mode, since `bound_log` truncates the file while the server writes.
-        with self.log_path.open("ab") as log_file:
-            environment, lock = server_environment(self.home), self._regions.lock()
-            self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
+        environment, lock = server_environment(self.home), self._regions.lock()
+        command = self._command()
+        self._child = Child("tritonserver", command, self.log_path, environment, command=(), inherits=[lock])
         self._follower = threading.Thread(
             target=relay_lines,
             args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
@@ -240,7 +233,7 @@ class TritonServer:
         )
         self._follower.start()
 
-    def wait_ready(self, state_file: Path | None = None, check: Callable[[], None] = lambda: None) -> None:
+    def wait_ready(self, state_file: Path | None = None, check: Check = lambda: None) -> None:
         """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
         A server that aborts meanwhile is started once more: rarely, server 2.51 does so on a busy machine, because of a
@@ -260,7 +253,7 @@ class TritonServer:
                 raise
             self._log(f"{fault}\nstarting it once more")
             self.stop()
-            self._process, self._stopping, self._regions = None, False, Regions()
+            self._child, self._stopping, self._regions = None, False, Regions()
             self.section = with_free_ports(self._given)
             self.start()
             self._wait_ready(check)
@@ -270,7 +263,7 @@ class TritonServer:
             state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
             write_json(state_file, state, durable=False)
 
-    def _wait_ready(self, check: Callable[[], None]) -> None:
+    def _wait_ready(self, check: Check) -> None:
         def check_start() -> None:
             check()
             if failure := stub_failure(self.log_path):
@@ -309,20 +302,12 @@ class TritonServer:
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the server runs or before it is started."""
-        return None if self._process is None else self._process.poll()
+        return None if self._child is None else self._child.poll()
 
     def raise_if_dead(self) -> None:
         """Raise ServerStartError, with the last lines of the log, if the process has ended."""
-        code = self.poll()
-        if code is None:
-            return
-        raise ServerStartError(
-            f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
-        )
-
-    def bound_log(self) -> None:
-        """Rotate the log if it is large."""
-        set_aside_if_large(self.log_path)
+        if self._child is not None and self._child.poll() is not None:
+            raise ServerStartError(self._child.exit_message())
 
     def drain(self, give_up: Callable[[], bool]) -> None:
         """Refuse further requests and wait up to `DRAIN_S` for those in flight; see `drain` for what ends the wait."""
@@ -337,22 +322,16 @@ class TritonServer:
 
     def kill(self) -> None:
         """Kill the server at once, without the grace period of `stop`; call `stop` afterwards to clean up."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._child is not None:
+            self._child.process.kill()
+            self._child.process.wait()
 
     def stop(self) -> None:
         """Stop the server; return once all its processes have ended and its shared memory is removed."""
-        if self._process is None:
+        if self._child is None:
             return
         self._stopping = True
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(EXIT_TIMEOUT_S + KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._child.stop(signal.SIGTERM, EXIT_TIMEOUT_S + KILL_AFTER_S)
         self._kill_stubs()
         self._regions.remove()
         if self._state_file is not None:
@@ -387,9 +366,9 @@ class TritonServer:
 
     def raise_if_dying(self) -> None:
         """Like `raise_if_dead`, for a server whose connections have just broken."""
-        assert self._process is not None
+        assert self._child is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # the connection breaks a moment before the exit code is available
+            self._child.process.wait(1.0)  # the connection breaks a moment before the exit code is available
         self.raise_if_dead()
 
 

@@ -5,11 +5,10 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_triton.config import ConfigError, RunConfig
-from rlhf_triton.tools.server.child import Child
+from rlhf_triton.tools.server.child import Check, Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
@@ -49,18 +48,16 @@ def check_vllm(config: RunConfig) -> None:
 class VllmServer:
     """One `vllm serve` on loopback; a `Supervisor` owns it."""
 
-    def __init__(self, config: RunConfig, url: str, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: RunConfig, url: str, check: Check = lambda: None) -> None:
         """Start it at `url` and return once the model is loaded; an exception of `check` ends the start.
 
         Raises ServerStartError if it ends instead; nothing is left running.
         """
         devices = config.actor.generation.vllm.cuda_devices
         environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
-        log_path = config.run.logs_dir / "vllm.log"
-        if log_path.exists():  # it may say why an earlier server died
-            log_path.replace(log_path.with_suffix(".previous.log"))
+        self.log_path = config.run.logs_dir / "vllm.log"
         command = [str(shutil.which(config.actor.generation.vllm.command))]
-        self._child = Child("vLLM server", vllm_arguments(config, url), log_path, environment, command=command)
+        self._child = Child("vLLM server", vllm_arguments(config, url), self.log_path, environment, command=command)
         try:
             while get_page(url, "/health") != "OK":
                 check()
@@ -79,10 +76,6 @@ class VllmServer:
         """Raise ServerStartError, with the last lines of the log, if the process has ended."""
         if self._child.poll() is not None:
             raise ServerStartError(self._child.exit_message())
-
-    def bound_log(self) -> None:
-        """Rotate the log if it is large."""
-        self._child.bound_log()
 
     def kill(self) -> None:
         """Kill the server and its processes, which survive it if it is killed."""

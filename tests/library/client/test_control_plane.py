@@ -64,14 +64,14 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(server, cont
             control.load("critic", parameters={"weights_version": value}, timeout_s=120)
     assert control.probe("critic", 120, OUTPUTS)["weights_version"] == 8
     assert control.is_ready("critic")
-    for ask in (functools.partial(control.load, timeout_s=120), control.statistics):
+    for ask in (functools.partial(control.load, timeout_s=120), control.config):
         with pytest.raises(ControlPlaneError, match="'nothing'"):
             ask("nothing")
     free = with_free_ports(server.section.model_copy(update={"grpc_port": 0})).grpc_url
     with ControlPlane(free) as lost:
         assert not lost.is_live()
         with pytest.raises(ControlPlaneError, match=f"critic: the server on {free} cannot be reached"):
-            lost.statistics("critic")
+            lost.config("critic")
 
 
 def test_probe_accepts_only_the_models_own_refusal(server, control):
@@ -147,7 +147,7 @@ def test_control_calls_have_deadlines_and_a_hanging_load_blocks_no_other(server,
         with pytest.raises(ControlPlaneError, match=r"hanging could not be loaded: no answer within 1 s"):
             control.load("hanging", parameters={"nonce": nonce}, timeout_s=1)
     assert control.probe("hanging", 120, OUTPUTS)["values"].size  # the old process serves on
-    for ask in (control.is_ready, control.statistics, control.active_parameters):
+    for ask in (control.is_ready, control.config):
         with contextlib.suppress(ControlPlaneError):  # an answer or an error, but not a hang
             ask("hanging")
     assert control.probe("critic", 120, OUTPUTS)["values"].size
