@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.record_log import StoredRecord, openings_of, read_records, record_at
+from rlhf_triton.store.record_log import Place, StoredRecord, openings_of, read_records, record_at
 
 GROUP = "group"
 STEP = "step"
@@ -31,7 +31,6 @@ SAMPLING = (
     ("sources",),
 )
 """Entries of an opening that decide how responses are sampled."""
-Place = tuple[int, int]  # segment and position of a record
 
 
 def samples_of(run_dir: Path) -> Path:
@@ -69,7 +68,6 @@ def describe_samples(folder: Path, step: int) -> str:
 class RecordedSteps:
     """The complete steps of a range, and where they and their groups are."""
 
-    folder: Path
     openings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by step
     steps: dict[int, Place] = field(default_factory=dict)
     groups: dict[tuple[int, int], Place] = field(default_factory=dict)  # by step and number
@@ -77,34 +75,29 @@ class RecordedSteps:
 
     def step(self, step: int) -> StoredRecord:
         """Return the record of a step."""
-        return self._read(self.steps[step])
+        return record_at(self.steps[step])
 
     def group(self, step: int, number: int) -> StoredRecord:
         """Return the record of a group."""
-        return self._read(self.groups[step, number])
-
-    def _read(self, place: Place) -> StoredRecord:
-        record = record_at(self.folder, *place)
-        assert record is not None, "`find_steps` has read it"
-        return record
+        return record_at(self.groups[step, number])
 
 
 def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
     """Find the steps from `first` to `last` whose records are complete; skip damaged records and foreign segments."""
-    found, numbers = RecordedSteps(folder), dict[int, list[int]]()
+    found, numbers = RecordedSteps(), dict[int, list[int]]()
     openings = openings_of(folder, found.damage.append)
     start = first_segment(openings, first - 1)
     for number, opening in openings.items():
         later = [other["resumed"] for other in openings.values() if other["session"] > opening["session"]]
-        for position, record in read_records(folder, number, found.damage.append) if number >= start else ():
+        for place, record in read_records(folder, number, found.damage.append) if number >= start else ():
             step = record.header["step"]
             if record.header["kind"] in ("opening", SAMPLED) or not first <= step <= min([last, *later]):
                 continue
             if record.header["kind"] == STEP:
-                found.steps[step], found.openings[step] = (number, position), opening
+                found.steps[step], found.openings[step] = place, opening
                 numbers[step] = record.header["groups"]
             else:
-                found.groups[step, record.header["number"]] = (number, position)
+                found.groups[step, record.header["number"]] = place
     for step, groups in numbers.items():
         if any((step, group) not in found.groups for group in groups):
             del found.steps[step]

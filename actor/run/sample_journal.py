@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,12 +106,14 @@ class SampleJournal:
         self._before = self._state_now()
         self._numbers = [*range(first, first + len(groups))]
         self._seed = self._state.inputs.seed_of(step)
-        for number, group in zip(self._numbers, groups, strict=True):
-            self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
+        about = {"step": step, "seed": self._seed}
+        pairs = [*zip(self._numbers, groups, strict=True)]
+        self._append(lambda: [record_of(group, number=number, **about) for number, group in pairs])
 
     def add_sampled(self, number: int, seed: int, group: Group) -> None:
         """Record a group as it was sampled, not scored; `number`: its place in the order of prompts."""
-        self._append(partial(record_of, group, kind=SAMPLED, step=self._step, number=number, seed=seed))
+        about = {"kind": SAMPLED, "step": self._step, "number": number, "seed": seed}
+        self._append(lambda: [record_of(group, **about)])
 
     def sampled(self, step: int) -> dict[int, tuple[int, Group]]:
         """Return the seed and the group, by number, of groups that a run that resumes after `step` need not sample.
@@ -141,19 +142,19 @@ class SampleJournal:
             after=self._state_now(),
             inputs=self._state.inputs.state(step),
         )
-        self._append(lambda: record)
+        self._append(lambda: [record])
 
     def _state_now(self) -> dict[str, Any]:
         return state_of(self._state.policy, self._state.shaper, self._state.kl)
 
-    def _append(self, encode: Callable[[], StoredRecord]) -> None:
+    def _append(self, encode: Callable[[], list[StoredRecord]]) -> None:
         assert self._log is not None, "call `resume` first"
         self._pending.append(self._log.append(encode))
 
     async def durable(self) -> None:
         """Wait until all records are on disk. Raises OSError if the disk has refused one."""
         pending, self._pending = self._pending, []
-        await asyncio.gather(*map(asyncio.wrap_future, pending))
+        await asyncio.to_thread(lambda: [future.result() for future in pending])
 
     def prune(self, step: int) -> None:
         """Begin a segment after the checkpoint of `step`; remove the segments before the oldest checkpoint.

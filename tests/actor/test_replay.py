@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import itertools
 import os
 import re
 import shutil
@@ -29,10 +28,9 @@ from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import find_changes, write_settings
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.config import RunConfig, load_config, parse_config
-from rlhf_triton.store import record_log
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
+from rlhf_triton.store.record_log import PREFIX, RecordLog, StoredRecord, read_records, segments
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.replay import main, replay, sections_of
@@ -123,7 +121,7 @@ def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypat
     sync = os.fsync
 
     def slowly(descriptor: int) -> None:
-        if threading.current_thread().name == "record-log":
+        if threading.current_thread().name.startswith("record-log"):
             time.sleep(0.3)
         sync(descriptor)
 
@@ -143,9 +141,12 @@ def test_steps_before_a_resume_are_void(tmp_path):
     for session, resumed, steps in ((1, 0, (1, 2, 3)), (2, 1, (2,))):
         log = RecordLog(tmp_path, {"kind": "opening", "session": session, "resumed": resumed, "step": resumed})
         for step in steps:
-            log.append(lambda step=step: StoredRecord({"kind": "step", "step": step, "groups": []}))
+            log.append(lambda step=step: [StoredRecord({"kind": "step", "step": step, "groups": []})])
         log.close()
-    assert {step: segment for step, (segment, _) in find_steps(tmp_path, 1, 3).steps.items()} == {1: 1, 2: 2}
+    assert {step: place.path.parent.name for step, place in find_steps(tmp_path, 1, 3).steps.items()} == {
+        1: "1",
+        2: "2",
+    }
 
 
 def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> None:
@@ -156,7 +157,7 @@ def rewrite(folder: Path, change: Callable[[StoredRecord], StoredRecord]) -> Non
         (opening, *records) = [record for _, record in read_records(old, number)]
         log = RecordLog(samples_of(folder), opening.header)
         for record in records:
-            log.append(lambda record=record: change(record))
+            log.append(lambda record=record: [change(record)])
         log.close()
 
 
@@ -206,8 +207,8 @@ def test_differing_environment_is_named(copy, monkeypatch, capsys):
 
 def flip_a_bit(run: Path) -> None:
     """In the log-probs of the first group."""
-    path = path_of(samples_of(run), 1)
-    record = next(record for _, record in read_records(samples_of(run), 1) if record.header["kind"] == "group")
+    records = read_records(samples_of(run), 1)
+    path, record = next((place.path, record) for place, record in records if record.header["kind"] == "group")
     data = bytearray(path.read_bytes())
     data[data.index(record.arrays["logprobs"].tobytes())] ^= 1
     path.write_bytes(bytes(data))
@@ -223,16 +224,16 @@ def flip_a_bit(run: Path) -> None:
     ],
 )
 def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, capsys):
-    path = path_of(samples_of(copy), 1)
-    data = bytearray(path.read_bytes())
-    places = [(position, record.header) for position, record in read_records(samples_of(copy), 1)]
-    mark_of_the_end = len(data) - record_log.PREFIX.size
-    (begin, _), (end, _) = next(
-        pair
-        for pair in itertools.pairwise([*places, (mark_of_the_end, {})])
-        if (pair[0][1]["kind"], pair[0][1]["step"]) == (kind, 2)
+    place = next(
+        place
+        for place, record in read_records(samples_of(copy), 1)
+        if (record.header["kind"], record.header["step"]) == (kind, 2)
     )
-    data[{"prefix": begin + 9, "header": begin + record_log.PREFIX.size + 9, "end": end - 1}[part]] ^= 1
+    path, begin = place.path, place.position
+    data = bytearray(path.read_bytes())
+    size, _ = PREFIX.unpack(data[begin : begin + PREFIX.size])
+    last = begin + PREFIX.size + size - 1
+    data[{"prefix": begin + 5, "header": begin + PREFIX.size + 9, "end": last}[part]] ^= 1
     path.write_bytes(bytes(data))
     assert main([str(copy), "--step", "1"]) == 0
     assert main([str(copy), "--step", "2"]) == 2
@@ -258,13 +259,13 @@ def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, ca
         ("--step 5", None, "or actor.keep_checkpoints (3) no longer keeps it; steps 1 to 4 can be replayed"),
         ("--step 2 --fork {run}/new actor.policy.lora_rank=4", None, "actor.policy.lora_rank cannot change after the"),
         ("--step 2 --fork {run}/new actor.algorithm.name=ppo", None, "ppo needs a critic, and {run} has none; choose"),
-        ("--step 1", lambda run: path_of(samples_of(run), 1).unlink(), "lacks step 1, which a replay of step 1 needs"),
+        ("--step 1", lambda run: shutil.rmtree(samples_of(run) / "1"), "lacks step 1, which a replay of step 1 needs"),
         (
             "--step 1",
             lambda run: shutil.rmtree(samples_of(run)),
             "has no samples, so no step of this run can be replayed",
         ),
-        ("--step 1", lambda run: path_of(samples_of(run), 1).write_text("a diary"), "is not a log of records"),
+        ("--step 1", lambda run: (samples_of(run) / "1" / "1").write_text("a diary"), "is not a log of records"),
         ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
@@ -285,9 +286,8 @@ def test_run_in_progress_is_not_replayed(copy, capsys):
     assert "is the folder of a run in progress; stop it" in capsys.readouterr().err
 
 
-def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path, monkeypatch):
-    """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept; segments of any size."""
-    monkeypatch.setattr(record_log, "SEGMENT_BYTES", 20_000)
+def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
+    """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept."""
     first, *later = simulate(tmp_path, 300, starts=3)
     assert all(start.most_bytes < 1.1 * first.most_bytes for start in later)
     folder = samples_of(tmp_path)
@@ -397,7 +397,7 @@ def test_fork_keeps_a_default_that_replaces_a_published_value():
 
 def test_damaged_samples_are_set_aside_at_a_resume(copy, caplog):
     samples = samples_of(copy)
-    path = path_of(samples, min(segments(samples)))
+    path = samples / str(min(segments(samples))) / "1"
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(data)

@@ -378,15 +378,14 @@ class TestSamples:
         failed = replace(a_sample([3, 4, 5], 2, name="a<b>"), score=Score(failure="too late"))
         whole, failed = (replace(row, prompt=replace(row.prompt, text="<b>It</b> " * 100)) for row in (whole, failed))
         for step in range(1, num_steps + 1):
-            for number in range(3):
-                group = Group(((whole,), (failed,)))
-                log.append(partial(record_of, group, step=step, number=number, seed=0))
+            group = Group(((whole,), (failed,)))
+            records = [record_of(group, step=step, number=number, seed=0) for number in range(3)]
             size = len(tokens) - 1 + 2  # positions of a group
             arrays = {"advantages": np.tile(np.arange(size, dtype=np.float32), 3)}
             if recomputes:
                 arrays["old_logprobs"] = np.full(3 * size, math.log(0.25), np.float32)
             header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0}
-            log.append(partial(StoredRecord, header, arrays))
+            log.append(partial(list, [*records, StoredRecord(header, arrays)]))
         log.close()
         return run_dir
 
