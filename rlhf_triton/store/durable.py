@@ -56,7 +56,6 @@ def staged_file(
     folder: Path,
     parts: Iterable[bytes | memoryview],
     *,
-    first: Callable[[], bytes] | None = None,
     durable: bool = True,
     mode: int = 0o666,
 ) -> Iterator[Path]:
@@ -66,17 +65,12 @@ def staged_file(
     distinguish a live writer's file from one that a crash left behind.
 
     Args:
-        first: called after `parts` are synced; the returned bytes replace the first part and must have the same length.
         durable: whether to fsync the content.
         mode: permissions of the file, before the umask.
     """
     path, descriptor = _locked_temporary(folder, mode)
     try:
         write_all(descriptor, parts)
-        if first is not None:
-            os.fsync(descriptor)  # the slow sync runs before `first`; the one below then flushes a single block
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            write_all(descriptor, [first()])
         if durable:
             os.fsync(descriptor)
         yield path

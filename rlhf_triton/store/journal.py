@@ -33,10 +33,10 @@ from rlhf_triton.store.journal_entry import (
     Entry,
     Kind,
     Result,
-    TrainingFile,
     entries_in,
     metadata_in,
     read_training_file,
+    training_file,
 )
 from rlhf_triton.store.ownership import Sender, owners_after, refuse_superseded
 from rlhf_triton.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractError
@@ -242,14 +242,12 @@ class Journal(JournalState):
         run_id: str | None,
         step: int | None,
         sender: Sender | None = None,
-        check: Callable[[], None] = lambda: None,
         traceparent: str | None = None,
     ) -> Entry:
         """Write a training step durably and return its entry (the existing one if the step was sent before).
 
-        `check` runs in another thread while the file is written. If it raises, the step is not accepted and the
-        exception propagates. `traceparent` is stored with the entry but is not part of its content, so a request may be
-        repeated with another trace.
+        `traceparent` is stored with the entry but is not part of its content, so a request may be repeated with another
+        trace.
 
         Raises:
             ContractError: `run_id` is another run's; `step` was accepted with other content or would leave a gap; a
@@ -257,21 +255,17 @@ class Journal(JournalState):
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
-        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None)
-        try:
-            return self._accept(file, step, sender)
-        finally:
-            file.close()  # if the check failed, its exception replaces the conflict's
-
-    def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
-        known = self._known_step(file, step)
+        digest = payload.digest()
+        known = self._known_step(digest, step)
         if known is not None:
             return known
         self._make_folders()
-        with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
+        trace = {TRACEPARENT_HEADER: traceparent} if traceparent else {}
+        file = training_file(payload, {DIGEST: digest, **trace})
+        with durable.staged_file(self._entries, [file]) as staged, self._accepting():
             refuse_superseded(sender, self.owners(), self.run_id)
             # Checked again under the lock: another request or a rewind may have arrived while the payload was written.
-            known = self._known_step(file, step)
+            known = self._known_step(digest, step)
             if known is not None:
                 return known
             entry = Entry(self.last_step() + 1, 0, "train")
@@ -279,14 +273,14 @@ class Journal(JournalState):
         durable.sync_directory(self._entries)
         return entry
 
-    def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
+    def _known_step(self, digest: str, step: int | None) -> Entry | None:
         """Return the existing entry if `step` was already accepted with the same content; None if it is the next step.
 
         Raises ContractError for all other steps, and for the next step while a rewind is in progress.
         """
         last = self.last_step()
         if step is not None and step <= last:
-            return self._known(step, file, last)
+            return self._known(step, digest, last)
         if step is not None and step > last + 1:
             raise ContractError(
                 f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
@@ -484,10 +478,10 @@ class Journal(JournalState):
                 "run.run_id, or start a separate critic for it"
             )
 
-    def _known(self, step: int, file: TrainingFile, last: int) -> Entry:
+    def _known(self, step: int, digest: str, last: int) -> Entry:
         entry = Entry(step, 0, "train")
         known = self._digest(entry)
-        if known is not None and (known == DAMAGED or file.matches(known)):  # the sidecar's result reports the damage
+        if known in (DAMAGED, digest):  # the sidecar's result reports the damage
             return entry
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise ContractError(

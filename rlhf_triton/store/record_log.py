@@ -159,7 +159,8 @@ def record_at(place: Place) -> StoredRecord:
 
 def encoded(record: StoredRecord) -> bytes:
     """Return the payload of a record."""
-    return save({**record.arrays}, {"record": json.dumps(record.header, default=np.generic.item)})
+    arrays = {name: np.ascontiguousarray(array) for name, array in record.arrays.items()}  # as `save` needs them
+    return save(arrays, {"record": json.dumps(record.header, default=np.generic.item)})
 
 
 def decoded(payload: bytes) -> StoredRecord:
