@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-MOST_PARTS = os.sysconf("SC_IOV_MAX")  # buffers per writev call
 TEMPORARY_SUFFIX = ".tmp"
 REPLACED = ".replaced-"
 INT64_MAX = (1 << 63) - 1
@@ -70,7 +68,8 @@ def staged_file(
     """
     path, descriptor = _locked_temporary(folder, mode)
     try:
-        write_all(descriptor, parts)
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.writelines(parts)
         if durable:
             os.fsync(descriptor)
         yield path
@@ -314,18 +313,3 @@ def _locked_temporary(folder: Path, mode: int) -> tuple[Path, int]:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
-    """Write `parts` at the current file position with writev, without concatenating them in memory."""
-    not_empty = filter(len, parts)
-    while left := [memoryview(part).cast("B") for part in itertools.islice(not_empty, MOST_PARTS)]:
-        while left:
-            written = os.writev(descriptor, left)
-            done = 0
-            while done < len(left) and written >= len(left[done]):
-                written -= len(left[done])
-                done += 1
-            left = left[done:]
-            if written:  # writev stopped within a part
-                left[0] = left[0][written:]

@@ -33,7 +33,7 @@ import rlhf_triton.tools.run
 from rlhf_triton import digests
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import weights
-from rlhf_triton.store.durable import TEMPORARY_SUFFIX, create_file, remove_folder, sweep, write_folder
+from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
@@ -149,12 +149,6 @@ def test_checkpoints_and_versions_are_synced_before_their_rename(make, synced):
     synced.clear()
     rig.checkpoints.drop_after(1)  # the sidecar writes elsewhere
     assert [path for path in synced if path.is_relative_to(rig.checkpoints.root)][-1] == rig.checkpoints.root
-
-
-def test_create_file_continues_after_a_partial_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:4]))
-    create_file(tmp_path / "file", b"abc", b"", b"defghijk", b"lm")
-    assert (tmp_path / "file").read_bytes() == b"abcdefghijklm"
 
 
 # ---- a folder that replaces another ----
