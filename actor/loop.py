@@ -19,8 +19,7 @@ from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
-from rlhf_triton.actor.policy.checkpoint import RunState
-from rlhf_triton.actor.run.checkpoints import RunCheckpoints
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
 from rlhf_triton.actor.run.metrics import ActorMetrics, Timers

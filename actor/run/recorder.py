@@ -15,7 +15,7 @@ from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of
-from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.learning_warnings import LearningWarnings
 from rlhf_triton.actor.run.metrics import (
     TIMELINE_FILE,

@@ -17,14 +17,14 @@ from rlhf_triton.actor.algorithms.batch import critic_payload, make_batch
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
-from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, conversations_of, rows_of
 from rlhf_triton.actor.data.sample_records import describe_damage, group_of
-from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, reference_fingerprint, save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, reference_of, save_checkpoint
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
-from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, state_of, step_record
+from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, step_record
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
@@ -112,17 +112,17 @@ class Replay:
             if self._found.openings[step]["settings"] != opening["settings"]:  # the run has resumed with others
                 opening = self._found.openings[step]
                 with tempfile.TemporaryDirectory() as folder:
-                    self._policy.trained.save(folder)
-                    self._load(_settings_of(opening), Path(folder), self._state())
+                    self._state.policy.trained.save(folder)
+                    self._load(_settings_of(opening), Path(folder), self._state.numbers())
             self.environment = opening["environment"]
             start = time.monotonic()
             recorded = self._found.step(step)
             replayed, rows, payload = self._train(recorded.header)
-            trained = self._policy.trained
+            trained = self._state.policy.trained
             names = {"weights": sorted(trained.weights()), "optimizer": sorted(trained.state())}
             difference = difference_of(recorded, replayed, rows, names)
             has_weights = bool(recorded.arrays["weights"].size)
-            packed = None if payload is None else train_payload(payload, Limits(self._policy.vocab_size))
+            packed = None if payload is None else train_payload(payload, Limits(self._state.policy.vocab_size))
             yield ReplayedStep(step, difference, packed, has_weights, time.monotonic() - start)
             if difference:
                 return
@@ -134,18 +134,8 @@ class Replay:
 
     def save(self, config: RunConfig) -> None:
         """Write the state after the last step as a checkpoint of a new run, whose settings are `config`."""
-        step = self._steps[-1]
-        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
-        about = {
-            "step": step,
-            "run_id": config.run.identity,
-            "critic_step": step,
-            "weights_version": 0,
-            "reference": str(config.reference.model),
-            "reference_fingerprint": reference_fingerprint(config, self._policy),
-        }
-        state = RunState(self._policy, self._shaper, self._kl, inputs)
-        save_checkpoint(actor_checkpoints(config.run.dir), state, about, keep=1)
+        about = {"run_id": config.run.identity, "weights_version": 0, **reference_of(config, self._state.policy)}
+        save_checkpoint(actor_checkpoints(config.run.dir), self._state, self._steps[-1], about, keep=1)
 
     def differing_environment(self) -> list[str]:
         """Return a line for each part of the environment that is not as it was in the run."""
@@ -156,12 +146,12 @@ class Replay:
             if self.environment.get(name) != now.get(name)
         ]
 
-    def _load(self, config: RunConfig, checkpoint: Path | None, state: Mapping[str, Any] | None = None) -> None:
+    def _load(self, config: RunConfig, checkpoint: Path | None, numbers: Mapping[str, Any] | None = None) -> None:
         """Create the policy under these settings.
 
         Args:
             checkpoint: with the trained weights; None: as at the start of the run.
-            state: from `state_of`; default: that of the checkpoint, which is verified.
+            numbers: from `RunState.numbers`; default: those of the checkpoint, which is verified.
         """
         actor = config.actor
         torch.set_num_threads(actor.threads)
@@ -169,32 +159,28 @@ class Replay:
         self.config = config
         self._method = Method.from_settings(actor.algorithm, actor.kl)
         torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, as in the run
-        self._policy = Policy(actor, longest_row=config.longest_row)
-        self._update = PolicyUpdate(actor, self._policy, self._method)
-        self._shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
-        self._kl = KLControl(actor.kl.coef, target=actor.kl.target)
+        policy = Policy(actor, longest_row=config.longest_row)
+        self._update = PolicyUpdate(actor, policy, self._method)
+        shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
+        kl = KLControl(actor.kl.coef, target=actor.kl.target)
+        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
+        self._state = RunState(policy, shaper, kl, inputs)
         if checkpoint is not None:
-            state = state or check_checkpoint_of(self._policy, checkpoint)
-            self._policy.trained.load(checkpoint, state["optimizer_step"])
-            if self._kl.target is not None:
-                self._kl.coef = state["kl_coef"]
-            self._shaper.moments = RunningMoments(*state["reward_moments"])
-
-    def _state(self) -> dict[str, Any]:
-        return state_of(self._policy, self._shaper, self._kl)
+            self._state.restore(checkpoint, numbers or check_checkpoint_of(policy, checkpoint))
 
     def _train(self, header: Mapping[str, Any]) -> tuple[StoredRecord, list[RolloutRow], dict[str, np.ndarray] | None]:
         """Train on the groups of a step; return its record, the rows that the policy learned from, and the payload.
 
         `header`: of the recorded step. As `PPORun.one_step`.
         """
-        step, before, environment = header["step"], self._state(), self.config.environment
+        state, step, environment = self._state, header["step"], self.config.environment
+        before = state.numbers()
         groups = [group_of(self._found.group(step, number)) for number in header["groups"]]
         batch = make_batch(
             groups,
             self._method,
-            self._shaper,
-            kl_coef=self._kl.coef,
+            state.shaper,
+            kl_coef=state.kl.coef,
             truncated="score" if environment is None else environment.truncated,
             num_dropped=header["num_dropped"],
         )
@@ -205,14 +191,14 @@ class Replay:
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
         update: dict[str, float] = {}
         if step > self.config.actor.algorithm.critic_warmup_steps:
-            metrics = rollout_metrics(kept, batch, kl_coef=self._kl.coef)
-            update = self._update.run(batch, seed=header["seed"], kl_coef=self._kl.coef)
+            metrics = rollout_metrics(kept, batch, kl_coef=state.kl.coef)
+            update = self._update.run(batch, seed=header["seed"], kl_coef=state.kl.coef)
             kl_per_sequence = metrics.get("train_rollouts/init_policy_kl_per_sequence")
             if kl_per_sequence is not None:
-                self._kl.update(kl_per_sequence, len(conversations))
+                state.kl.update(kl_per_sequence, len(conversations))
         results = StepResults(batch, header["num_dropped"], payload, update, self._update.old_logprobs)
-        about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": self._state()}
-        return step_record(self._policy, step, results, **about), rows, payload
+        about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": state.numbers()}
+        return step_record(state.policy, step, results, **about), rows, payload
 
 
 def _origin(step: int) -> str:

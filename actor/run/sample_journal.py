@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlhf_triton.actor.algorithms.losses import KLControl
-from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import group_of, record_of
-from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.recorded_steps import (
     KEPT,
     OLD_LOGPROBS,
@@ -103,7 +101,7 @@ class SampleJournal:
         """Record the groups of a step, in the order of their prompts, before its batch is made."""
         first = self._state.inputs.positions_after(step - 1).prompts
         self._step = step
-        self._before = self._state_now()
+        self._before = self._state.numbers()
         self._numbers = [*range(first, first + len(groups))]
         self._seed = self._state.inputs.seed_of(step)
         about = {"step": step, "seed": self._seed}
@@ -139,13 +137,10 @@ class SampleJournal:
             groups=self._numbers,
             seed=self._seed,
             before=self._before,
-            after=self._state_now(),
+            after=self._state.numbers(),
             inputs=self._state.inputs.state(step),
         )
         self._append(lambda: [record])
-
-    def _state_now(self) -> dict[str, Any]:
-        return state_of(self._state.policy, self._state.shaper, self._state.kl)
 
     def _append(self, encode: Callable[[], list[StoredRecord]]) -> None:
         assert self._log is not None, "call `resume` first"
@@ -172,15 +167,6 @@ class SampleJournal:
         """Wait until all records are on disk, or have failed."""
         if self._log is not None:
             self._log.close()
-
-
-def state_of(policy: Policy, shaper: RewardShaper, kl: KLControl) -> dict[str, Any]:
-    """Return the numbers among the state that a step changes, named as in a checkpoint."""
-    return {
-        "optimizer_step": policy.trained.optimizer_step,
-        "kl_coef": kl.coef,
-        "reward_moments": shaper.moments.state(),
-    }
 
 
 def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:

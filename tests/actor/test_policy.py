@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, rows_of
-from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.checkpoints import save_checkpoint
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import end_of_sequence
@@ -72,7 +72,7 @@ def trained(folder: Path, **settings: Any) -> tuple[Policy, list[RolloutRow]]:
 
 
 def save(root: Path, policy: Policy, step: int = 1) -> Path:
-    save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
+    save_checkpoint(root, states(policy), step, {}, keep=5)
     return root / str(step)
 
 

@@ -54,11 +54,9 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
             },
         }
     )
-    moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
     state: Any = SimpleNamespace(
-        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
-        shaper=SimpleNamespace(moments=moments),
-        kl=SimpleNamespace(coef=0.0),
+        policy=SimpleNamespace(fingerprint=""),
+        numbers=dict,
         inputs=SimpleNamespace(
             seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step), fingerprints={}
         ),
