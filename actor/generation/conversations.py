@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.row_sources import ROW_STEP, JobRows, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
 from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -283,7 +283,7 @@ def seed_of(seed: int, prompt: Prompt) -> int:
     return int(np.random.SeedSequence([seed, zlib.crc32(prompt.prompt_id.encode())]).generate_state(1)[0] >> 1)
 
 
-class ConversationSource(JobRows):
+class ConversationSource(RowSource):
     """Conversations with environments, as the source of the decoder's rows."""
 
     def __init__(self, runner: ConversationRunner) -> None:
@@ -294,7 +294,6 @@ class ConversationSource(JobRows):
         self._lockstep = runner.lockstep
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
-        self._draws: dict[int, dict[int, Iterator[float]]] = {}  # by conversation and row
         self._not_started = deque[int]()  # in this order they start, once there is room for their environments
         self._awaited = set[int]()
         self._tasks: dict[int, Future[None]] = {}
@@ -308,15 +307,6 @@ class ConversationSource(JobRows):
         for number, prompt in prompts.items():
             conversation = self._run_conversation(self._runner, number, prompt, job.seed)
             self._tasks[number] = asyncio.run_coroutine_threadsafe(conversation, self._loop)
-
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the draws of a row's tokens, which its later turns continue; None if it is greedy."""
-        if self.is_greedy(row):
-            return None
-        rows = self._draws.setdefault(row % ROW_STEP, {})
-        if row not in rows:
-            rows[row] = uniform_draws(*self.seed_of(row))
-        return rows[row]
 
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         """Hand a turn of the policy to its conversation; called by the decoding thread."""
@@ -344,7 +334,6 @@ class ConversationSource(JobRows):
             if isinstance(arrival, _FinishedConversation):
                 self._awaited.discard(arrival.number)
                 self._awaited |= {self._not_started.popleft()} if self._not_started else set()
-                self._draws.pop(arrival.number, None)
                 del self._tasks[arrival.number]
                 ready = self._without(arrival.number, ready)
                 self.finish(arrival.number, arrival.conversation)
