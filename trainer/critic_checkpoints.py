@@ -17,7 +17,7 @@ ARCHIVE_ENTRIES = 100  # trained steps for `critic.pretrain` of later runs, at 2
 KEEP_REQUESTED = 3  # the newest checkpoints, if critic_save does not list those still needed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticCheckpoints:
     """Writes the checkpoints of one critic; removes old ones, and the journal entries that they replace."""
 

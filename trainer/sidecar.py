@@ -39,7 +39,14 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
         publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_block=progress.show_block)
         critic = CriticState(config, store, journal, folder, progress, ranks)
-        checkpoints = CriticCheckpoints(settings.checkpoint_every, critic, folder, store, journal, progress)
+        checkpoints = CriticCheckpoints(
+            every=settings.checkpoint_every,
+            critic=critic,
+            folder=folder,
+            store=store,
+            journal=journal,
+            progress=progress,
+        )
         versions = CriticVersions(settings.publish.every, critic, publisher, store, progress)
         set_log_position(version=versions.current())
         critic.restore_at_start()

@@ -19,7 +19,6 @@ def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float)
     conversations = conversations_of(groups)
     rows = rows_of(conversations)
     metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
-    assert batch.conversations is not None
     counted = [conversations[i] for i in batch.conversations[batch.mask.any(-1)].unique().tolist()]
     kl_per_sequence = sequence_kl(counted)
     if batch.kl is not None and kl_per_sequence is not None:

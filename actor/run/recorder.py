@@ -126,8 +126,8 @@ class Recorder:
         )
         if failed := describe_failures(everything):
             logger.warning("step %d: %s", step, failed)
-        contributing = await asyncio.to_thread(_contributing_conversations, batch)
-        self._warnings.check(step, line, conversations, contributing)
+        contributing = await asyncio.to_thread(lambda: batch.conversations[batch.policy_weights.any(-1)].tolist())
+        self._warnings.check(step, line, conversations, {*contributing})
         return kl_per_sequence
 
     def _critic_metrics(self, conversations: Sequence[Conversation], step: int) -> dict[str, Metric]:
@@ -171,9 +171,3 @@ class Recorder:
             "failed_critic_updates": self._critic.num_failed_updates,
             **await self.validations.last_explained_variance(scorer),
         }
-
-
-def _contributing_conversations(batch: PPOBatch) -> set[int]:
-    """Return the indices of the conversations that contribute to the policy's update."""
-    assert batch.conversations is not None
-    return {*batch.conversations[batch.policy_weights.any(-1)].tolist()}

@@ -59,7 +59,10 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), **changes: Tensor) 
         returns=zeros,
         prev_values=zeros,
         kl=zeros,
+        groups=torch.arange(len(LENGTHS)),
+        versions=torch.full((len(LENGTHS),), -1),
         positive=positive,
+        conversations=torch.arange(len(LENGTHS)),
     )
     return replace(batch, **changes)
 

@@ -88,6 +88,10 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
         returns=zeros,
         prev_values=zeros,
         kl=zeros,
+        groups=torch.arange(len(lengths)),
+        versions=torch.full((len(lengths),), -1),
+        positive=torch.ones(len(lengths), dtype=torch.bool),
+        conversations=torch.arange(len(lengths)),
     )
 
 
