@@ -345,11 +345,8 @@ class ConversationSource(RowSource):
     def _without(self, number: int, ready: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
         for row in (row for row, _ in ready if row % ROW_STEP == number):
-            self._loop.call_soon_threadsafe(self._cancel_turn, row)
+            self._loop.call_soon_threadsafe(lambda row=row: self._turns.pop(row).cancel())
         return [item for item in ready if item[0] % ROW_STEP != number]
-
-    def _cancel_turn(self, row: int) -> None:
-        self._turns.pop(row).cancel()
 
     def wake(self) -> None:
         """End the wait of another thread in `next_rows`."""

@@ -6,10 +6,10 @@ Each group is a coroutine. Its responses wait for each other only if a reward fu
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -175,7 +175,8 @@ class GroupInFlight:
         scores = self._start_request(self._score(conversations))
         if self._reference is None:
             return await scores
-        logprobs = self._start_request(self._reference_logprobs(self._reference, rows_of(conversations)))
+        request = functools.partial(self._reference.request_logprobs, rows_of(conversations))
+        logprobs = self._start_request(self._timed("init_logprobs", request))
         scored, ref_logprobs = await asyncio.gather(scores, logprobs)
         remaining = iter(ref_logprobs)
         return [tuple(_with_reference(row, next(remaining)) for row in conversation) for conversation in scored]
@@ -187,23 +188,17 @@ class GroupInFlight:
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self.versions)  # cancelling one request must not cancel the future
-        async with self._request("scoring"):
-            return await self._scorer.score(conversations, self._unit_size, versions=versions)
+        score = functools.partial(self._scorer.score, conversations, self._unit_size, versions=versions)
+        return await self._timed("scoring", score)
 
-    async def _reference_logprobs(
-        self, reference: ServedReference, rows: Sequence[RolloutRow]
-    ) -> list[np.ndarray | str]:
-        async with self._request("init_logprobs"):
-            return await reference.request_logprobs(rows)
-
-    @contextlib.asynccontextmanager
-    async def _request(self, name: str) -> AsyncIterator[None]:
-        """Let the event loop handle responses and signals, then record the span of the request in the block."""
+    async def _timed(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
+        """Let the event loop handle responses and signals, then send the request; record its span."""
         async with self._starting:
             await asyncio.sleep(0)
         start = time.monotonic()
-        yield
+        result = await request()
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
+        return result
 
     async def _with_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
         """Score the conversations again until one version of a live reward model has scored all; return them.

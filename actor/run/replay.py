@@ -70,7 +70,7 @@ class Replay:
         if missing:
             raise self._damage_to(missing[0]) or RlhfError(
                 f"{self._folder} lacks step {missing[0]}, which a replay of step {first} needs "
-                f"({_origin(self.start)}): it was never complete, or actor.keep_checkpoints{self._num_kept()} no "
+                f"({self.origin}): it was never complete, or actor.keep_checkpoints{self._num_kept()} no "
                 f"longer keeps it; {self._choice()}"
             )
 
@@ -130,7 +130,7 @@ class Replay:
     @property
     def origin(self) -> str:
         """Where the replay starts, for a line of the report."""
-        return _origin(self.start)
+        return f"from the checkpoint of step {self.start}" if self.start else "from the start of the run"
 
     def save(self, config: RunConfig) -> None:
         """Write the state after the last step as a checkpoint of a new run, whose settings are `config`."""
@@ -199,10 +199,6 @@ class Replay:
         results = StepResults(batch, header["num_dropped"], payload, update, self._update.old_logprobs)
         about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": state.numbers()}
         return step_record(state.policy, step, results, **about), rows, payload
-
-
-def _origin(step: int) -> str:
-    return f"from the checkpoint of step {step}" if step else "from the start of the run"
 
 
 def _settings_of(opening: Mapping[str, Any]) -> RunConfig:

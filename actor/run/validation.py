@@ -95,26 +95,16 @@ def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
-    conversations = validation.conversations
-    return [
-        {
-            "prompt_id": conversation[-1].prompt.prompt_id,
-            "when": when,
-            **text,
-            **_question_field(conversation[0].prompt),
-            **_step_fields(conversation),
-            "ended": conversation[-1].ended,
-        }
-        for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True)
-    ]
-
-
-def _step_fields(conversation: Conversation) -> dict[str, list[float]]:
-    """Return {"step_rewards": process rewards in the order of the steps}; {} without them."""
-    score = conversation[-1].score
-    if score.steps is None or failure_of(conversation):
-        return {}
-    return {"step_rewards": score.steps[score.ends].tolist()}
+    conversations, lines = validation.conversations, []
+    for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True):
+        end = conversation[-1]
+        line = {"prompt_id": end.prompt.prompt_id, "when": when, **text}
+        if messages := conversation[0].prompt.metadata.get(MESSAGES_KEY):
+            line["question"] = str(messages[-1]["content"])  # without the template's markers
+        if end.score.steps is not None and not failure_of(conversation):
+            line["step_rewards"] = end.score.steps[end.score.ends].tolist()
+        lines.append({**line, "ended": end.ended})
+    return lines
 
 
 def _turn_fields(conversation: Conversation) -> dict[str, Any]:
@@ -173,9 +163,3 @@ def turn_tokens(
         for i, row in enumerate(conversation, first)
         for turn in row.turns or ()
     ]
-
-
-def _question_field(prompt: Prompt) -> dict[str, str]:
-    """Return {"question": last message of a chat prompt}, which has no template markers; {} for a text prompt."""
-    messages = prompt.metadata.get(MESSAGES_KEY)
-    return {"question": str(messages[-1]["content"])} if messages else {}
