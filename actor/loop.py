@@ -53,7 +53,8 @@ class PPORun:
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
-        self.scorer = Scorer.from_config(config, client, self.policy.tokenizer)
+        with_critic, with_rewards = actor.algorithm.uses_critic, config.serves_rewards
+        self.scorer = Scorer(client, self.policy.tokenizer, with_critic=with_critic, with_rewards=with_rewards)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)
         held_out = actor.validation.prompts if actor.validation.size else None
@@ -61,7 +62,7 @@ class PPORun:
         self.inputs = StepInputs(actor.prompts.sources, reader, seed=seed)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         every = config.trainer.publish.every
-        self.critic = RemoteCritic(client, config.run, is_trained=actor.algorithm.uses_critic, publish_every=every)
+        self.critic = RemoteCritic(client, config.run, is_trained=with_critic, publish_every=every)
         self.checkpoints = RunCheckpoints(config, state, self.critic)
         exported = ActorMetrics(config, client.counters, lambda: self.critic.num_failed_updates)
         self.open_recorder = functools.partial(Recorder, config, state, self.critic, client.counters, exported)

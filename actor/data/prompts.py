@@ -156,23 +156,13 @@ class StepInputs:
             }
             for path, file in self._files.items()
         }
-        is_added = self._reader.add_special_tokens
-        return {"prompts_taken": after.prompts, "prompt_files": files, "add_special_tokens": is_added}
+        return {"prompts_taken": after.prompts, "prompt_files": files}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after `step`; `state` is the result of the method `state` for this step.
 
-        Warn about files that have changed since, and about text prompts that are tokenised differently now. A single
-        file may have moved to another path.
+        Warn about files that have changed since. A single file may have moved to another path.
         """
-        was_added, is_added = state.get("add_special_tokens", False), self._reader.add_special_tokens
-        if was_added != is_added:
-            logger.warning(
-                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts are "
-                "tokenised differently",
-                was_added,
-                is_added,
-            )
         saved = state["prompt_files"]
         if len(saved) == len(self._files) == 1:
             saved = dict(zip(self._files, saved.values(), strict=True))

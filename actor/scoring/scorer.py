@@ -22,7 +22,6 @@ from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerpr
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import RunConfig
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
@@ -125,16 +124,6 @@ class Scorer:
         self.sends_sentences = False
         self.reward = ServedModel()
         """What the server declares about the reward, which may be a weighted sum of terms."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig, client: TritonClient, tokenizer: Any) -> Scorer:
-        """Return the scorer of a run."""
-        return cls(
-            client,
-            tokenizer,
-            with_critic=config.actor.algorithm.uses_critic,
-            with_rewards=config.serves_rewards,
-        )
 
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.
