@@ -137,7 +137,7 @@ class PPORun:
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.samples.durable()
                 await self.checkpoints.save(self.done)
-                await asyncio.to_thread(self.samples.prune, self.done)
+                await asyncio.to_thread(self.samples.prune)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run while groups of later steps are in flight
         await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after", recorder)

@@ -25,10 +25,11 @@ from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, reference_of, save_checkpoint
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
 from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, step_record
-from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.actor.run.settings import actor_checkpoints, started_with
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference, openings_of, segments
+from rlhf_triton.store.durable import numbers_in
+from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -61,16 +62,18 @@ class Replay:
         self._checkpoints, self._folder = actor_checkpoints(run_dir), samples_of(run_dir)
         if not run_dir.is_dir():
             raise RlhfError(f"{run_dir} is missing: name the folder of a run")
-        if not segments(self._folder):
+        if not numbers_in(self._folder):
             raise RlhfError(f"{self._folder} has no samples, so no step of this run can be replayed")
         self.start = max((saved for saved in saved_steps(self._checkpoints) if saved < first), default=0)
         self._steps = range(self.start + 1, last + 1)
         self._found = find_steps(self._folder, self.start + 1, last)
         missing = [step for step in self._steps if step not in self._found.steps]
         if missing:
+            newest = started_with(run_dir)
+            num_kept = "" if newest is None else f" ({newest.actor.keep_checkpoints})"
             raise self._damage_to(missing[0]) or RlhfError(
                 f"{self._folder} lacks step {missing[0]}, which a replay of step {first} needs "
-                f"({self.origin}): it was never complete, or actor.keep_checkpoints{self._num_kept()} no "
+                f"({self.origin}): it was never complete, or actor.keep_checkpoints{num_kept} no "
                 f"longer keeps it; {self._choice()}"
             )
 
@@ -84,12 +87,6 @@ class Replay:
             if not where:
                 found = found or error
         return found
-
-    def _num_kept(self) -> str:
-        """Return the value of `actor.keep_checkpoints` in parentheses; "" if all openings are damaged."""
-        openings = openings_of(self._folder, lambda _: None)
-        newest = max(openings, default=None)
-        return "" if newest is None else f" ({openings[newest]['settings']['actor']['keep_checkpoints']})"
 
     def _choice(self) -> str:
         """Return which steps can be replayed: those after a checkpoint, or after the start, without a gap."""
@@ -105,18 +102,18 @@ class Replay:
 
     def run(self) -> Iterator[ReplayedStep]:
         """Replay step by step; end after the first one that differs."""
-        opening = self._found.openings[self._steps[0]]
+        settings = self._found.step(self._steps[0]).header["settings"]
         checkpoint = self._checkpoints / str(self.start) if self.start else None
-        self._load(_settings_of(opening), checkpoint)
+        self._load(_valid(settings), checkpoint)
         for step in self._steps:
-            if self._found.openings[step]["settings"] != opening["settings"]:  # the run has resumed with others
-                opening = self._found.openings[step]
+            recorded = self._found.step(step)
+            if recorded.header["settings"] != settings:  # the run has resumed with others
+                settings = recorded.header["settings"]
                 with tempfile.TemporaryDirectory() as folder:
                     self._state.policy.trained.save(folder)
-                    self._load(_settings_of(opening), Path(folder), self._state.numbers())
-            self.environment = opening["environment"]
+                    self._load(_valid(settings), Path(folder), self._state.numbers())
+            self.environment = recorded.header["environment"]
             start = time.monotonic()
-            recorded = self._found.step(step)
             replayed, rows, payload = self._train(recorded.header)
             trained = self._state.policy.trained
             names = {"weights": sorted(trained.weights()), "optimizer": sorted(trained.state())}
@@ -201,10 +198,10 @@ class Replay:
         return step_record(state.policy, step, results, **about), rows, payload
 
 
-def _settings_of(opening: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of an opening. Raises RlhfError if this version does not know them."""
+def _valid(settings: Mapping[str, Any]) -> RunConfig:
+    """Return the settings that a step was recorded with. Raises RlhfError if this version does not know them."""
     try:
-        return RunConfig.model_validate(opening["settings"])
+        return RunConfig.model_validate(settings)
     except ValueError as error:
         raise RlhfError(
             f"the run was recorded with settings that are invalid here: {reason_of(error)}; replay it with the version "

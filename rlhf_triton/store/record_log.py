@@ -1,6 +1,6 @@
 """An append-only log of records, each a JSON object with NumPy arrays, in files that are whole or absent.
 
-    <folder>/<segment>/<number>    START, then the records of one `append`; the first one of a segment is its opening
+    <folder>/<step>/<number>    START, then the records of one `append`
 
 Before a record's payload, which is a safetensors file whose metadata holds the JSON object, stand the payload's size
 and digest.
@@ -60,93 +60,53 @@ class Place:
 class RecordLog:
     """Appends to the log in a folder, of which there must be only one writer."""
 
-    def __init__(self, folder: Path, opening: Mapping[str, Any]) -> None:
-        """Begin a new segment; `opening`: its first record, such as the settings that its other records depend on.
-
-        Raises OSError if the disk refuses it.
-        """
+    def __init__(self, folder: Path) -> None:
         make_folder(folder)
         sweep(folder)
         self._folder = folder
-        self._segment = max(segments(folder), default=0)
-        self._num_files = 0  # of the segment
         self._thread = ThreadPoolExecutor(1, "record-log")
-        self.rotate(opening)
 
-    def append(self, encode: Callable[[], Sequence[StoredRecord]]) -> Future[None]:
+    def append(self, step: int, encode: Callable[[], Sequence[StoredRecord]]) -> Future[None]:
         """Append the records that `encode` returns in the writer thread; the future completes once they are on disk.
 
         It raises OSError if the disk refuses them.
         """
-        return self._thread.submit(lambda: self._write(encode()))
+        return self._thread.submit(lambda: self._write(self._folder / str(step), encode()))
 
-    def rotate(self, opening: Mapping[str, Any]) -> None:
-        """Begin a new segment, of which this is the first record. Raises OSError if the disk refuses it."""
-
-        def begin() -> None:
-            self._segment += 1
-            self._num_files = 0
-            make_folder(self._folder / str(self._segment))
-            self._write([StoredRecord(opening)])
-
-        self._thread.submit(begin).result()
-
-    def remove_before(self, segment: int) -> None:
-        """Delete the segments before this one."""
-        for old in segments(self._folder):
-            if old < segment:
-                remove_folder(self._folder / str(old))
+    def remove(self, is_removed: Callable[[int], bool]) -> None:
+        """Delete the records of the steps for which this is true."""
+        for step in numbers_in(self._folder):
+            if is_removed(step):
+                remove_folder(self._folder / str(step))
 
     def close(self) -> None:
         """Wait until all records are on disk, or have failed; idempotent."""
         self._thread.shutdown()
 
-    def _write(self, records: Sequence[StoredRecord]) -> None:
+    def _write(self, folder: Path, records: Sequence[StoredRecord]) -> None:
+        make_folder(folder)
         parts = [START]
         for payload in map(encoded, records):
             parts += [PREFIX.pack(len(payload), Hasher(payload).bytes()), payload]
-        self._num_files += 1
-        create_file(self._folder / str(self._segment) / str(self._num_files), *parts)
-
-
-def segments(folder: Path) -> list[int]:
-    """Return the numbers of the log's segments, ascending."""
-    return numbers_in(folder)
+        create_file(folder / str(1 + max(numbers_in(folder), default=0)), *parts)
 
 
 def read_records(
-    folder: Path, segment: int, damaged: Callable[[DamagedRecord], None] = _refuse
+    folder: Path, step: int, damaged: Callable[[RlhfError], None] = _refuse
 ) -> Iterator[tuple[Place, StoredRecord]]:
-    """Yield the records of a segment; the first one is its opening.
+    """Yield the records of a step, in order.
 
     Args:
-        damaged: receives each record without the content that was written, which is skipped; default: raise it.
+        damaged: receives the error of each record without the content that was written, and of each file that is not of
+            this format, which are skipped; default: raise it.
 
     Raises:
-        DamagedRecord: from `damaged`.
-        RlhfError: a file is not of this format.
+        DamagedRecord, RlhfError: from `damaged`.
     """
-    for number in numbers_in(folder / str(segment)):
-        path = folder / str(segment) / str(number)
+    for number in numbers_in(folder / str(step)):
+        path = folder / str(step) / str(number)
         for position, payload in _payloads(path, damaged):
             yield Place(path, position), decoded(payload)
-
-
-def openings_of(folder: Path, damaged: Callable[[RlhfError], None] = _refuse) -> dict[int, Mapping[str, Any]]:
-    """Return the header of the first record of each segment that has one.
-
-    Args:
-        damaged: receives the error of each segment whose opening is damaged or not of this format; default: raise it.
-    """
-    openings = dict[int, Mapping[str, Any]]()
-    for segment in segments(folder):
-        try:
-            for _, record in read_records(folder, segment):
-                openings[segment] = record.header
-                break
-        except RlhfError as error:  # its kind is for the caller to judge
-            damaged(error)
-    return openings
 
 
 def record_at(place: Place) -> StoredRecord:
@@ -177,17 +137,17 @@ def first_difference(was: np.ndarray, now: np.ndarray) -> int | None:
     return int(differing[0]) if len(differing) else None
 
 
-def _payloads(path: Path, damaged: Callable[[DamagedRecord], None]) -> Iterator[tuple[int, bytes]]:
+def _payloads(path: Path, damaged: Callable[[RlhfError], None]) -> Iterator[tuple[int, bytes]]:
     """Yield the position and the payload of each intact record in a file; `damaged`: as in `read_records`."""
     data = path.read_bytes()
-    if not data.startswith(START):
-        if data.startswith(START[:-1]):
-            raise RlhfError(
-                f"{path} has format {data[len(START) - 1]}, but this version reads format {FORMAT}; use the version "
-                "that wrote it"
-            )
-        raise RlhfError(f"{path} is not a log of records; move it to another folder")
     position = len(START)
+    if not data.startswith(START):
+        problem = "is not a log of records; move it to another folder"
+        if data.startswith(START[:-1]):
+            problem = f"has format {data[position - 1]}, but this version reads format {FORMAT}; use the version that "
+            problem += "wrote it"
+        damaged(RlhfError(f"{path} {problem}"))
+        return
     while position < len(data):
         begin = position + PREFIX.size
         size, digest = PREFIX.unpack(data[position:begin].ljust(PREFIX.size))

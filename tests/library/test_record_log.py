@@ -14,9 +14,7 @@ from rlhf_triton.store.record_log import (
     DamagedRecord,
     RecordLog,
     StoredRecord,
-    openings_of,
     read_records,
-    segments,
 )
 
 KINDS = ("bool", "int32", "int64", "uint64", "float32", "float64")
@@ -26,18 +24,17 @@ def a_record(number: int) -> StoredRecord:
     return StoredRecord({"number": number}, {"tokens": np.arange(number), "empty": np.zeros((0, 3), np.float32)})
 
 
-def write(folder: Path, *numbers: int, together: bool = False) -> None:
+def write(folder: Path, step: int, *numbers: int, together: bool = False) -> None:
     """Append records; `together`: in one file."""
-    log = RecordLog(folder, {"opening": numbers[0]})
+    log = RecordLog(folder)
     parts = [numbers] if together else [(number,) for number in numbers]
-    futures = [log.append(lambda part=part: [*map(a_record, part)]) for part in parts]
+    futures = [log.append(step, lambda part=part: [*map(a_record, part)]) for part in parts]
     log.close()
     assert all(future.done() and not future.exception() for future in futures)
 
 
-def numbers_in(folder: Path) -> list[int]:
-    found = [record for segment in segments(folder) for _, record in read_records(folder, segment)]
-    return [record.header["number"] for record in found if "number" in record.header]
+def read_numbers(folder: Path, *steps: int) -> list[int]:
+    return [record.header["number"] for step in steps for _, record in read_records(folder, step)]
 
 
 @given(
@@ -54,33 +51,30 @@ def test_records_are_restored_bit_for_bit(header, arrays):
         assert found.arrays[name].flags.writeable
 
 
-def test_appended_records_are_read_in_order_from_segments_that_can_be_removed(tmp_path):
-    write(tmp_path, *range(9))
-    write(tmp_path, 9, 10, 11, together=True)
-    assert segments(tmp_path) == [1, 2]
-    assert numbers_in(tmp_path) == [*range(12)]
-    assert openings_of(tmp_path) == {1: {"opening": 0}, 2: {"opening": 9}}
-    log = RecordLog(tmp_path, {"opening": 12})
-    log.remove_before(2)
-    log.rotate({"opening": 13})
-    log.append(lambda: [StoredRecord({"number": np.int64(12)})])
+def test_appended_records_are_read_in_order_until_their_step_is_removed(tmp_path):
+    write(tmp_path, 1, *range(12))
+    write(tmp_path, 2, 12, 13, together=True)
+    write(tmp_path, 1, 14)
+    assert read_numbers(tmp_path, 1, 2) == [*range(12), 14, 12, 13]
+    log = RecordLog(tmp_path)
+    log.remove(lambda step: step < 2)
+    log.append(3, lambda: [StoredRecord({"number": np.int64(15)})])
     log.close()
-    assert numbers_in(tmp_path) == [9, 10, 11, 12]
-    assert [*openings_of(tmp_path)] == [2, 3, 4]
+    assert read_numbers(tmp_path, 1, 2, 3) == [12, 13, 15]
 
 
 def test_files_that_a_crash_has_left_unfinished_count_for_nothing(tmp_path):
-    write(tmp_path, 1)
+    write(tmp_path, 1, 1)
     (tmp_path / "1" / ".unfinished.tmp").write_bytes(b"RLHF")
     (tmp_path / "2").mkdir()
-    assert (numbers_in(tmp_path), [*openings_of(tmp_path)]) == ([1], [1])
-    write(tmp_path, 2)
-    assert (numbers_in(tmp_path), [*openings_of(tmp_path)]) == ([1, 2], [1, 3])
+    assert read_numbers(tmp_path, 1, 2) == [1]
+    write(tmp_path, 2, 2)
+    assert read_numbers(tmp_path, 1, 2) == [1, 2]
 
 
 def test_every_flipped_bit_of_a_record_is_an_error_that_names_file_and_position(tmp_path):
-    write(tmp_path, 1, 2)
-    path = tmp_path / "1" / "2"
+    write(tmp_path, 1, 1)
+    path = tmp_path / "1" / "1"
     data = path.read_bytes()
     for position in range(8, len(data)):
         path.write_bytes(data[:position] + bytes([data[position] ^ 16]) + data[position + 1 :])
@@ -88,19 +82,19 @@ def test_every_flipped_bit_of_a_record_is_an_error_that_names_file_and_position(
             DamagedRecord,
             match=f"^{path} is damaged at byte [0-9]+: a record .*; restore the file, or delete {tmp_path},",
         ):
-            numbers_in(tmp_path)
+            read_numbers(tmp_path, 1)
 
 
 @pytest.mark.parametrize("at", [9, record_log.PREFIX.size + 9], ids=["digest", "payload"])
 def test_records_after_a_damaged_one_are_read(at, tmp_path):
-    write(tmp_path, 1, 2, 3, together=True)
+    write(tmp_path, 1, 1, 2, 3, together=True)
     place = next(place for place, record in read_records(tmp_path, 1) if record.header.get("number") == 2)
     data = bytearray(place.path.read_bytes())
     data[place.position + at] ^= 1
     place.path.write_bytes(bytes(data))
     damage: list[DamagedRecord] = []
     found = [record.header.get("number") for _, record in read_records(tmp_path, 1, damage.append)]
-    assert (found, [error.position for error in damage]) == ([None, 1, 3], [place.position])
+    assert (found, [error.position for error in damage]) == ([1, 3], [place.position])
 
 
 @pytest.mark.parametrize(
@@ -113,24 +107,22 @@ def test_records_after_a_damaged_one_are_read(at, tmp_path):
     ],
 )
 def test_foreign_future_and_truncated_files_are_refused(change, message, tmp_path):
-    write(tmp_path, 1)
-    path = tmp_path / "1" / "2"
+    write(tmp_path, 1, 1)
+    path = tmp_path / "1" / "1"
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(RlhfError, match=f"^{path} {message}"):
-        numbers_in(tmp_path)
+        read_numbers(tmp_path, 1)
 
 
 def test_full_disk_fails_the_record(tmp_path, monkeypatch):
-    log = RecordLog(tmp_path, {})
-    log.append(lambda: [a_record(1)]).result()
+    log = RecordLog(tmp_path)
+    log.append(1, lambda: [a_record(1)]).result()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(record_log, "create_file", full)
     with pytest.raises(OSError, match="No space"):
-        log.append(lambda: [a_record(2)]).result()
-    with pytest.raises(OSError, match="No space"):
-        log.rotate({})
+        log.append(1, lambda: [a_record(2)]).result()
     log.close()
-    assert numbers_in(tmp_path) == [1]
+    assert read_numbers(tmp_path, 1) == [1]

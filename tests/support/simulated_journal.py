@@ -78,13 +78,13 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
             samples.add_groups(step, groups)
             await samples.durable()
             header = {"kind": "step", "step": step, "groups": samples._numbers}
-            samples._append(lambda header=header: [StoredRecord(header, {"weights": digests})])
+            samples._append(step, lambda header=header: [StoredRecord(header, {"weights": digests})])
             if step % EVERY == 0:
                 await samples.durable()
                 make_folder(checkpoints / str(step))
                 (checkpoints / str(step) / "state.json").touch()
                 shutil.rmtree(checkpoints / str(step - KEEP * EVERY), ignore_errors=True)
-                samples.prune(step)
+                samples.prune()
                 sizes.append(sum(path.stat().st_size for path in samples_of(folder).rglob("*") if path.is_file()))
         samples.close()
         step_ms = 1e3 * (time.monotonic() - begin - start_s) / (last - first + 1)

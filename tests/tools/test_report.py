@@ -365,8 +365,7 @@ class TestSamples:
     ) -> Path:
         """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
         run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
-        opening = {"kind": "opening", "session": 1, "resumed": 0, "step": 0, "first": 0}
-        log = RecordLog(run_dir / "samples", opening | {"settings": {"actor": {"max_off_policy_steps": ahead}}})
+        log = RecordLog(run_dir / "samples")
         tokens = [3, 4, *range(5, 5 + num_tokens)]
         columns = {
             "logprobs": np.array([0, 0] + [math.log(0.5)] * num_tokens, np.float32),
@@ -384,8 +383,9 @@ class TestSamples:
             arrays = {"advantages": np.tile(np.arange(size, dtype=np.float32), 3)}
             if recomputes:
                 arrays["old_logprobs"] = np.full(3 * size, math.log(0.25), np.float32)
-            header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0}
-            log.append(partial(list, [*records, StoredRecord(header, arrays)]))
+            settings = {"actor": {"max_off_policy_steps": ahead}}
+            header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0, "settings": settings}
+            log.append(step, partial(list, [*records, StoredRecord(header, arrays)]))
         log.close()
         return run_dir
 
