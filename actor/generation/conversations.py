@@ -25,7 +25,7 @@ from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
-from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -237,12 +237,12 @@ class ConversationRunner:
         messages = prompt.metadata.get(MESSAGES_KEY)
         if messages is None:
             text = prompt.text + (observation or "")
-            added = self._tokenizer(observation or "", add_special_tokens=False)["input_ids"]
+            added = encode_bare_text(self._tokenizer, observation or "")
             first_prompt = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
         else:
             last = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
             text = self._chat.prompt(messages := [*messages[:-1], last])
-            tokens = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+            tokens = np.array(encode_bare_text(self._tokenizer, text), np.int64)
             metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
             first_prompt = replace(prompt, text=text, tokens=tokens, metadata=metadata)
         if len(first_prompt.tokens) > self._max_prompt_tokens:
@@ -261,7 +261,7 @@ class ConversationRunner:
         """
         if MESSAGES_KEY not in state.prompt.metadata:
             text = "".join(str(answer["content"]) for answer in answers)
-            return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]], None
+            return encode_bare_text(self._tokenizer, text), None
         try:
             reply = str(state.messages[-1 - len(answers)]["content"])
             return self._chat.after_reply(answers, turn.tokens[-1], reply), None
@@ -270,7 +270,7 @@ class ConversationRunner:
         first = state.earlier_rows[0][0] if state.earlier_rows else state.prompt
         whole = [*first.metadata[MESSAGES_KEY], *state.messages]
         text = self._chat.prompt(whole)
-        tokens = [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        tokens = encode_bare_text(self._tokenizer, text)
         metadata = {**first.metadata, MESSAGES_KEY: whole}
         return tokens, replace(first, text=text, tokens=np.array(tokens, np.int64), metadata=metadata)
 

@@ -280,7 +280,15 @@ class Journal(JournalState):
         """
         last = self.last_step()
         if step is not None and step <= last:
-            return self._known(step, digest, last)
+            entry = Entry(step, 0, "train")
+            known = self._digest(entry)
+            if known in (DAMAGED, digest):  # the sidecar's result reports the damage
+                return entry
+            was = "was trained too long ago to compare" if known is None else "was already sent with other content"
+            raise ContractError(
+                f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
+                f"or rewind to step {step - 1} first{self._rewound(step)}"
+            )
         if step is not None and step > last + 1:
             raise ContractError(
                 f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
@@ -341,7 +349,8 @@ class Journal(JournalState):
             # Same session and count as the newest rewind: a duplicate, because a new request increments the count.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = self._newest_rewind()
-                if newest and newest.target == target and not self._has_failed(newest):
+                result = newest and self.result(newest)
+                if newest and newest.target == target and not (result and result.error):
                     return newest
             pending = self._pending_rewind()
             if pending is not None and pending.target == target:
@@ -351,10 +360,6 @@ class Journal(JournalState):
                 raise ContractError(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
             self._refuse_during_rewind()
             return self._append("rewind", last, target=target, content={"owners": owners_after(sender, owners)})
-
-    def _has_failed(self, entry: Entry) -> bool:
-        result = self.result(entry)
-        return result is not None and result.error is not None
 
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
@@ -477,17 +482,6 @@ class Journal(JournalState):
                 f"run_id: {run_id!r}, but this critic belongs to run {self.run_id!r}; give the actor the same "
                 "run.run_id, or start a separate critic for it"
             )
-
-    def _known(self, step: int, digest: str, last: int) -> Entry:
-        entry = Entry(step, 0, "train")
-        known = self._digest(entry)
-        if known in (DAMAGED, digest):  # the sidecar's result reports the damage
-            return entry
-        was = "was trained too long ago to compare" if known is None else "was already sent with other content"
-        raise ContractError(
-            f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-            f"or rewind to step {step - 1} first{self._rewound(step)}"
-        )
 
     def _next_aside(self) -> Path:
         return self._set_aside / str(1 + max(durable.numbers_in(self._set_aside), default=0))

@@ -328,7 +328,8 @@ class WeightsStore:
                 return newest
             adapters = stored_adapters(staging)
             manifest = Manifest(
-                version=self.next_version(),
+                # Above all existing ones, including incomplete folders.
+                version=max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1,
                 run_id=run_id,
                 step=step,
                 files=files,
@@ -342,10 +343,6 @@ class WeightsStore:
             staging.rename(self.folder(manifest.version))
             durable.sync_directory(self.root)
             return manifest
-
-    def next_version(self) -> int:
-        """Return the number of the next version: above all existing ones, including incomplete folders."""
-        return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int, digest: Callable[[Path], str] = digest_of) -> Manifest:
         """Call `verify_hashes` for `version`; return its manifest."""
