@@ -205,19 +205,19 @@ class ConversationRunner:
             if number == settings.max_turns:
                 state.truncated = "environment.max_turns"
                 return
-            before, new_prompt = self._tokens_between_turns(state, turn, answers)
-            length = len(before) if new_prompt else len(state.row.tokens) + len(before)
-            if length >= self.longest:
+            following = self._next_tokens(state, turn, answers)
+            row = following.tokens if isinstance(following, Prompt) else [*state.row.tokens, *following]
+            if len(row) >= self.longest:
                 state.truncated = "environment.max_tokens"
             if rows.clock() > deadline:
                 state.truncated = "environment.timeout_s"
             if state.truncated:
                 return
-            if new_prompt is None:
-                state.row.observe(before)
-            else:
+            if isinstance(following, Prompt):
                 rows.start_row()
-                state.start_row(new_prompt)
+                state.start_row(following)
+            else:
+                state.row.observe(following)
 
     async def _answer(self, state: _ConversationState, instance: Instance, text: str) -> list[Message] | None:
         """Return the environment's answers to a turn; None if it is done, or if the policy calls no tool."""
@@ -237,14 +237,11 @@ class ConversationRunner:
         messages = prompt.metadata.get(MESSAGES_KEY)
         if messages is None:
             text = prompt.text + (observation or "")
-            added = encode_bare_text(self._tokenizer, observation or "")
-            first_prompt = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
+            added = np.array(encode_bare_text(self._tokenizer, observation or ""), np.int64)
+            first_prompt = replace(prompt, text=text, tokens=np.append(prompt.tokens, added))
         else:
             last = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
-            text = self._chat.prompt(messages := [*messages[:-1], last])
-            tokens = np.array(encode_bare_text(self._tokenizer, text), np.int64)
-            metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
-            first_prompt = replace(prompt, text=text, tokens=tokens, metadata=metadata)
+            first_prompt = self._chat_prompt(prompt, [*messages[:-1], last])
         if len(first_prompt.tokens) > self._max_prompt_tokens:
             raise EnvironmentFailed(
                 f"the prompt has {len(first_prompt.tokens)} tokens with the environment's tools and first observation, "
@@ -252,27 +249,29 @@ class ConversationRunner:
             )
         return first_prompt
 
-    def _tokens_between_turns(
-        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[Message]
-    ) -> tuple[list[int], Prompt | None]:
-        """Return the tokens between a turn and the next one, and None.
+    def _chat_prompt(self, prompt: Prompt, messages: list[Message]) -> Prompt:
+        """Return the prompt with these messages. Raises TemplateError."""
+        text = self._chat.prompt(messages)
+        tokens = np.array(encode_bare_text(self._tokenizer, text), np.int64)
+        metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
+        return replace(prompt, text=text, tokens=tokens, metadata=metadata)
 
-        If the chat template changes earlier messages, return all tokens of a new row and the prompt of that row.
+    def _next_tokens(
+        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[Message]
+    ) -> list[int] | Prompt:
+        """Return the tokens between a turn and the next one, or a new row's prompt.
+
+        The conversation needs a new row if the chat template changes earlier messages.
         """
         if MESSAGES_KEY not in state.prompt.metadata:
-            text = "".join(str(answer["content"]) for answer in answers)
-            return encode_bare_text(self._tokenizer, text), None
+            return encode_bare_text(self._tokenizer, "".join(str(answer["content"]) for answer in answers))
         try:
             reply = str(state.messages[-1 - len(answers)]["content"])
-            return self._chat.after_reply(answers, turn.tokens[-1], reply), None
+            return self._chat.after_reply(answers, turn.tokens[-1], reply)
         except HistoryChanged as error:
             warn_once(NEW_ROW_WARNING % error)
         first = state.earlier_rows[0][0] if state.earlier_rows else state.prompt
-        whole = [*first.metadata[MESSAGES_KEY], *state.messages]
-        text = self._chat.prompt(whole)
-        tokens = encode_bare_text(self._tokenizer, text)
-        metadata = {**first.metadata, MESSAGES_KEY: whole}
-        return tokens, replace(first, text=text, tokens=np.array(tokens, np.int64), metadata=metadata)
+        return self._chat_prompt(first, [*first.metadata[MESSAGES_KEY], *state.messages])
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self.loop).result()
