@@ -149,7 +149,7 @@ class PPORun:
         timers = Timers(step)
         with timers.phase("rollout_wait"):
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
-        timers.include(rollout.timers)
+        timers.spans += rollout.timers.spans
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
         self.samples.add_groups(step, [*rollout.groups, *rollout.dropped])

@@ -89,6 +89,11 @@ def failure_of(conversation: Conversation) -> str:
     return next((row.score.failure for row in conversation if row.score.failure), "")
 
 
+def scores_of(conversations: Sequence[Conversation]) -> list[Score]:
+    """Return the scores of the conversations that can be trained on."""
+    return [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
+
+
 def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
     """Return the row of a prompt and its response."""
     size = len(prompt.tokens)

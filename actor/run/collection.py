@@ -20,7 +20,15 @@ from rlhf_triton.actor.algorithms.advantages import subtract_mean
 from rlhf_triton.actor.algorithms.batch import apply_truncation
 from rlhf_triton.actor.data.compute import MAX_CONCURRENT, ComputeThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import (
+    Conversation,
+    Group,
+    RolloutRow,
+    conversations_of,
+    failure_of,
+    rows_of,
+    scores_of,
+)
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.sampling import PolicySampling
@@ -225,8 +233,7 @@ class GroupInFlight:
 
 def _reward_versions(conversations: Sequence[Conversation]) -> set[int]:
     """Return the versions of a live reward model that scored the conversations; empty for any other reward."""
-    versions = (conversation[-1].score.reward_version for conversation in conversations if not failure_of(conversation))
-    return {version for version in versions if version is not None}
+    return {score.reward_version for score in scores_of(conversations) if score.reward_version is not None}
 
 
 def _with_new_reward(row: RolloutRow, again: RolloutRow) -> RolloutRow:

@@ -14,7 +14,7 @@ from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of, scores_of
 from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.learning_warnings import LearningWarnings
 from rlhf_triton.actor.run.metrics import (
@@ -133,7 +133,7 @@ class Recorder:
     def _critic_metrics(self, conversations: Sequence[Conversation], step: int) -> dict[str, Metric]:
         if not self._critic.is_trained:
             return {}
-        versions = [conversation[-1].score.version for conversation in conversations if not failure_of(conversation)]
+        versions = [score.version for score in scores_of(conversations)]
         staleness = self._critic.staleness(versions, step)
         return {**staleness, "client/failed_critic_updates": float(self._critic.num_failed_updates)}
 

@@ -14,7 +14,15 @@ from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of, text_indices
+from rlhf_triton.actor.data.rollout_rows import (
+    Conversation,
+    Group,
+    conversations_of,
+    failure_of,
+    rows_of,
+    scores_of,
+    text_indices,
+)
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.monitoring.tracing import span
@@ -34,7 +42,7 @@ class Validation:
     @property
     def reward(self) -> float:
         """Mean reward of the scored conversations."""
-        scores = [conversation[-1].score for conversation in self.conversations if not failure_of(conversation)]
+        scores = scores_of(self.conversations)
         return float(np.mean([score.reward for score in scores], dtype=np.float32)) if scores else math.nan
 
 
