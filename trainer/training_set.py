@@ -131,15 +131,11 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
         before, ids = encode_prompt(tokenizer, prompt)
         return [*before, *ids] if special else encode_bare_text(tokenizer, prompt)
     try:
-        messages = plain_messages(prompt)
-    except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
-    try:
         options = template_options(tokenizer, line)
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: {error}") from error
     try:
-        text = render_chat(tokenizer, messages, options, owner="critic", generation_prompt=True)
+        text = render_chat(tokenizer, plain_messages(prompt), options, owner="critic", generation_prompt=True)
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
     except Exception as error:  # the template is the checkpoint's own code and may raise any exception
@@ -149,7 +145,7 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
 
 def _is_ids(value: Any) -> TypeGuard[list[int]]:
     return (
-        isinstance(value, list) and bool(value) and all(type(each) is int and 0 <= each < INT64_MAX for each in value)
+        isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < INT64_MAX for item in value)
     )
 
 

@@ -97,7 +97,7 @@ class Recorder:
             **metrics,
             "train_rollouts/masked_samples": float(num_failed),
             **self._critic_metrics(conversations, step),
-            "train_rollouts/consumed_samples": self._state.inputs.positions_after(step).prompts,
+            "train_rollouts/consumed_samples": self._state.inputs.positions[step].prompts,
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._counters).items()},

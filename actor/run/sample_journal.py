@@ -86,7 +86,7 @@ class SampleJournal:
 
     def add_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Record the groups of a step, in the order of their prompts, before its batch is made."""
-        first = self._state.inputs.positions_after(step - 1).prompts
+        first = self._state.inputs.positions[step - 1].prompts
         self._step = step
         self._before = self._state.numbers()
         self._numbers = [*range(first, first + len(groups))]
@@ -107,7 +107,7 @@ class SampleJournal:
         """
         if not self._ahead:
             return {}
-        first = self._state.inputs.positions_after(step).prompts
+        first = self._state.inputs.positions[step].prompts
         try:
             self._sampled = find_sampled(self._folder, step, first=first, ahead=self._ahead, sampling=self._sampling)
         except RlhfError as error:

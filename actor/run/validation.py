@@ -56,16 +56,11 @@ async def validate(collector: Collector, prompts: list[Prompt], *, step: int, gr
     await collector.sampling.renew(step)
     with span("validation"):
         groups = await collector.collect(prompts, seed=seed + SEED_OFFSET, timers=Timers(), greedy=greedy)
-    return await collector.in_thread(_measure, conversations_of(groups))
-
-
-def _measure(conversations: list[Conversation]) -> Validation:
+    conversations = conversations_of(groups)
+    kl = await collector.in_thread(sequence_kl, conversations)
     has_values = any(row.score.version >= 0 for row in rows_of(conversations))
-    return Validation(
-        conversations,
-        sequence_kl(conversations),
-        explained_by_values(conversations, conversations) if has_values else None,
-    )
+    explained = await collector.in_thread(explained_by_values, conversations, conversations) if has_values else None
+    return Validation(conversations, kl, explained)
 
 
 def explained_by_values(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:

@@ -98,9 +98,6 @@ def tokens_covering(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> 
     return [None if end >= reached[-1] else least(end) for end in ends]
 
 
-Answer = dict[str, np.ndarray] | str  # outputs, or the error message
-
-
 class Scorer:
     """Requests rewards and values of rows from the servers."""
 
@@ -221,12 +218,11 @@ class Scorer:
         request: Callable[[Sequence[RolloutRow]], Awaitable[dict[str, np.ndarray]]],
     ) -> list[RolloutRow]:
         """Send one request for `rows`; return the rows with its answer, or with its error as their failure."""
-        answer: Answer
         try:
             answer = await request(rows)
         except RequestFailed as error:
-            answer = str(error)
-        return [*await asyncio.to_thread(self._apply_answer, rows, answer)]
+            return [dataclasses.replace(row, score=Score(failure=str(error))) for row in rows]
+        return await asyncio.to_thread(self._apply_answer, rows, answer)
 
     async def _request_values(self, versions: VersionRange | None, rows: Sequence[RolloutRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
@@ -275,10 +271,8 @@ class Scorer:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
 
-    def _apply_answer(self, rows: Sequence[RolloutRow], answer: Answer) -> list[RolloutRow]:
+    def _apply_answer(self, rows: Sequence[RolloutRow], answer: dict[str, np.ndarray]) -> list[RolloutRow]:
         """Return the rows with their scores from the server's answer, which has one row per row."""
-        if isinstance(answer, str):
-            return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
         size = len(rows)
         causes = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * size
         version = _single_version(answer[WEIGHTS_VERSION], size) if VALUES in answer else -1

@@ -116,10 +116,8 @@ class JournalState:
     def training_files(self) -> list[Path]:
         """Return the files of all steps that have not failed, for `read_training_file`; archived steps first."""
         archived = [self._archive / entry.name for entry in sorted(entries_in(self._archive))]
-        entries = ((entry, self.result(entry)) for entry in self.entries() if entry.kind == "train")
-        return archived + [
-            self._entries / e.name for e, known in entries if known is None or known.loss_mean is not None
-        ]
+        steps = [entry for entry in self.entries() if entry.kind == "train" and not self.has_failed(entry)]
+        return archived + [self._entries / entry.name for entry in steps]
 
     def keep_steps(self, entry: Entry) -> list[int] | None:
         """Return the steps whose checkpoints a save entry asks to keep; None if it has no such list.
@@ -167,6 +165,11 @@ class JournalState:
                     error=f"{entry.kind} at step {entry.step}: removed by a rewind",
                 )
         return None if data is None else Result(**data)
+
+    def has_failed(self, entry: Entry) -> bool:
+        """Return whether a step has failed. A replay must then leave the weights unchanged."""
+        result = self.result(entry)
+        return result is not None and result.loss_mean is None
 
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
@@ -262,8 +265,7 @@ class Journal(JournalState):
         self._make_folders()
         trace = {TRACEPARENT_HEADER: traceparent} if traceparent else {}
         file = training_file(payload, {DIGEST: digest, **trace})
-        with durable.staged_file(self._entries, [file]) as staged, self._accepting():
-            refuse_superseded(sender, self.owners(), self.run_id)
+        with durable.staged_file(self._entries, [file]) as staged, self._accepting(sender):
             # Checked again under the lock: another request or a rewind may have arrived while the payload was written.
             known = self._known_step(digest, step)
             if known is not None:
@@ -315,9 +317,8 @@ class Journal(JournalState):
         """
         self._check_run(run_id)
         wanted = None if keep_steps is None else list(keep_steps)
-        with self._accepting():
+        with self._accepting(sender):
             self._refuse_during_rewind()
-            refuse_superseded(sender, self.owners(), self.run_id)
             last = self.last_step()
             if step is not None and step > last + 1:
                 raise ContractError(f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}")
@@ -343,9 +344,7 @@ class Journal(JournalState):
         is in progress, or the run was rewound after the request was sent.
         """
         self._check_run(run_id)
-        with self._accepting():
-            owners = self.owners()
-            refuse_superseded(sender, owners, self.run_id)
+        with self._accepting(sender) as owners:
             # Same session and count as the newest rewind: a duplicate, because a new request increments the count.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = self._newest_rewind()
@@ -504,9 +503,14 @@ class Journal(JournalState):
         return entry
 
     @contextlib.contextmanager
-    def _accepting(self) -> Iterator[None]:
-        """Serialise writers, so that conditions checked in the `with` block still hold when it links the entry."""
+    def _accepting(self, sender: Sender | None) -> Iterator[list[str]]:
+        """Serialise writers, so that conditions checked in the `with` block still hold when it links the entry.
+
+        Yields the owners of the run. Raises ContractError if `sender` is no longer one.
+        """
         folder = self.root / self.run_id
         durable.make_folder(folder)
         with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):
-            yield
+            owners = self.owners()
+            refuse_superseded(sender, owners, self.run_id)
+            yield owners

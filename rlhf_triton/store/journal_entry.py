@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -21,9 +20,6 @@ from rlhf_triton.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGT
 from rlhf_triton.wire.training_payload import TrainPayload
 
 Kind = Literal["train", "save", "rewind"]
-NUM_NUMBERS = {"train": 0, "save": 1, "rewind": 2}  # numbers after the kind in an entry's name: rank, target
-NUMBER = r"(0|[1-9][0-9]{0,18})"  # at most 19 digits: int64
-NAME = re.compile(rf"(0[0-9]{{7}}|[1-9][0-9]{{7,18}})\.(train|save|rewind)(?:\.{NUMBER})?(?:\.{NUMBER})?")
 DIGEST = "digest"
 RESULT_SUFFIX = ".json"  # appended to the entry's name
 
@@ -52,14 +48,12 @@ class Entry:
     @classmethod
     def parse(cls, name: str) -> Entry:
         """Return the entry with the file name `name`. Raises ValueError if it is not an entry's name."""
-        found = NAME.fullmatch(name)
-        if found:
-            step, kind, rank, target = found.groups()
-            entry = cls(int(step), int(rank or 0), cast(Kind, kind), int(target or -1))
-            num_numbers = (rank is not None) + (target is not None)
-            if num_numbers == NUM_NUMBERS[kind] and max(entry.step, entry.rank, entry.target) <= INT64_MAX:
-                return entry
-        raise ValueError(f"{name!r} is not a journal entry")
+        step, kind, rank, target, *_ = *name.split("."), "0", "-1"
+        entry = cls(int(step), int(rank), cast(Kind, kind), int(target))
+        is_canonical = kind in get_args(Kind) and entry.name == name and "-" not in name
+        if not is_canonical or max(entry.step, entry.rank, entry.target) > INT64_MAX:
+            raise ValueError(f"{name!r} is not a journal entry")
+        return entry
 
 
 def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[Entry]:

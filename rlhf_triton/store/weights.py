@@ -113,7 +113,7 @@ class ServingRecords:
         An instance on another host counts as alive until this object has seen its record unchanged for
         `REMOTE_SILENCE_S`, so differing or changed clocks do not matter.
         """
-        return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
+        return [record for record, is_alive in self._all() if is_alive]
 
     def last_sign(self, record: ServingRecord) -> float | None:
         """Return when a silent instance on another host last updated its record, in the file server's unix seconds.
@@ -131,20 +131,16 @@ class ServingRecords:
 
     def died(self) -> list[ServingRecord]:
         """Return the records of dead instances of `this_place`."""
-        return [
-            record
-            for record, silence_s in self._all()
-            if record.place == this_place() and not _is_alive(record, silence_s)
-        ]
+        return [record for record, is_alive in self._all() if record.place == this_place() and not is_alive]
 
     def forget_died(self, *, elsewhere: bool = False) -> None:
         """Remove the records of dead instances of `this_place` or, with `elsewhere`, of all other places."""
-        for record, silence_s in self._all():
-            if (record.place != this_place()) == elsewhere and not _is_alive(record, silence_s):
+        for record, is_alive in self._all():
+            if (record.place != this_place()) == elsewhere and not is_alive:
                 self.withdraw(record)
 
-    def _all(self) -> list[tuple[ServingRecord, float]]:
-        """Return every record, and the seconds for which this object has seen it unchanged."""
+    def _all(self) -> list[tuple[ServingRecord, bool]]:
+        """Return every record, and whether its instance is alive."""
         found, seen, now = [], {}, time.monotonic()
         for path in sorted(self._folder.glob("*.json")):
             try:
@@ -153,12 +149,13 @@ class ServingRecords:
                 continue  # removed just now, or truncated by a crash: its instance writes it again
             known = self._seen.get(path.name)
             seen[path.name] = known if known is not None and known[0] == stamp else (stamp, now)
-            found.append((record, now - seen[path.name][1]))
+            found.append((record, _is_alive(record, now - seen[path.name][1])))
         self._seen = seen
         return found
 
 
 def _is_alive(record: ServingRecord, silence_s: float) -> bool:
+    """Return whether an instance is alive whose record has been seen unchanged for `silence_s`."""
     if record.place == this_place():
         try:
             state, born = _process(record.pid)

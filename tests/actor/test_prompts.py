@@ -452,7 +452,7 @@ def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path):
     between = drawn(second, 3, count=32)
     third = resumed(second, 3, inputs_of(path))
     assert before + between + drawn(third, 4, count=1) == drawn(inputs_of(path), 1, count=41)
-    assert [inputs.positions_after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [
+    assert [inputs.positions[step].prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [
         8,
         40,
         41,
@@ -482,7 +482,7 @@ def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path, caplog):
     short = {i: row for i, row in enumerate(rows, 1) if len(row) == 1}
     inputs = inputs_of(path, max_tokens=2, too_long="skip")
     assert drawn(inputs, 1, 2, 3, count=1) == [*short.values()]
-    assert [inputs.positions_after(step).rows[str(path)] for step in (1, 2, 3)] == [*short]
+    assert [inputs.positions[step].rows[str(path)] for step in (1, 2, 3)] == [*short]
     (message,) = caplog.messages  # the first one, not each
     assert "more than actor.prompts.max_tokens (2); 1 such prompts of this file were skipped" in message
     with pytest.raises(PromptError, match=re.escape(f"{path} has no prompts of at most 0 tokens")):

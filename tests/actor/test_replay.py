@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,7 @@ def journal_of(run_dir: Path, **actor: Any) -> SampleJournal:
     config = load_config(run_dir / "run.yaml")
     run = config.run.model_copy(update={"dir": run_dir})
     config = config.model_copy(update={"run": run, "actor": config.actor.model_copy(update=actor)})
-    inputs = SimpleNamespace(positions_after=lambda _: Positions(), fingerprints={})
+    inputs = SimpleNamespace(positions=defaultdict(Positions), fingerprints={})
     return SampleJournal(config, SimpleNamespace(inputs=inputs, policy=SimpleNamespace(fingerprint="")))  # type: ignore[arg-type]
 
 

@@ -404,9 +404,9 @@ def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], obje
     sending = Journal(journal.root, "run")
     accepting = sending._accepting
 
-    def late() -> AbstractContextManager[None]:
+    def late(sender: Sender | None) -> AbstractContextManager[list[str]]:
         meanwhile()
-        return accepting()
+        return accepting(sender)
 
     sending._accepting = late  # type: ignore[method-assign]
     return sending.accept_training(payload(), run_id="run", step=step)
@@ -439,7 +439,7 @@ def test_accept_times_out_if_a_suspended_writer_holds_the_lock(journal, monkeypa
     monkeypatch.setattr("rlhf_triton.store.journal.ACCEPT_PATIENCE_S", 0.05)
     other = Journal(journal.root, "run")
     for ask in (lambda: train(other, 2), lambda: other.accept_save(run_id=None)):
-        with journal._accepting(), pytest.raises(OSError, match=r"locked by another process .*ACCEPT"):
+        with journal._accepting(None), pytest.raises(OSError, match=r"locked by another process .*ACCEPT"):
             ask()
     assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
     assert train(journal, 2).step == 2

@@ -58,7 +58,9 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[Start]:
         policy=SimpleNamespace(fingerprint=""),
         numbers=dict,
         inputs=SimpleNamespace(
-            seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step), fingerprints={}
+            seed_of=lambda step: step,
+            positions={step: Positions(2 * step) for step in range(steps + 1)},
+            fingerprints={},
         ),
     )
     checkpoints = folder / "checkpoints" / "actor"
