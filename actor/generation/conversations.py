@@ -343,8 +343,8 @@ class ConversationSource(RowSource):
 
     def _without(self, number: int, ready: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
-        for row in (row for row, _ in ready if row % ROW_STEP == number):
-            self._loop.call_soon_threadsafe(lambda row=row: self._turns.pop(row).cancel())
+        left = [row for row, _ in ready if row % ROW_STEP == number]
+        self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in left])
         return [item for item in ready if item[0] % ROW_STEP != number]
 
     def wake(self) -> None:

@@ -48,8 +48,8 @@ class Entry:
     @classmethod
     def parse(cls, name: str) -> Entry:
         """Return the entry with the file name `name`. Raises ValueError if it is not an entry's name."""
-        step, kind, rank, target, *_ = *name.split("."), "0", "-1"
-        entry = cls(int(step), int(rank), cast(Kind, kind), int(target))
+        step, kind, rank, target, *_ = *name.split("."), "", ""
+        entry = cls(int(step), int(rank or 0), cast(Kind, kind), int(target or -1))
         is_canonical = kind in get_args(Kind) and entry.name == name and "-" not in name
         if not is_canonical or max(entry.step, entry.rank, entry.target) > INT64_MAX:
             raise ValueError(f"{name!r} is not a journal entry")

@@ -16,12 +16,17 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import replace_file
 
 
-def each_line(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file; a missing file counts as empty. Skips a last line that a crash has truncated.
+def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file. Skips a last line that a crash has truncated.
+
+    Args:
+        required: raise FileNotFoundError if the file is missing; otherwise a missing file counts as empty.
 
     Raises:
         ValueError: any other line is not a JSON object; the message names the file and the line.
     """
+    if required and not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; has the run written it yet?")
     for line, _ in _parsed_lines(path):
         yield line
 

@@ -33,19 +33,19 @@ def write_sealed(folder: Path, state: Mapping[str, Any], save: Callable[[Path], 
     """Write a folder with `state` and the files that `save` writes; it returns each file's digest by relative path."""
 
     def fill(staging: Path) -> None:
-        _write_state(staging, state, save(staging))
+        _write_state(staging, state, save(staging), durable=False)  # `write_folder` syncs it
 
     write_folder(folder, fill)
 
 
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Replace the state of a folder, whose other files stay. Raises DamagedCheckpoint if it has no intact state."""
-    _write_state(folder, state, read_state(folder)["files"])
+    _write_state(folder, state, read_state(folder)["files"], durable=True)
 
 
-def _write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, str]) -> None:
+def _write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, str], *, durable: bool) -> None:
     data = {**state, "files": dict(files)}
-    write_json(folder / STATE_FILE, {**data, DIGEST: json_digest(data)})
+    write_json(folder / STATE_FILE, {**data, DIGEST: json_digest(data)}, durable=durable)
 
 
 def set_aside(folder: Path, name: str) -> Path:
