@@ -166,7 +166,7 @@ async def collected(
         if versions is None:
             group.versions.set_result(None)
         else:
-            group.versions = group.scoring._versions = versions
+            group.versions = versions
     try:
         found = await collector.complete(groups, timers=Timers())
     finally:
